@@ -1,0 +1,1 @@
+"""Stage D: the model written from scratch, on a paged KV cache."""

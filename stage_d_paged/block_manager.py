@@ -1,0 +1,236 @@
+"""The page allocator: which page of the pool holds which tokens of which sequence.
+
+A reservation of ``max_model_len`` per request wastes most of it, because nobody knows how long an answer will be. Pages
+fix that as virtual memory does (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the pool is cut into
+pages of ``block_size`` tokens, a sequence takes the next page when it needs one, and its *block table* says which.
+
+Pages can also be shared. The keys and values of a token depend on that token and on everything before it, so a full page
+is identified by *its whole prefix*. Each full page is entered in an index under a chained hash,
+
+    key(block i) = xxh64(key(block i - 1) + bytes of the block's token ids),
+
+and a new sequence walks its own chain through the index, taking every page it finds. A hash is only a hint: an entry
+counts as found when its token bytes are equal and its parent is the very entry found one step before, which by induction
+compares the whole prefix.
+
+A page whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
+again. Pages are handed out in the order they were freed (least recently freed first), a sequence's last page before its
+first, so that a prefix outlives its continuations; pages with no indexed content go first, since they lose nothing.
+
+No tensor is touched here: a page is a number. Cost: O(1) for a token that fits in its page, O(new pages) otherwise.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from stage_d_paged.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """Index entry: the tokens of one full block after one exact prefix, and the pages that hold its K and V."""
+
+    parent: CachedBlock | None  # the entry of the block before it; None for a first block
+    key: int  # chained hash
+    tokens: bytes
+    pages: list[int] = field(default_factory=list)  # usually one; more when twins were computed side by side
+
+
+def block_key(parent_key: int, tokens: bytes) -> int:
+    """64-bit key of a block: it covers the block's tokens and, through the parent's key, everything before them."""
+    return xxhash.xxh64_intdigest(parent_key.to_bytes(8, "little") + tokens)
+
+
+class BlockManager:
+    """Hands out, shares, counts and takes back the ``num_blocks`` pages of a pool.
+
+    Every operation either happens completely or leaves everything as it was; ``free + used == num_blocks`` always.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks ({num_blocks}) and block_size ({block_size}) must both be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first = handed out next
+        self._ref_counts = [0] * num_blocks
+        self._contents: list[CachedBlock | None] = [None] * num_blocks
+        self._index: dict[int, list[CachedBlock]] = {}
+        self._unconfirmed: list[int] = []  # pages indexed since the last confirm()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- taking and returning pages ----------------------------------------------------------------------------
+
+    def allocate(self, sequence: Sequence, num_tokens: int, watermark: int = 0) -> bool:
+        """Give ``sequence`` the pages for its first ``num_tokens`` tokens; False, and no change, if there are too few.
+
+        A sequence that has no page yet first shares what the prefix cache holds of it, which sets its
+        ``num_computed_tokens`` (and ``num_cached_tokens``, if it was never preempted). ``watermark`` pages must stay
+        free afterwards: a scheduler uses it when it admits a sequence, so that those already running can still grow.
+        """
+        table = sequence.block_table
+        missing = self.blocks_for(num_tokens) - len(table)
+        if table and missing <= 0:
+            return True
+        shared = [] if table else self._find_cached(sequence)
+        fresh = max(0, missing - len(shared))
+        revived = sum(self._ref_counts[page] == 0 for page in shared)
+        if fresh + revived + watermark > len(self._free):
+            return False
+        for page in shared:
+            if self._ref_counts[page] == 0:
+                del self._free[page]
+            self._ref_counts[page] += 1
+        if not table:
+            sequence.num_indexed_blocks = len(shared)
+            sequence.num_computed_tokens = len(shared) * self.block_size
+            if sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+        table += shared
+        table += [self._take_page() for _ in range(fresh)]
+        return True
+
+    def append(self, sequence: Sequence, watermark: int = 0) -> bool:
+        """Make room for the sequence's last token (the one just sampled). At a block's edge this takes a new page."""
+        return self.allocate(sequence, len(sequence), watermark)
+
+    def free(self, sequence: Sequence) -> None:
+        """Return all of a sequence's pages (finish, abort, preemption, error). A second call finds nothing to return."""
+        table, sequence.block_table = sequence.block_table, []
+        sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
+        for page in reversed(table):
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                self._free[page] = None
+                if self._contents[page] is None:
+                    self._free.move_to_end(page, last=False)
+
+    def _take_page(self) -> int:
+        page, _ = self._free.popitem(last=False)
+        self._forget(page)
+        self._ref_counts[page] = 1
+        return page
+
+    # ---- prefix cache ------------------------------------------------------------------------------------------
+
+    def count_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens that ``allocate`` would find in the cache for a sequence without pages."""
+        return len(self._find_cached(sequence)) * self.block_size
+
+    def index_computed(self, sequence: Sequence) -> None:
+        """Enter the blocks filled up to ``sequence.num_computed_tokens`` into the prefix cache.
+
+        Call it when a step that computes them is about to run: others in the *same* step may then share them, because
+        in every layer a step stores all its K and V before it reads any. After the step call ``confirm()``; if the step
+        failed, ``revoke()``, since the pages never got their content.
+        """
+        if not self.enable_prefix_caching:
+            return
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        for i in range(sequence.num_indexed_blocks, known // self.block_size):
+            parent = self._contents[sequence.block_table[i - 1]] if i else None
+            if i and parent is None:  # its parent was revoked: it could never be found
+                return
+            page = sequence.block_table[i]
+            entry = self._find_entry(sequence, i, parent)
+            if entry is None:
+                entry = CachedBlock(parent, self._key(sequence, i), self._block_bytes(sequence, i))
+                self._index.setdefault(entry.key, []).append(entry)
+            entry.pages.append(page)
+            self._contents[page] = entry
+            self._unconfirmed.append(page)
+            sequence.num_indexed_blocks = i + 1
+
+    def confirm(self) -> None:
+        """The step ran: the pages indexed for it hold what the index says."""
+        self._unconfirmed.clear()
+
+    def revoke(self) -> None:
+        """The step failed: take its pages out of the index. (Free the sequences that were in it as well.)"""
+        for page in self._unconfirmed:
+            self._forget(page)
+            if page in self._free:
+                self._free.move_to_end(page, last=False)
+        self._unconfirmed.clear()
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """Pages of the longest cached prefix. The last token is left out: its logits are needed, so it must run."""
+        pages: list[int] = []
+        if not self.enable_prefix_caching:
+            return pages
+        parent = None
+        for i in range((len(sequence) - 1) // self.block_size):
+            parent = self._find_entry(sequence, i, parent)
+            if parent is None:
+                break
+            pages.append(parent.pages[0])
+        return pages
+
+    def _find_entry(self, sequence: Sequence, i: int, parent: CachedBlock | None) -> CachedBlock | None:
+        candidates = self._index.get(self._key(sequence, i), ())
+        tokens = self._block_bytes(sequence, i) if candidates else b""
+        return next((entry for entry in candidates if entry.parent is parent and entry.tokens == tokens), None)
+
+    def _key(self, sequence: Sequence, i: int) -> int:
+        hashes = sequence.block_hashes  # of full blocks only, whose tokens never change: computed once
+        while len(hashes) <= i:
+            hashes.append(block_key(hashes[-1] if hashes else 0, self._block_bytes(sequence, len(hashes))))
+        return hashes[i]
+
+    def _block_bytes(self, sequence: Sequence, i: int) -> bytes:
+        return array("i", sequence.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
+
+    def _forget(self, page: int) -> None:
+        """Unlink a page from the index. A twin that holds the same content stays findable."""
+        entry, self._contents[page] = self._contents[page], None
+        if entry is None:
+            return
+        entry.pages.remove(page)
+        if not entry.pages:
+            bucket = self._index[entry.key]
+            bucket.remove(entry)
+            if not bucket:
+                del self._index[entry.key]
+
+    # ---- self-check --------------------------------------------------------------------------------------------
+
+    def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """Raise ``RuntimeError`` if the books do not balance. ``sequences``: all that hold pages, to check the counts."""
+        wrong: list[str] = []
+        for page, count in enumerate(self._ref_counts):
+            if (count == 0) != (page in self._free):
+                wrong.append(f"page {page} has {count} users but {'is' if page in self._free else 'is not'} free")
+        entries = [entry for bucket in self._index.values() for entry in bucket]
+        indexed = sorted(page for entry in entries for page in entry.pages)
+        if indexed != [page for page, content in enumerate(self._contents) if content is not None]:
+            wrong.append("the index and the pages disagree about what is cached")
+        wrong += [f"entry {entry.key:#x} has no page" for entry in entries if not entry.pages]
+        if sequences is not None:
+            counts = [0] * self.num_blocks
+            for page in (page for sequence in sequences for page in sequence.block_table):
+                counts[page] += 1
+            wrong += [
+                f"page {page}: {have} users counted, {want} found"
+                for page, (have, want) in enumerate(zip(self._ref_counts, counts, strict=True))
+                if have != want
+            ]
+        if wrong:
+            raise RuntimeError("block manager: " + "; ".join(wrong[:5]))

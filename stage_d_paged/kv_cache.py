@@ -1,0 +1,173 @@
+"""The pool of pages in device memory: how large it may be, its tensor, and what it saves.
+
+All K and V of all sequences live in one tensor ``[2, layers, blocks, block_size, kv_heads, head_dim]``, allocated once.
+A token's *slot* is ``block_id * block_size + offset``; the same slot is used in every layer, so one block table serves
+the whole model.
+
+How many blocks? On a GPU: what is left of this process's share after the weights and the activations of the largest
+step, which is measured by running one. On the CPU, where memory is shared with everything else: a modest fixed amount.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from stage_d_paged.sequence import Sequence
+
+CPU_POOL_BYTES = 512 * 2**20
+
+
+class KVCache:
+    """The pool. ``cache.layer(i)`` gives that layer's keys and values, each ``[blocks, block_size, kv_heads, head_dim]``."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # Zeros, not empty: a kernel may load a page's unused tail and mask it, and NaN times a zero weight is NaN.
+        self.tensor = torch.zeros(
+            2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
+        )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tensor[0, index], self.tensor[1, index]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """K and V of one token in all layers, in bytes."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def cpu_num_blocks(page_bytes: int, block_size: int, max_model_len: int) -> int:
+    """The CPU's default: 512 MiB of pages, or what one sequence of ``max_model_len`` takes if that is more."""
+    return max(CPU_POOL_BYTES // page_bytes, -(-max_model_len // block_size))
+
+
+def cuda_num_blocks(
+    page_bytes: int, gpu_memory_utilization: float, device: torch.device, run_largest_step: Callable[[], None]
+) -> int:
+    """Pages that fit on a GPU beside the weights (already loaded) and the largest step's activations.
+
+    ``gpu_memory_utilization`` is the share of the card that *this process* may use, whatever other processes hold:
+
+        pool = total * utilization - (weights + peak activations of this process)
+
+    Others' memory counts only where it is really in the way: the pool also fits in ``utilization`` of what is free now.
+    """
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * gpu_memory_utilization) - peak
+    room = int(free * gpu_memory_utilization) - (peak - before)
+    return pages_that_fit(min(share, room), page_bytes, free, gpu_memory_utilization)
+
+
+def pages_that_fit(budget: int, page_bytes: int, free: int, gpu_memory_utilization: float) -> int:
+    """``budget`` bytes in pages; ``MemoryError`` with what to change if not even one fits."""
+    if budget < page_bytes:
+        raise MemoryError(
+            f"no room for a single page of KV cache: a page takes {page_bytes / 2**20:.2f} MiB, "
+            f"{max(budget, 0) / 2**20:.2f} MiB are left for pages ({free / 2**20:.0f} MiB of the GPU are free, "
+            f"gpu_memory_utilization={gpu_memory_utilization}). Raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens, or free memory that other processes hold."
+        )
+    return budget // page_bytes
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What some sequences hold in pages, next to what a contiguous ``max_model_len`` each would have reserved."""
+
+    num_sequences: int
+    block_size: int
+    bytes_per_token: int
+    tokens: int  # tokens of all sequences together; a shared token counts once for each
+    stored_tokens: int  # tokens really stored: a shared one counts once
+    pages: int  # distinct pages in use
+    reserved_tokens: int  # num_sequences * max_model_len: the contiguous reservation
+
+    @property
+    def page_waste(self) -> float:
+        """Share of the pages' slots that holds nothing: the tails of last pages."""
+        return 1 - self.stored_tokens / (self.pages * self.block_size) if self.pages else 0.0
+
+    @property
+    def reservation_waste(self) -> float:
+        """Share of a contiguous reservation that would hold nothing."""
+        return 1 - self.tokens / self.reserved_tokens if self.reserved_tokens else 0.0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pages * self.block_size * self.bytes_per_token
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.reserved_tokens * self.bytes_per_token
+
+    def as_dict(self) -> dict[str, float]:
+        derived = ("page_waste", "reservation_waste", "page_bytes", "reserved_bytes")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_sequences} sequences, {self.tokens} tokens in {self.pages} pages of {self.block_size} "
+            f"({self.page_bytes / 2**20:.1f} MiB, {self.page_waste:.1%} unused); reserved contiguously: "
+            f"{self.reserved_bytes / 2**20:.1f} MiB, {self.reservation_waste:.1%} unused"
+        )
+
+
+def memory_report(
+    sequences: Iterable[Sequence], block_size: int, max_model_len: int, bytes_per_token: int
+) -> MemoryReport:
+    """Count what ``sequences`` hold at this moment (those without pages are waiting and hold nothing)."""
+    filled: dict[int, int] = {}  # page -> tokens in it
+    holders = [sequence for sequence in sequences if sequence.block_table]
+    for sequence in holders:
+        for i, page in enumerate(sequence.block_table):
+            in_page = min(block_size, max(0, len(sequence) - i * block_size))
+            filled[page] = max(filled.get(page, 0), in_page)
+    return MemoryReport(
+        num_sequences=len(holders),
+        block_size=block_size,
+        bytes_per_token=bytes_per_token,
+        tokens=sum(len(sequence) for sequence in holders),
+        stored_tokens=sum(filled.values()),
+        pages=len(filled),
+        reserved_tokens=len(holders) * max_model_len,
+    )
+
+
+def waste_by_block_size(lengths: list[int], block_sizes: list[int], max_model_len: int) -> list[dict[str, float]]:
+    """Points of the README's figure: unused share of the memory for sequences of these lengths, per page size.
+
+    ``block_size == max_model_len`` is the contiguous reservation: one page per sequence.
+    """
+    used = sum(lengths)
+    points = []
+    for block_size in [*block_sizes, max_model_len]:
+        held = sum(-(-length // block_size) * block_size for length in lengths)
+        points.append({"block_size": block_size, "tokens": used, "slots": held, "waste": 1 - used / held})
+    return points

@@ -1,0 +1,71 @@
+"""One request while the engine works on it: its tokens, and where their keys and values lie.
+
+Two counts tell everything about a sequence's progress, in prefill, in decode and after a preemption alike:
+
+* ``len(token_ids)``: the tokens that are known (the prompt, then what was generated);
+* ``num_computed_tokens``: how many of them already have their K and V in the pool.
+
+What is left to run is the difference: the whole prompt (less what the prefix cache had) for a new sequence, exactly one
+token, the one just sampled, in decode. There is no "prefill" or "decode" state to keep in step with these numbers.
+
+The class is plain Python. It owns no tensor, so the block manager and the scheduler can be tested without a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stage_a_naive.outputs import Completion
+    from stage_a_naive.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's state. ``eq=False``: two sequences are the same only if they are the same object."""
+
+    index: int  # its place in the caller's list of prompts
+    prompt_token_ids: list[int]
+    params: SamplingParams | None = None
+    seed: int = 0
+    completion: Completion | None = None  # text, stop conditions, the output
+
+    token_ids: list[int] = field(init=False)  # prompt + generated
+    num_computed_tokens: int = 0  # tokens whose K and V are in the pool
+    num_cached_tokens: int = 0  # of those, the ones that the prefix cache had at the first admission
+    num_preemptions: int = 0  # times its pages were taken away (from stage E on)
+    block_table: list[int] = field(default_factory=list)  # page of positions 0..block_size-1, of the next ones, …
+    block_hashes: list[int] = field(default_factory=list)  # chained hashes of the full blocks, computed once
+    num_indexed_blocks: int = 0  # leading blocks of block_table that the prefix cache knows
+
+    first_scheduled_time: float = 0.0  # seconds on the monotonic clock; 0.0 = has not happened
+    first_token_time: float = 0.0
+    finish_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to run before the next one can be sampled: the rest of a prefill, or 1 in decode."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.completion is not None and self.completion.finish_reason is not None
