@@ -1,17 +1,18 @@
 """The page allocator: which page of the pool holds which tokens of which sequence.
 
-A reservation of ``max_model_len`` per request wastes most of it, because nobody knows how long an answer will be. Pages
-fix that as virtual memory does (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the pool is cut into
-pages of ``block_size`` tokens, a sequence takes the next page when it needs one, and its *block table* says which.
+A reservation of `max_model_len` per request wastes most of it, because nobody knows how long an answer will be.
+Pages fix that as virtual memory does (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the pool is
+cut into pages of `block_size` tokens, a sequence takes the next page when it needs one, and its *block table* says
+which.
 
-Pages can also be shared. The keys and values of a token depend on that token and on everything before it, so a full page
-is identified by *its whole prefix*. Each full page is entered in an index under a chained hash,
+Pages can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
+page is identified by *its whole prefix*. Each full page is entered in an index under a chained hash,
 
     key(block i) = xxh64(key(block i - 1) + bytes of the block's token ids),
 
 and a new sequence walks its own chain through the index, taking every page it finds. A hash is only a hint: an entry
-counts as found when its token bytes are equal and its parent is the very entry found one step before, which by induction
-compares the whole prefix.
+counts as found when its token bytes are equal and its parent is the very entry found one step before, which by
+induction compares the whole prefix.
 
 A page whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
 again. Pages are handed out in the order they were freed (least recently freed first), a sequence's last page before its
@@ -48,9 +49,9 @@ def block_key(parent_key: int, tokens: bytes) -> int:
 
 
 class BlockManager:
-    """Hands out, shares, counts and takes back the ``num_blocks`` pages of a pool.
+    """Hands out, shares, counts and takes back the `num_blocks` pages of a pool.
 
-    Every operation either happens completely or leaves everything as it was; ``free + used == num_blocks`` always.
+    Every operation either happens completely or leaves everything as it was; `free + used == num_blocks` always.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -74,16 +75,16 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens take."""
+        """Pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     # ---- taking and returning pages ----------------------------------------------------------------------------
 
     def allocate(self, sequence: Sequence, num_tokens: int, watermark: int = 0) -> bool:
-        """Give ``sequence`` the pages for its first ``num_tokens`` tokens; False, and no change, if there are too few.
+        """Give `sequence` the pages for its first `num_tokens` tokens; False, and no change, if there are too few.
 
         A sequence that has no page yet first shares what the prefix cache holds of it, which sets its
-        ``num_computed_tokens`` (and ``num_cached_tokens``, if it was never preempted). ``watermark`` pages must stay
+        `num_computed_tokens` (and `num_cached_tokens`, if it was never preempted). `watermark` pages must stay
         free afterwards: a scheduler uses it when it admits a sequence, so that those already running can still grow.
         """
         table = sequence.block_table
@@ -113,7 +114,7 @@ class BlockManager:
         return self.allocate(sequence, len(sequence), watermark)
 
     def free(self, sequence: Sequence) -> None:
-        """Return all of a sequence's pages (finish, abort, preemption, error). A second call finds nothing to return."""
+        """Return all of a sequence's pages (finish, abort, preemption, error). A second call returns nothing more."""
         table, sequence.block_table = sequence.block_table, []
         sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
         for page in reversed(table):
@@ -132,15 +133,15 @@ class BlockManager:
     # ---- prefix cache ------------------------------------------------------------------------------------------
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that ``allocate`` would find in the cache for a sequence without pages."""
+        """Tokens that `allocate` would find in the cache for a sequence without pages."""
         return len(self._find_cached(sequence)) * self.block_size
 
     def index_computed(self, sequence: Sequence) -> None:
-        """Enter the blocks filled up to ``sequence.num_computed_tokens`` into the prefix cache.
+        """Enter the blocks filled up to `sequence.num_computed_tokens` into the prefix cache.
 
         Call it when a step that computes them is about to run: others in the *same* step may then share them, because
-        in every layer a step stores all its K and V before it reads any. After the step call ``confirm()``; if the step
-        failed, ``revoke()``, since the pages never got their content.
+        in every layer a step stores all its K and V before it reads any. After the step call `confirm()`; if the step
+        failed, `revoke()`, since the pages never got their content.
         """
         if not self.enable_prefix_caching:
             return
@@ -213,7 +214,7 @@ class BlockManager:
     # ---- self-check --------------------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Raise ``RuntimeError`` if the books do not balance. ``sequences``: all that hold pages, to check the counts."""
+        """Raise `RuntimeError` if the books do not balance. `sequences`: all that hold pages, to check counts."""
         wrong: list[str] = []
         for page, count in enumerate(self._ref_counts):
             if (count == 0) != (page in self._free):

@@ -1,7 +1,7 @@
 """The pool of pages in device memory: how large it may be, its tensor, and what it saves.
 
-All K and V of all sequences live in one tensor ``[2, layers, blocks, block_size, kv_heads, head_dim]``, allocated once.
-A token's *slot* is ``block_id * block_size + offset``; the same slot is used in every layer, so one block table serves
+All K and V of all sequences live in one tensor `[2, layers, blocks, block_size, kv_heads, head_dim]`, allocated once.
+A token's *slot* is `block_id * block_size + offset`; the same slot is used in every layer, so one block table serves
 the whole model.
 
 How many blocks? On a GPU: what is left of this process's share after the weights and the activations of the largest
@@ -22,7 +22,7 @@ CPU_POOL_BYTES = 512 * 2**20
 
 
 class KVCache:
-    """The pool. ``cache.layer(i)`` gives that layer's keys and values, each ``[blocks, block_size, kv_heads, head_dim]``."""
+    """The pool. `layer(i)` gives that layer's keys and values, each `[blocks, block_size, kv_heads, head_dim]`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype:
 
 
 def cpu_num_blocks(page_bytes: int, block_size: int, max_model_len: int) -> int:
-    """The CPU's default: 512 MiB of pages, or what one sequence of ``max_model_len`` takes if that is more."""
+    """The CPU's default: 512 MiB of pages, or what one sequence of `max_model_len` takes if that is more."""
     return max(CPU_POOL_BYTES // page_bytes, -(-max_model_len // block_size))
 
 
@@ -64,11 +64,11 @@ def cuda_num_blocks(
 ) -> int:
     """Pages that fit on a GPU beside the weights (already loaded) and the largest step's activations.
 
-    ``gpu_memory_utilization`` is the share of the card that *this process* may use, whatever other processes hold:
+    `gpu_memory_utilization` is the share of the card that *this process* may use, whatever other processes hold:
 
         pool = total * utilization - (weights + peak activations of this process)
 
-    Others' memory counts only where it is really in the way: the pool also fits in ``utilization`` of what is free now.
+    Others' memory counts only where it is really in the way: the pool also fits in `utilization` of what is free now.
     """
     gc.collect()
     torch.cuda.synchronize(device)
@@ -86,7 +86,7 @@ def cuda_num_blocks(
 
 
 def pages_that_fit(budget: int, page_bytes: int, free: int, gpu_memory_utilization: float) -> int:
-    """``budget`` bytes in pages; ``MemoryError`` with what to change if not even one fits."""
+    """`budget` bytes in pages; `MemoryError` with what to change if not even one fits."""
     if budget < page_bytes:
         raise MemoryError(
             f"no room for a single page of KV cache: a page takes {page_bytes / 2**20:.2f} MiB, "
@@ -99,7 +99,7 @@ def pages_that_fit(budget: int, page_bytes: int, free: int, gpu_memory_utilizati
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What some sequences hold in pages, next to what a contiguous ``max_model_len`` each would have reserved."""
+    """What some sequences hold in pages, next to what a contiguous `max_model_len` each would have reserved."""
 
     num_sequences: int
     block_size: int
@@ -142,7 +142,7 @@ class MemoryReport:
 def memory_report(
     sequences: Iterable[Sequence], block_size: int, max_model_len: int, bytes_per_token: int
 ) -> MemoryReport:
-    """Count what ``sequences`` hold at this moment (those without pages are waiting and hold nothing)."""
+    """Count what `sequences` hold at this moment (those without pages are waiting and hold nothing)."""
     filled: dict[int, int] = {}  # page -> tokens in it
     holders = [sequence for sequence in sequences if sequence.block_table]
     for sequence in holders:
@@ -163,7 +163,7 @@ def memory_report(
 def waste_by_block_size(lengths: list[int], block_sizes: list[int], max_model_len: int) -> list[dict[str, float]]:
     """Points of the README's figure: unused share of the memory for sequences of these lengths, per page size.
 
-    ``block_size == max_model_len`` is the contiguous reservation: one page per sequence.
+    `block_size == max_model_len` is the contiguous reservation: one page per sequence.
     """
     used = sum(lengths)
     points = []

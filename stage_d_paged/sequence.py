@@ -2,8 +2,8 @@
 
 Two counts tell everything about a sequence's progress, in prefill, in decode and after a preemption alike:
 
-* ``len(token_ids)``: the tokens that are known (the prompt, then what was generated);
-* ``num_computed_tokens``: how many of them already have their K and V in the pool.
+* `len(token_ids)`: the tokens that are known (the prompt, then what was generated);
+* `num_computed_tokens`: how many of them already have their K and V in the pool.
 
 What is left to run is the difference: the whole prompt (less what the prefix cache had) for a new sequence, exactly one
 token, the one just sampled, in decode. There is no "prefill" or "decode" state to keep in step with these numbers.
@@ -17,19 +17,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stage_a_naive.outputs import Completion
-    from stage_a_naive.sampling import SamplingParams
+    from stage_a_naive.outputs import Completion, Request
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's state. ``eq=False``: two sequences are the same only if they are the same object."""
+    """A request's state. `eq=False`: two sequences are the same only if they are the same object."""
 
-    index: int  # its place in the caller's list of prompts
-    prompt_token_ids: list[int]
-    params: SamplingParams | None = None
-    seed: int = 0
-    completion: Completion | None = None  # text, stop conditions, the output
+    request: Request  # what was asked: the prompt's ids, the sampling parameters, the seed
+    completion: Completion | None = None  # the answer: text, stop conditions (None only where no text is made)
 
     token_ids: list[int] = field(init=False)  # prompt + generated
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
@@ -44,22 +40,18 @@ class Sequence:
     finish_time: float = 0.0
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = list(self.request.prompt_token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.request.prompt_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
