@@ -1,0 +1,87 @@
+"""Paged attention: one interface, three implementations, and the choice between them.
+
+In earlier stages the keys and values of a request lay in one long tensor. Here they lie in *pages* (blocks) of a shared
+pool, wherever a page was free, and a *block table* says which page holds which stretch of the sequence, exactly as an
+operating system's page table does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged;
+what changes is how it finds its keys.
+
+Everything a layer has to know about the batch travels in one `AttentionMetadata`, passed as an argument and never stored
+in a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so a prefill
+of 500 tokens and a decode step of one token can stand side by side in one tensor.
+
+Implementations: `reference` (plain PyTorch, any device), `triton` (our kernels), `flash` (the flash-attn package).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+BACKENDS = ("auto", "reference", "triton", "flash")
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where each token of a flat batch belongs. All tensors live on the device of the KV pool.
+
+    A sequence with `context_lens == 0` is padding (CUDA graphs pad the batch to a captured size): its output is zero,
+    and neither the pool nor its row of the block table is read for it.
+    """
+
+    cu_seqlens_q: torch.Tensor  # int32 [seqs + 1]: sequence s owns tokens cu_seqlens_q[s] … cu_seqlens_q[s + 1] - 1
+    context_lens: torch.Tensor  # int32 [seqs]: keys visible to the last query, those of this step included
+    slot_mapping: torch.Tensor  # int64 [tokens]: block_id * block_size + offset for each new K/V; -1 = write nothing
+    block_tables: torch.Tensor  # int32 [seqs, max_blocks]: page of each stretch of block_size tokens; unused = -1
+    max_query_len: int  # the longest stretch of queries; 1 means that this is a pure decode step
+    max_context_len: int  # an upper bound of context_lens (under a CUDA graph: the bound it was captured with)
+
+    @cached_property
+    def cu_seqlens_k(self) -> torch.Tensor:
+        """int32 [seqs + 1]: running sum of `context_lens`, computed once for all layers."""
+        return torch.nn.functional.pad(self.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+class AttentionBackend(Protocol):
+    """What the model needs from an implementation."""
+
+    name: str
+    reason: str  # why this one was picked, for one printed line
+    preferred_block_size: int
+
+    def store(
+        self,
+        key: torch.Tensor,  # [tokens, kv_heads, head_dim]
+        value: torch.Tensor,  # [tokens, kv_heads, head_dim]
+        k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        slot_mapping: torch.Tensor,  # int64 [tokens]
+    ) -> None:
+        """Write each token's key and value into its slot of the pool; slot -1 writes nothing."""
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [tokens, heads, head_dim]
+        k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:  # [tokens, heads, head_dim]
+        """Causal attention over the pages: query i of q with a context of L sees keys 0 … L - q + i."""
+
+
+def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest one that can serve this device, dtype and head size.
+
+    Raises ValueError if `name` is unknown or if the backend asked for cannot serve here; "auto" always finds one, and
+    the returned object's `reason` says why it was picked.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    from .reference import ReferenceAttention
+
+    if name == "reference":
+        return ReferenceAttention("asked for")
+    return ReferenceAttention(f"plain PyTorch serves {device.type}")

@@ -1,0 +1,122 @@
+"""Paged attention in plain PyTorch: the definition the kernels are tested against, and the path on a CPU.
+
+Every sequence's pages are gathered into one contiguous tensor, and PyTorch's `scaled_dot_product_attention` does the
+rest. The gather copies the whole context, which a real kernel never does; that copy is the price of simplicity.
+
+Decode steps are handled together. One query a sequence means that the `group` query heads which share a KV head see the
+same keys, so they can be laid along the query axis: a [group, head_dim] by [head_dim, context] product per KV head
+instead of `group` separate vector products, with no repeating of keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from . import AttentionMetadata
+
+
+class ReferenceAttention:
+    """Gather the pages, then PyTorch's own attention. Any device, any floating dtype, any head size."""
+
+    name = "reference"
+    preferred_block_size = 16  # a gather copies row by row: the page size does not matter, small pages waste least
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        written = slot_mapping >= 0
+        slots = slot_mapping[written]
+        k_cache.flatten(0, 1).index_copy_(0, slots, key[written])
+        v_cache.flatten(0, 1).index_copy_(0, slots, value[written])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        if metadata.max_query_len == 1 and query.shape[0] == metadata.context_lens.shape[0]:
+            return _decode(query, k_cache, v_cache, metadata.context_lens, metadata.block_tables, scale)
+        starts = metadata.cu_seqlens_q.tolist()
+        query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        output = torch.zeros_like(query)
+        decodes = [s for s, length in enumerate(query_lens) if length == 1]
+        if decodes:
+            rows = metadata.cu_seqlens_q[decodes].long()
+            contexts, tables = metadata.context_lens[decodes], metadata.block_tables[decodes]
+            output[rows] = _decode(query[rows], k_cache, v_cache, contexts, tables, scale)
+        for s, context_len in enumerate(metadata.context_lens.tolist()):
+            if query_lens[s] > 1 and context_len > 0:
+                chunk = slice(starts[s], starts[s + 1])
+                table = metadata.block_tables[s]
+                output[chunk] = _prefill(query[chunk], k_cache, v_cache, context_len, table, scale)
+        return output
+
+
+def _prefill(
+    query: torch.Tensor,  # [query_len, heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_len: int,
+    block_table: torch.Tensor,  # [max_blocks]
+    scale: float,
+) -> torch.Tensor:
+    """One sequence's chunk of queries, the last of the `context_len` positions, against all of its keys."""
+    query_len, block_size = query.shape[0], k_cache.shape[1]
+    pages = block_table[: -(-context_len // block_size)].long()
+    keys = k_cache[pages].flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
+    values = v_cache[pages].flatten(0, 1)[:context_len]
+    mask = None
+    if query_len != context_len:
+        # Causal with a cached prefix: the diagonal ends in the lower right corner.
+        mask = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device).tril(context_len - query_len)
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],  # [1, heads, query_len, head_dim]
+        keys.transpose(0, 1)[None],  # [1, kv_heads, context, head_dim]
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+def _decode(
+    query: torch.Tensor,  # [seqs, heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,  # [seqs]
+    block_tables: torch.Tensor,  # [seqs, max_blocks]
+    scale: float,
+) -> torch.Tensor:
+    """One query a sequence, all sequences at once, padded to the longest context."""
+    seqs, heads, head_dim = query.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    longest = max(int(context_lens.max()), 1)
+    positions = torch.arange(longest, device=query.device)
+    # Past its end a sequence repeats its last slot, so that uninitialised memory (perhaps a NaN) is never read.
+    readable = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # [seqs, longest]
+    pages = block_tables.gather(1, readable // block_size).clamp(min=0)
+    slots = pages.long() * block_size + readable % block_size
+    keys = k_cache.flatten(0, 1)[slots].transpose(1, 2)  # [seqs, kv_heads, longest, head_dim]
+    values = v_cache.flatten(0, 1)[slots].transpose(1, 2)
+    output = F.scaled_dot_product_attention(
+        query.view(seqs, kv_heads, heads // kv_heads, head_dim),  # the group of heads is the query axis
+        keys,
+        values,
+        attn_mask=(positions < context_lens[:, None])[:, None, None],  # [seqs, 1, 1, longest]
+        scale=scale,
+    )
+    return output.reshape(seqs, heads, head_dim).masked_fill((context_lens == 0)[:, None, None], 0)
