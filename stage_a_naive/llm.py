@@ -1,0 +1,105 @@
+"""The naive engine: one request after another, one token after another.
+
+    prompt -> token ids -> prefill -> sample -> decode step -> sample -> decode step -> ... -> text
+
+*Prefill* runs the model over the whole prompt at once. It yields the scores of the first new token, and a KV cache: the
+key and value vectors of every prompt token in every layer, which are all that later tokens need of earlier ones.
+*Decode* then feeds one token at a time together with the cache. Without the cache, every step would run the model over
+the whole text again, and generating n tokens would cost n prefills.
+
+Two costs stay on purpose, because the next stage is about them: every step makes a new input tensor, and every step
+waits for the GPU to hand its token to Python before the next one is ordered.
+"""
+
+from __future__ import annotations
+
+import time
+from os import PathLike
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from stage_a_naive.frontend import Frontend, OnText
+from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.sampling import top_logprobs
+
+
+class LLM(Frontend):
+    """A Hugging Face model with a hand-written prefill and decode loop.
+
+    Args:
+        model: `tutor`, a directory, a hub id, or `random:<preset>`.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto`, `float32`, `float16` or `bfloat16`.
+        seed: for random weights, and for the requests that bring no seed.
+
+    Raises:
+        ModelError: the model cannot be loaded or is not supported.
+    """
+
+    def __init__(
+        self, model: str | PathLike[str], *, device: str = "auto", dtype: str | torch.dtype = "auto", seed: int = 0
+    ) -> None:
+        super().__init__(seed)
+        start = time.perf_counter()
+        self.source = resolve(model)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.tokenizer = load_tokenizer(self.source)
+        self.model = load_hf_model(self.source, self.device, self.dtype, seed, **self._model_options())
+        self.vocab_size = self.source.config.vocab_size
+        self.max_model_len = self.source.config.max_position_embeddings
+        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
+        self.build_time = time.perf_counter() - start
+
+    def _model_options(self) -> dict[str, object]:
+        """Options for transformers; later stages choose the attention implementation here."""
+        return {}
+
+    def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
+        arrival = synchronized_time(self.device)
+        progress = tqdm(requests, desc="generate", unit="request", disable=not use_tqdm)
+        return [self._generate_one(request, arrival, on_text) for request in progress]
+
+    @torch.inference_mode()
+    def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
+        """One request from its first token to its last. `arrival`: when the call came in, for the TTFT."""
+        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len)
+        start = synchronized_time(self.device)
+
+        # Prefill: all prompt tokens at once. [1, prompt] -> logits [1, prompt, vocab], of which the last row counts.
+        input_ids = torch.tensor([request.prompt_token_ids], device=self.device)
+        out = self.model(input_ids=input_ids, use_cache=True)
+        cache = out.past_key_values
+        token_id = self._next_token(out.logits[:, -1, :], completion, on_text)
+        first = synchronized_time(self.device)
+
+        # Decode: one token and the cache a step. [1, 1] -> logits [1, 1, vocab]; the cache grows by one position.
+        while completion.finish_reason is None:
+            input_ids = torch.tensor([[token_id]], device=self.device)
+            out = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            token_id = self._next_token(out.logits[:, -1, :], completion, on_text)
+        end = synchronized_time(self.device)
+
+        metrics = make_metrics(
+            prefill_time=first - start,
+            decode_time=end - first,
+            ttft=first - arrival,
+            num_prompt=len(request.prompt_token_ids),
+            num_generated=len(completion.token_ids),
+        )
+        return completion.to_output(metrics)
+
+    def _next_token(self, logits: Tensor, completion: Completion, on_text: OnText | None) -> int:
+        """Choose a token from logits `[1, vocab]` and add it to the completion."""
+        logits = logits.float()
+        token_id = int(self._choose(logits, [completion]))  # int() waits for the device
+        count = completion.request.params.logprobs
+        logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
+        piece = completion.append(token_id, logprobs)
+        if piece and on_text is not None:
+            on_text(completion.request.index, piece)
+        return token_id

@@ -1,0 +1,237 @@
+"""From a model's name to a model on a device.
+
+A name is one of four things: `tutor` (the model embedded in this repository), `random:<preset>` (a real shape with
+random weights), a directory in the Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`. Everything
+that can be wrong with it is found here, before anything runs, and raised as a `ModelError` that says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from stage_a_naive.presets import preset_configs
+
+TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_ROPE_TYPES = ("default", "llama3")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or is not supported; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from, its files checked but its weights not read yet."""
+
+    name: str
+    config: PretrainedConfig
+    path: Path | None  # None: random weights
+    tokenizer_path: Path
+
+
+def resolve(model: str | os.PathLike[str]) -> ModelSource:
+    """Find the model that a name means, and refuse what these engines do not support.
+
+    Raises:
+        ModelError: no such model, or one with features that are not supported.
+    """
+    name = os.fspath(model)
+    if name.startswith("random:"):
+        presets = preset_configs()
+        preset = name.removeprefix("random:")
+        if preset not in presets:
+            raise ModelError(f"no preset {preset!r}; there are: {', '.join('random:' + p for p in presets)}")
+        return ModelSource(name, presets[preset], None, TUTOR_PATH)
+    path = TUTOR_PATH if name == "tutor" else _local_or_downloaded(name)
+    return ModelSource(name, _read_config(path), path, path)
+
+
+def _local_or_downloaded(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; give the directory that holds config.json")
+    looks_like_hub_id = name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+    if not looks_like_hub_id:
+        raise ModelError(
+            f"no such directory: {name!r} "
+            "(a model is 'tutor', 'random:<preset>', a directory, or a hub id 'owner/name')"
+        )
+    try:
+        files = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.*", "tokenizer.model"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # the hub's errors are many: no network, no such repository, no access
+        raise ModelError(
+            f"no directory {name!r} here, and the hub does not give it: {_first_line(error)}; "
+            "download it where there is a network, then pass its directory"
+        ) from error
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{path} has no config.json; it is not a model directory in the Hugging Face layout")
+    try:
+        raw = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{config_file} is not JSON: {error}") from error
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelError(f"architecture {model_type!r} is not supported; these are: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{path} is a quantised checkpoint, which is not supported; use the unquantised one")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers validates with several exception types
+        raise ModelError(f"{config_file}: {_first_line(error)}") from error
+    if getattr(config, "use_sliding_window", False):
+        raise ModelError(f"{path} uses sliding-window attention, which is not supported")
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        supported = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise ModelError(f"rope scaling type {rope_type!r} is not supported; these are: {supported}")
+    return config
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token forced (some models have none, and batching needs one)."""
+    if not (source.tokenizer_path / "tokenizer.json").is_file():
+        raise ModelError(f"{source.tokenizer_path} has no tokenizer.json; only tokenizers in that format are supported")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_path)
+    except Exception as error:
+        raise ModelError(f"the tokenizer in {source.tokenizer_path} does not load: {_first_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a generation: a model may have several, listed in `generation_config.json`."""
+    ids: set[int] = set()
+    try:
+        declared = GenerationConfig.from_pretrained(source.tokenizer_path).eos_token_id
+    except OSError:  # the file is optional
+        declared = source.config.eos_token_id
+    if declared is not None:
+        ids.update([declared] if isinstance(declared, int) else declared)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one; a named device that is not there is refused."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use device='cpu' or run `make doctor`")
+    if chosen.type == "cuda" and chosen.index is not None and chosen.index >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+    return chosen
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU (which computes bfloat16 slowly)."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype in DTYPES.values():
+        return dtype
+    raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def load_hf_model(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int = 0, **model_options: object
+) -> PreTrainedModel:
+    """The model as transformers builds it, in inference mode on `device`.
+
+    Args:
+        seed: for the weights of a `random:` preset.
+        model_options: passed to transformers, e.g. `attn_implementation`.
+
+    Raises:
+        ModelError: a weight is missing, extra, of the wrong shape, or unreadable.
+    """
+    if source.path is None:
+        return _random_hf_model(source, device, dtype, seed, **model_options)
+    if not any(source.path.glob("*.safetensors")):
+        raise ModelError(f"{source.path} has no *.safetensors file; only weights in that format are supported")
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would warn of is raised below
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **model_options
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ModelError(f"the weights in {source.path} do not load: {_first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(what):
+            names = ", ".join(sorted(str(n) for n in report[what])[:5])
+            raise ModelError(f"{source.path}: {len(report[what])} {what.replace('_keys', ' weights')}: {names}")
+    return model.eval().to(device)
+
+
+def _random_hf_model(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int, **model_options: object
+) -> PreTrainedModel:
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(source.config, dtype=dtype, **model_options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(random_tensor(name, parameter.shape, seed, device, dtype))
+    return model.eval()
+
+
+def random_tensor(
+    name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """The weight of a `random:` preset for the parameter of that Hugging Face name.
+
+    It depends on the name and the seed alone (and on the kind of device, whose generators differ), so that every stage
+    builds the same model whatever order it builds it in. Matrices have standard deviation 1/sqrt(fan-in), which keeps
+    activations near 1; norm weights lie around 1.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+    noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+    if name.endswith("norm.weight"):
+        return (1 + 0.1 * noise).to(dtype)
+    scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+    return (noise * scale).to(dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

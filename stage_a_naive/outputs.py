@@ -1,0 +1,174 @@
+"""What a request asks, what it grows into, and what it returns.
+
+`Request` is a validated prompt, `Completion` the answer while it is being generated, `GenerationOutput` the answer when
+it is done. `Completion` is the only place that knows when a generation ends, in all six stages.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal, NotRequired, TypedDict
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stage_a_naive.detokenize import IncrementalDecoder
+from stage_a_naive.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class Metrics(TypedDict):
+    """Times in seconds on a monotonic clock, read after the device has finished its work."""
+
+    prefill_time: float  # from the request's start of computation to its first logits
+    decode_time: float  # from the first token to the last
+    ttft: float  # time to first token: from the call to the first token, waiting included
+    tpot: float  # time per output token after the first; 0 where there was only one
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV came out of a prefix cache
+    num_generated_tokens: int
+    tokens_per_sec: float  # generated tokens / (prefill_time + decode_time)
+
+
+class GenerationOutput(TypedDict):
+    """The answer to one prompt."""
+
+    text: str  # without special tokens and without the stop string
+    token_ids: list[int]  # with the end-of-sequence token, if it was generated
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    metrics: Metrics
+    logprobs: NotRequired[list[dict[int, float]]]  # a step's {token id: log-probability}, where they were asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt that has passed every check at the door."""
+
+    index: int  # its place in the caller's list
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # the caller's, or one that the engine drew
+
+
+class Completion:
+    """One request's answer while it grows.
+
+    Args:
+        request: what was asked.
+        tokenizer: for the text.
+        eos_token_ids: the model's end-of-sequence ids.
+        max_total_len: prompt and answer together hold at most this many tokens.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: frozenset[int],
+        max_total_len: int,
+    ) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self._decoder = IncrementalDecoder(tokenizer)
+        params = request.params
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._max_tokens = min(params.max_tokens, max_total_len - len(request.prompt_token_ids))
+        self._released = 0  # length of the text handed out; a possible start of a stop string is held back
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many more tokens this completion may hold: an upper bound, an end-of-sequence token may come first."""
+        return self._max_tokens - len(self.token_ids)
+
+    def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
+        """Add a generated token and decide whether it was the last; returns the text that became certain."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if token_id in self._stop_ids:
+            return self.finish("stop")
+        self._add_text(self._decoder.append(token_id))
+        if self.finish_reason is None and len(self.token_ids) >= self._max_tokens:
+            return self.finish("length")
+        return self._release()
+
+    def finish(self, reason: FinishReason) -> str:
+        """End the completion; returns the text that had been held back."""
+        if self.finish_reason is None:
+            self._add_text(self._decoder.flush())
+            # The flushed text may itself complete a stop string, which then is the reason.
+            self.finish_reason = self.finish_reason or reason
+        return self._release()
+
+    def _add_text(self, piece: str) -> None:
+        stops = self.request.params.stop
+        # A new match ends in the new piece, so it starts at most a stop string's length before it.
+        search_from = max(0, len(self.text) - max(map(len, stops), default=0))
+        self.text += piece
+        found = [at for stop in stops if (at := self.text.find(stop, search_from)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish_reason = "stop"
+
+    def _release(self) -> str:
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= max((_overlap(self.text, stop) for stop in self.request.params.stop), default=0)
+        piece = self.text[self._released : end]
+        self._released = max(self._released, end)
+        return piece
+
+    def to_output(self, metrics: Metrics) -> GenerationOutput:
+        """The finished completion as the caller sees it."""
+        assert self.finish_reason is not None, "the completion is still growing"
+        output = GenerationOutput(
+            text=self.text,
+            token_ids=self.token_ids,
+            prompt_token_ids=self.request.prompt_token_ids,
+            finish_reason=self.finish_reason,
+            metrics=metrics,
+        )
+        if self.request.params.logprobs is not None:
+            output["logprobs"] = self.logprobs
+        return output
+
+
+def make_metrics(
+    *, prefill_time: float, decode_time: float, ttft: float, num_prompt: int, num_generated: int, num_cached: int = 0
+) -> Metrics:
+    """Fill in the figures that follow from the measured ones."""
+    total = prefill_time + decode_time
+    return Metrics(
+        prefill_time=prefill_time,
+        decode_time=decode_time,
+        ttft=ttft,
+        tpot=decode_time / (num_generated - 1) if num_generated > 1 else 0.0,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        num_generated_tokens=num_generated,
+        tokens_per_sec=num_generated / total if total > 0 else 0.0,
+    )
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Monotonic seconds, read once the device has done all the work that it was given.
+
+    A GPU works behind the CPU's back: without waiting for it, a clock times how fast work is *ordered*.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,201 @@
+"""From logits to the next token.
+
+A language model ends in one score (a logit) for every token of its vocabulary. Sampling turns the scores into a choice.
+The knobs are applied in this order, the order of Hugging Face's generation pipeline:
+
+    penalties -> temperature -> top-k -> top-p -> min-p -> draw
+
+The draw uses the Gumbel-max trick: if `g` is independent Gumbel(0, 1) noise, then `argmax(logits + g)` is distributed
+as `softmax(logits)` (Gumbel 1954; Maddison et al., "A* Sampling", 2014). The noise is not taken from a generator that
+remembers how often it was called: it is a hash of (seed, step, token id), a counter-based generator in the sense of
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). A seeded request therefore draws the same tokens
+alone or in any batch, before or after it was preempted, on a CPU or on a GPU. Every later stage keeps this definition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request. The names and meanings are vLLM's.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy decoding (exact argmax).
+        top_k: keep the k highest logits (ties with the k-th stay); 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
+        presence_penalty: subtracted once from the logit of every token already generated.
+        frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
+        max_tokens: generate at most this many tokens.
+        stop: strings that end the generation; the text is cut before them.
+        stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids.
+        ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
+        seed: makes the draws reproducible; None takes a fresh seed from the engine.
+        logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 64
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+        def check(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+        check(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or more")
+        check(_is_integer(self.top_k) and self.top_k >= 0, "top_k", "an integer, 0 (off) or more")
+        check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(_is_number(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            check(_is_number(value) and -2 <= value <= 2, name, "between -2 and 2")
+        check(_is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer, 1 or more")
+        check(all(isinstance(s, str) and s for s in stop), "stop", "one or more non-empty strings")
+        check(all(_is_integer(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", "integers, 0 or more")
+        check(self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**64), "seed", "None or in [0, 2**64)")
+        check(self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "logprobs", "None or >= 0")
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+SamplingFunction = Callable[[Tensor, list[SamplingParams]], Tensor]
+
+
+def apply_penalties(
+    logits: Tensor, params: Sequence[SamplingParams], prompt_ids: Sequence[list[int]], output_ids: Sequence[list[int]]
+) -> Tensor:
+    """Lower the scores of tokens already used. Returns new logits where any row asks for it, else the same tensor.
+
+    Args:
+        logits: `[rows, vocab]`, float32.
+        params: one a row.
+        prompt_ids, output_ids: the tokens of each row's prompt, and those it has generated so far.
+
+    The repetition penalty is that of Keskar et al., "CTRL" (2019), over prompt and output; the presence and frequency
+    penalties are OpenAI's, over the output alone.
+    """
+    if not any(p.needs_penalties for p in params):
+        return logits
+    logits = logits.clone()
+    for row, (p, prompt, output) in enumerate(zip(params, prompt_ids, output_ids, strict=True)):
+        scores = logits[row]  # [vocab], a view
+        if p.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*prompt, *output}), device=logits.device)
+            values = scores[seen]
+            scores[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if output and (p.presence_penalty or p.frequency_penalty):
+            used, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+            scores[used] -= p.presence_penalty + p.frequency_penalty * counts
+    return logits
+
+
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, for one row `[vocab]`; tokens filtered out become -inf."""
+    # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing.
+    logits = (logits - logits.max()) / params.temperature
+    if 0 < params.top_k < logits.numel():
+        kth_value = logits.topk(params.top_k).values[-1]
+        logits = logits.masked_fill(logits < kth_value, -math.inf)
+    if params.top_p < 1:
+        ordered, order = logits.sort(descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        mass_before = probs.cumsum(-1) - probs  # the likeliest token has 0 before it, so one token always stays
+        logits = logits.index_fill(0, order[mass_before >= params.top_p], -math.inf)
+    if params.min_p > 0:
+        # p >= min_p * p_max, in logarithms; the maximum is 0 by construction.
+        logits = logits.masked_fill(logits < math.log(params.min_p), -math.inf)
+    return logits
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """Choose one token a row; a row's choice depends on nothing but that row.
+
+    Args:
+        logits: `[rows, vocab]`, float32, penalties already applied.
+        params, seeds: one a row.
+        steps: how many tokens each row has generated before this one.
+
+    Returns:
+        ids `[rows]`, int64, on the logits' device.
+    """
+    chosen = []
+    for row, p, seed, step in zip(logits, params, seeds, steps, strict=True):
+        if p.temperature == 0:
+            chosen.append(row.argmax())
+        else:
+            chosen.append((filter_logits(row, p) + gumbel_noise(seed, step, row.numel(), row.device)).argmax())
+    return torch.stack(chosen)
+
+
+def gumbel_noise(seed: int, step: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Gumbel(0, 1) noise `[vocab]`, float32: a pure function of (seed, step, token id)."""
+    ids = torch.arange(vocab_size, device=device)
+    bits = _mix(_mix(ids) ^ noise_key(seed, step))
+    # 23 bits and a half fit a float32 exactly, so the uniform number is never 0 or 1 and the logarithms are finite.
+    uniform = ((bits >> 9).float() + 0.5) * 2**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def noise_key(seed: int, step: int) -> int:
+    """The 32-bit key of one draw: seed and step hashed together."""
+    key = _mix(_mix(_mix(seed & _MASK32) ^ (seed >> 32)) ^ (step & _MASK32))
+    assert isinstance(key, int)
+    return key
+
+
+def _mix(x: Tensor | int) -> Tensor | int:
+    """A 32-bit integer hash (Wellons' "lowbias32"); works alike on Python integers and on int64 tensors below 2**32."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def top_logprobs(logits: Tensor, count: int, token_id: int) -> dict[int, float]:
+    """Log-probabilities of the `count` likeliest tokens of one row `[vocab]`, likeliest first, and of `token_id`."""
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.topk(min(count, logprobs.numel()))
+    found = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    found.setdefault(token_id, float(logprobs[token_id]))
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
