@@ -74,9 +74,9 @@ def _prefill(
 ) -> torch.Tensor:
     """One sequence's chunk of queries, the last of the `context_len` positions, against all of its keys."""
     query_len, block_size = query.shape[0], k_cache.shape[1]
-    pages = block_table[: -(-context_len // block_size)].long()
-    keys = k_cache[pages].flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
-    values = v_cache[pages].flatten(0, 1)[:context_len]
+    pages = block_table[: -(-context_len // block_size)]
+    keys = k_cache.index_select(0, pages).flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
+    values = v_cache.index_select(0, pages).flatten(0, 1)[:context_len]
     mask = None
     if query_len != context_len:
         # Causal with a cached prefix: the diagonal ends in the lower right corner.
@@ -109,13 +109,14 @@ def _decode(
     # Past its end a sequence repeats its last slot, so that uninitialised memory (perhaps a NaN) is never read.
     readable = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # [seqs, longest]
     pages = block_tables.gather(1, readable // block_size).clamp(min=0)
-    slots = pages.long() * block_size + readable % block_size
-    keys = k_cache.flatten(0, 1)[slots].transpose(1, 2)  # [seqs, kv_heads, longest, head_dim]
-    values = v_cache.flatten(0, 1)[slots].transpose(1, 2)
+    slots = (pages.long() * block_size + readable % block_size).flatten()
+    # index_select, because it is 6 times as fast as keys[slots] on a CPU: it copies whole rows.
+    keys = k_cache.flatten(0, 1).index_select(0, slots).view(seqs, longest, kv_heads, head_dim)
+    values = v_cache.flatten(0, 1).index_select(0, slots).view(seqs, longest, kv_heads, head_dim)
     output = F.scaled_dot_product_attention(
         query.view(seqs, kv_heads, heads // kv_heads, head_dim),  # the group of heads is the query axis
-        keys,
-        values,
+        keys.transpose(1, 2),  # [seqs, kv_heads, longest, head_dim]
+        values.transpose(1, 2),
         attn_mask=(positions < context_lens[:, None])[:, None, None],  # [seqs, 1, 1, longest]
         scale=scale,
     )
