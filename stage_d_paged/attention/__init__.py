@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 
 BACKENDS = ("auto", "reference", "triton", "flash")
+# Fastest first.
+AUTO_ORDER = ("triton", "flash", "reference")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class AttentionMetadata:
     """Where each token of a flat batch belongs. All tensors live on the device of the KV pool.
 
     A sequence with `context_lens == 0` is padding (CUDA graphs pad the batch to a captured size): its output is zero,
-    and neither the pool nor its row of the block table is read for it.
+    and nothing in the pool is read for it.
     """
 
     cu_seqlens_q: torch.Tensor  # int32 [seqs + 1]: sequence s owns tokens cu_seqlens_q[s] … cu_seqlens_q[s + 1] - 1
@@ -72,16 +74,50 @@ class AttentionBackend(Protocol):
         """Causal attention over the pages: query i of q with a context of L sees keys 0 … L - q + i."""
 
 
+class BackendUnavailable(ValueError):
+    """This implementation cannot serve here; the message says why."""
+
+
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """The backend called `name`, or for "auto" the fastest one that can serve this device, dtype and head size.
 
-    Raises ValueError if `name` is unknown or if the backend asked for cannot serve here; "auto" always finds one, and
-    the returned object's `reason` says why it was picked.
+    Raises ValueError if `name` is unknown, or BackendUnavailable (a ValueError) if the backend asked for cannot serve
+    here. "auto" always finds one; its `reason` says what was passed over and why.
     """
+    device = torch.device(device)
     if name not in BACKENDS:
         raise ValueError(f"attention_backend={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if name != "auto":
+        try:
+            return _make(name, device, dtype, head_dim)
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"attention_backend={name!r} cannot be used: {error}") from error
+    if device.type != "cuda":
+        return _make("reference", device, dtype, head_dim)
+    passed_over = []
+    for candidate in AUTO_ORDER:
+        try:
+            backend = _make(candidate, device, dtype, head_dim)
+        except BackendUnavailable as error:
+            passed_over.append(str(error))
+            continue
+        backend.reason = "; ".join([backend.reason, *passed_over])
+        return backend
+    raise AssertionError("the reference serves everywhere")
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """Import an implementation only when it is wanted: Triton and flash-attn need not be installed."""
+    if name == "flash":
+        from .flash import FlashAttention
+
+        return FlashAttention(device, dtype, head_dim)
+    if name == "triton":
+        try:
+            from .triton_paged import TritonAttention
+        except ImportError as error:
+            raise BackendUnavailable(f"Triton cannot be imported ({error}); pip install triton") from error
+        return TritonAttention(device, dtype, head_dim)
     from .reference import ReferenceAttention
 
-    if name == "reference":
-        return ReferenceAttention("asked for")
-    return ReferenceAttention(f"plain PyTorch serves {device.type}")
+    return ReferenceAttention(device)

@@ -22,8 +22,8 @@ class ReferenceAttention:
     name = "reference"
     preferred_block_size = 16  # a gather copies row by row: the page size does not matter, small pages waste least
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, device: torch.device) -> None:
+        self.reason = f"plain PyTorch serves any device, here {device.type}"
 
     def store(
         self,
@@ -33,10 +33,7 @@ class ReferenceAttention:
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        written = slot_mapping >= 0
-        slots = slot_mapping[written]
-        k_cache.flatten(0, 1).index_copy_(0, slots, key[written])
-        v_cache.flatten(0, 1).index_copy_(0, slots, value[written])
+        store(key, value, k_cache, v_cache, slot_mapping)
 
     def attend(
         self,
@@ -62,6 +59,20 @@ class ReferenceAttention:
                 table = metadata.block_tables[s]
                 output[chunk] = _prefill(query[chunk], k_cache, v_cache, context_len, table, scale)
         return output
+
+
+def store(
+    key: torch.Tensor,  # [tokens, kv_heads, head_dim]
+    value: torch.Tensor,  # [tokens, kv_heads, head_dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,  # int64 [tokens]
+) -> None:
+    """Copy row t of `key` and `value` to slot `slot_mapping[t]`; -1 copies nothing."""
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    k_cache.flatten(0, 1).index_copy_(0, slots, key[written])
+    v_cache.flatten(0, 1).index_copy_(0, slots, value[written])
 
 
 def _prefill(

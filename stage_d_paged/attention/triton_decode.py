@@ -1,0 +1,206 @@
+"""Triton kernel for decode: one query a sequence, split over the length of the context.
+
+A decode step reads every key and value once and does almost no arithmetic with them: its speed is memory bandwidth, and
+bandwidth needs many loads in flight on every multiprocessor. One program a (sequence, KV head) pair would leave most of
+the chip idle for a small batch, so the context is split ("flash decoding", Dao et al. 2023): split i takes key blocks
+i, i + splits, i + 2 * splits, …, and whichever split of a sequence finishes last combines the partial results.
+
+    softmax over a union: o = sum_i 2^(lse_i - lse) * o_i,  lse = log2 sum_i 2^lse_i
+
+The query heads that share a KV head are the rows of one matrix product (padded to 16 rows, the smallest that the matrix
+units take), so each key is read once for the whole group. The grid depends only on shapes and on `max_context_len`;
+lengths are read on the device, so a captured CUDA graph stays right when the lengths change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from . import AttentionMetadata
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tuning of the decode kernel; `choose_decode_config` has the measured choices."""
+
+    block_n: int  # keys a step of a program
+    num_warps: int
+    num_stages: int  # key blocks in flight
+    programs_per_sm: int  # the context is split until the grid has this many programs a multiprocessor
+
+
+def choose_decode_config(head_dim: int, element_size: int) -> DecodeConfig:
+    return DecodeConfig(block_n=64 if head_dim * element_size <= 256 else 32, num_warps=4, num_stages=3, programs_per_sm=8)
+
+
+@triton.jit
+def _combine(
+    out_row, partial_out, partial_lse, first, splits, num_splits,
+    GROUP: tl.constexpr, SPLITS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
+    """Merge the `splits` partial results of each of GROUP rows: one (sequence, KV head)."""
+    split = tl.arange(0, SPLITS_PAD)
+    column = tl.arange(0, HEAD_PAD)
+    present = split < splits
+    inside = present[:, None] & (column < HEAD_DIM)[None, :]
+    for head in tl.static_range(GROUP):
+        part = (first + head) * num_splits + split  # [splits]
+        # ".cg" goes past the L1 cache, which does not see what other multiprocessors wrote.
+        lse = tl.load(partial_lse + part, mask=present, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_out + part[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        weight = tl.exp2(lse - tl.max(lse, 0))
+        row = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+        tl.store(out_row + head * HEAD_DIM + column, row.to(out_row.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit
+def decode_kernel(
+    out,  # [tokens, heads, head_dim]
+    query,  # [tokens, heads, head_dim]
+    k_cache,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache,
+    block_tables,  # [seqs, table_width]
+    context_lens,  # [seqs]
+    cu_seqlens_q,  # [seqs + 1]
+    partial_out,  # float32 [seqs, heads, splits, head_dim]
+    partial_lse,  # float32 [seqs, heads, splits]
+    arrivals,  # int32 [seqs, kv_heads], zero before and after
+    scale_log2,
+    query_stride,
+    slot_stride,
+    table_width,
+    num_splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    MIXED: tl.constexpr,  # the batch also has sequences of several queries, which are not this kernel's
+    PRECISION: tl.constexpr,
+):
+    # Neighbouring programs take the heads of one stretch of keys: together they read whole rows of the pool.
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(0) // KV_HEADS % num_splits
+    seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
+    context_len = tl.load(context_lens + seq)
+    token = seq
+    if MIXED:
+        token = tl.load(cu_seqlens_q + seq).to(tl.int64)
+        if tl.load(cu_seqlens_q + seq + 1) - token != 1:
+            return
+    splits = tl.minimum(num_splits, tl.cdiv(context_len, BLOCK_N))  # those that have a key to read
+    if split >= tl.maximum(splits, 1):
+        return
+
+    row = tl.arange(0, GROUP_PAD)
+    column = tl.arange(0, HEAD_PAD)
+    key = tl.arange(0, BLOCK_N)
+    inside = (column < HEAD_DIM)[None, :]
+    rows_inside = (row < GROUP)[:, None] & inside
+    head_offset = (kv_head * GROUP + row)[:, None] * HEAD_DIM + column[None, :]
+    q = tl.load(query + token * query_stride + head_offset, mask=rows_inside, other=0.0)  # [GROUP_PAD, HEAD_PAD]
+    table = block_tables + seq * table_width
+    pool_column = kv_head * HEAD_DIM + column[None, :]
+
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for start in range(split * BLOCK_N, context_len, num_splits * BLOCK_N):
+        valid = start + key < context_len
+        if PAGE % BLOCK_N == 0:  # the block lies in one page: one lookup
+            slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + key
+        else:
+            page = tl.load(table + (start + key) // PAGE, mask=valid, other=0).to(tl.int64)
+            slot = page * PAGE + (start + key) % PAGE
+        pool_offset = slot[:, None] * slot_stride + pool_column
+        k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
+        v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        p = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
+
+    heads = KV_HEADS * GROUP
+    if splits <= 1:
+        tl.store(out + token * (heads * HEAD_DIM) + head_offset, acc.to(out.dtype.element_ty), mask=rows_inside)
+    else:
+        first = seq * heads + kv_head * GROUP
+        part = (first + row) * num_splits + split
+        tl.store(partial_out + part[:, None] * HEAD_DIM + column[None, :], acc, mask=rows_inside)
+        tl.store(partial_lse + part, highest + tl.log2(total), mask=row < GROUP)
+        tl.debug_barrier()  # every thread's part is written before one thread announces it
+        counter = arrivals + seq * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(counter, 0)  # ready for the next launch
+            out_row = out + (token * heads + kv_head * GROUP) * HEAD_DIM
+            _combine(
+                out_row, partial_out, partial_lse, first, splits, num_splits, GROUP, SPLITS_PAD, HEAD_DIM, HEAD_PAD
+            )
+
+
+def decode(
+    query: torch.Tensor,  # [tokens, heads, head_dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: torch.Tensor,  # [tokens, heads, head_dim], contiguous
+    arrivals: torch.Tensor,  # int32 [seqs * kv_heads] at least, zeros; left as zeros
+    sm_count: int,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
+    _, heads, head_dim = query.shape
+    page, kv_heads = k_cache.shape[1:3]
+    seqs = metadata.context_lens.shape[0]
+    config = config or choose_decode_config(head_dim, query.element_size())
+    wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads)
+    num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(metadata.max_context_len, config.block_n)))
+    partial = torch.empty(seqs * heads * num_splits * (head_dim + 1), dtype=torch.float32, device=query.device)
+    group = heads // kv_heads
+    decode_kernel[(seqs * num_splits * kv_heads,)](
+        out,
+        query,
+        k_cache,
+        v_cache,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        partial,
+        partial[seqs * heads * num_splits * head_dim :],
+        arrivals,
+        scale * LOG2_E,
+        query.stride(0),
+        k_cache.stride(1),
+        metadata.block_tables.stride(0),
+        num_splits,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        PAGE=page,
+        BLOCK_N=config.block_n,
+        SPLITS_PAD=triton.next_power_of_2(num_splits),
+        MIXED=metadata.max_query_len > 1,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

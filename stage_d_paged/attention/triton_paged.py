@@ -1,0 +1,83 @@
+"""Paged attention with our own Triton kernels.
+
+Three kernels, one file each: `triton_store` (write K/V into pages), `triton_prefill` (several queries a sequence) and
+`triton_decode` (one query a sequence). A mixed batch is served by both attention kernels, each taking the sequences it
+was made for: they write different rows of one output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from . import AttentionMetadata, BackendUnavailable
+from .triton_decode import decode, decode_kernel
+from .triton_prefill import prefill
+from .triton_store import store
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)  # bfloat16 matrix units, asynchronous copies to shared memory
+_ARRIVALS = 1 << 16  # counters (sequences × KV heads) made in advance: 256 KiB
+
+
+class TritonAttention:
+    """Our kernels. Float16, bfloat16 or float32; any head size up to 256; any page size."""
+
+    name = "triton"
+    preferred_block_size = 64  # a key block of the kernels lies in one page: one table lookup for 64 keys
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        interpreted = not isinstance(decode_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 was set before the import
+        if interpreted and dtype != torch.float32:
+            raise BackendUnavailable(f"Triton's interpreter is for testing in float32, not in {dtype}")
+        if not interpreted and device.type != "cuda":
+            raise BackendUnavailable(
+                f"Triton compiles for GPUs, not for {device.type}; set TRITON_INTERPRET=1 to interpret the kernels"
+            )
+        if not interpreted and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+            raise BackendUnavailable(f"compute capability {torch.cuda.get_device_capability(device)} is below (8, 0)")
+        if dtype not in DTYPES:
+            raise BackendUnavailable(f"the Triton kernels compute in float16, bfloat16 or float32, not in {dtype}")
+        if head_dim > MAX_HEAD_DIM:
+            raise BackendUnavailable(f"head_dim={head_dim}: the Triton kernels take heads of up to {MAX_HEAD_DIM}")
+        self.reason = "our Triton kernels, interpreted" if interpreted else "our Triton kernels"
+        self._sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        # Splits of a sequence count themselves in here and leave zeros behind. Made once, so that a CUDA graph needs no
+        # kernel to clear it; launches of one backend must therefore follow one another on one stream.
+        self._arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        store(key, value, k_cache, v_cache, slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        tokens, heads, head_dim = query.shape
+        seqs, kv_heads = metadata.context_lens.shape[0], k_cache.shape[2]
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads cannot be shared out over {kv_heads} KV heads")
+        if query.stride(1) != head_dim or query.stride(2) != 1:
+            raise ValueError(f"query has strides {query.stride()}; the heads of a token must lie side by side")
+        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+        if metadata.max_query_len > 1:
+            prefill(query, k_cache, v_cache, metadata, scale, out)
+        # Where every sequence has the same number of queries, and that is not one, none is a decode.
+        if metadata.max_query_len == 1 or tokens != seqs * metadata.max_query_len:
+            arrivals = self._arrivals
+            if seqs * kv_heads > _ARRIVALS:
+                arrivals = torch.zeros(seqs * kv_heads, dtype=torch.int32, device=query.device)
+            decode(query, k_cache, v_cache, metadata, scale, out, arrivals, self._sm_count)
+        return out

@@ -1,0 +1,201 @@
+"""Triton kernel for prefill: stretches of queries against paged keys, causal, with a cached prefix.
+
+This is flash attention (Dao 2023, arXiv:2307.08691) reading through a block table. Each program takes a tile of queries
+and walks over the keys in blocks with a running softmax, so the [queries, keys] matrix never exists in memory. The walk
+has two parts: blocks that every query of the tile sees whole (no mask: nearly all of a long context), then the few
+blocks on the diagonal.
+
+Two ideas fit a flat batch of sequences of different lengths:
+- A tile's rows are (token, head of the group) pairs, so one read of a key serves all heads that share it, and short
+  stretches of queries still fill the rows.
+- The number of tiles is bounded without knowing the lengths: sequence s starts at tile cu_seqlens_q[s] // tile + s. A
+  program finds its sequence by bisection over cu_seqlens_q (the scheme of vLLM's unified Triton attention kernel).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from . import AttentionMetadata
+from .triton_decode import LOG2_E
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tuning of the prefill kernel; `choose_prefill_config` has the measured choices."""
+
+    block_m: int  # rows of a tile: tokens × heads of a group
+    block_n: int  # keys a step
+    num_warps: int
+    num_stages: int
+
+
+def choose_prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
+    if element_size == 4:  # float32 has no matrix unit at full precision: small tiles
+        return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
+    """The last sequence whose first tile is at or before `tile`."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(cu_seqlens_q + middle) // TILE + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _walk(
+    acc, total, highest, q, k_cache, v_cache, table, first, last, position, context_len, kv_head, scale_log2, slot_stride,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Run the softmax of a tile over keys first … last - 1, in blocks."""
+    key = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, HEAD_PAD)
+    pool_column = kv_head * HEAD_DIM + column[None, :]
+    for start in range(first, last, BLOCK_N):
+        valid = start + key < context_len
+        if PAGE % BLOCK_N == 0:  # the block lies in one page: one lookup
+            slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + key
+        else:
+            page = tl.load(table + (start + key) // PAGE, mask=valid, other=0).to(tl.int64)
+            slot = page * PAGE + (start + key) % PAGE
+        pool_offset = slot[:, None] * slot_stride + pool_column
+        if MASKED:
+            inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+            k = tl.load(k_cache + pool_offset, mask=inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
+            v = tl.load(v_cache + pool_offset, mask=inside, other=0.0)
+        elif HEAD_DIM == HEAD_PAD:
+            k = tl.load(k_cache + pool_offset)
+            v = tl.load(v_cache + pool_offset)
+        else:
+            k = tl.load(k_cache + pool_offset, mask=(column < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_cache + pool_offset, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            scores = tl.where((start + key)[None, :] <= position[:, None], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    return acc, total, highest
+
+
+@triton.jit
+def _prefill_kernel(
+    out,  # [tokens, heads, head_dim]
+    query,  # [tokens, heads, head_dim]
+    k_cache,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache,
+    block_tables,  # [seqs, table_width]
+    context_lens,  # [seqs]
+    cu_seqlens_q,  # [seqs + 1]
+    scale_log2,
+    query_stride,
+    slot_stride,
+    table_width,
+    num_seqs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    TILE: tl.constexpr = BLOCK_M // GROUP  # tokens a tile
+    kv_head = tl.program_id(0) % KV_HEADS
+    # The last tiles of a sequence have the most keys. Started first, they leave short ones to fill the end.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    seq = _find_sequence(tile, cu_seqlens_q, num_seqs, TILE)
+    seq_start = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
+    tile_start = (tile - seq_start // TILE - seq) * TILE
+    if (tile_start >= query_len) | (query_len <= 1):  # a single query is the decode kernel's
+        return
+    context_len = tl.load(context_lens + seq)
+    cached = context_len - query_len
+
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, HEAD_PAD)
+    token = tile_start + row // GROUP  # within the sequence
+    head = kv_head * GROUP + row % GROUP
+    position = cached + token
+    inside = ((row < TILE * GROUP) & (token < query_len))[:, None] & (column < HEAD_DIM)[None, :]
+    flat_token = (seq_start + token).to(tl.int64)
+    head_offset = head[:, None] * HEAD_DIM + column[None, :]
+    q = tl.load(query + flat_token[:, None] * query_stride + head_offset, mask=inside, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    table = block_tables + seq.to(tl.int64) * table_width
+    # Keys up to the tile's first query are seen by all of its queries.
+    diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
+    end = tl.minimum(cached + tile_start + TILE, context_len)
+    acc, total, highest = _walk(
+        acc, total, highest, q, k_cache, v_cache, table, 0, diagonal, position, context_len, kv_head, scale_log2,
+        slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    acc, total, highest = _walk(
+        acc, total, highest, q, k_cache, v_cache, table, diagonal, end, position, context_len, kv_head, scale_log2,
+        slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
+    out_offset = flat_token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head_offset
+    tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def prefill(
+    query: torch.Tensor,  # [tokens, heads, head_dim]
+    k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: torch.Tensor,  # [tokens, heads, head_dim], contiguous
+    config: PrefillConfig | None = None,
+) -> None:
+    """Write to `out` the attention of every sequence that has more than one query; other rows are left alone."""
+    tokens, heads, head_dim = query.shape
+    page, kv_heads = k_cache.shape[1:3]
+    seqs, group = metadata.context_lens.shape[0], heads // kv_heads
+    config = config or choose_prefill_config(head_dim, query.element_size())
+    block_m = max(config.block_m, triton.next_power_of_2(group))
+    tiles = tokens // (block_m // group) + seqs
+    _prefill_kernel[(tiles * kv_heads,)](
+        out,
+        query,
+        k_cache,
+        v_cache,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        scale * LOG2_E,
+        query.stride(0),
+        k_cache.stride(1),
+        metadata.block_tables.stride(0),
+        seqs,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        PAGE=page,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
