@@ -1,0 +1,82 @@
+# One command runs any stage on a fresh machine: it makes the virtual environment, installs the pinned packages, and runs.
+#   make stage-a                      the default model and question
+#   PROMPT="What is a KV cache?" make stage-a
+#   make stage-d MODEL=random:qwen2.5-0.5b DEVICE=cuda DTYPE=bfloat16 ARGS="--max-tokens 32"
+#   make test PYTHON=/path/to/python VENV=      use an existing interpreter, install nothing
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?=
+PROMPT ?=
+DEVICE ?=
+DTYPE ?=
+ARGS ?=
+TP ?=
+MINUTES ?= 3
+export PROMPT MODEL
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+STAGE_a := stage_a_naive
+STAGE_b := stage_b_decode_step
+STAGE_c := stage_c_fused_mlp
+STAGE_d := stage_d_paged
+STAGE_e := stage_e_batching
+STAGE_f := stage_f_graph_tp
+STAGE_TARGETS := stage-a stage-b stage-c stage-d stage-e stage-f
+
+.DEFAULT_GOAL := help
+.PHONY: help $(STAGE_TARGETS) ext test lint doctor bench bench-gpu report soak clean
+
+help: ## print this list
+	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
+	@echo "  make stage-a … stage-f   run a stage: one question in, streamed answer and performance summary out"
+	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
+	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
+
+$(STAGE_TARGETS): stage-%: $(READY)
+	@$(PY) -m $(STAGE_$*) $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),--prompt "$$PROMPT") \
+	  $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") \
+	  $(if $(TP),--tensor-parallel-size "$(TP)") $(ARGS)
+
+ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
+	@$(PY) -m stage_c_fused_mlp.extension
+
+test: $(READY) ## run the tests (ARGS= goes to pytest)
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(READY) ## check style and the direction of imports
+	@$(PY) -m ruff check .
+	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
+	@$(PY) -m benchmarks.doctor
+
+bench: $(READY) ## the shared benchmark at CPU size: all stages, a few minutes
+	@$(PY) -m benchmarks.run --size cpu $(ARGS)
+
+bench-gpu: $(READY) ## the shared benchmark at GPU size
+	@$(PY) -m benchmarks.run --size gpu $(ARGS)
+
+report: $(READY) ## write the tables and plots of the READMEs from benchmarks/results
+	@$(PY) -m benchmarks.report
+
+soak: $(READY) ## random load on stage E for MINUTES=, watching memory
+	@$(PY) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+
+clean: ## remove what was built or cached, and the virtual environment
+	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}: use PYTHON=")'
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

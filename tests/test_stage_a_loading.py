@@ -1,0 +1,188 @@
+"""Loading: what every kind of name gives, and what a broken model directory says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from stage_a_naive.loading import (
+    TUTOR_PATH,
+    ModelError,
+    eos_token_ids,
+    load_hf_model,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    random_tensor,
+    resolve,
+)
+from stage_a_naive.presets import preset_configs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tutor_copy(tmp_path: Path) -> Path:
+    """A directory that can be broken."""
+    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def load(directory: Path) -> torch.nn.Module:
+    return load_hf_model(resolve(directory), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere", "no such directory"),
+        ("nowhere", "no such directory"),
+        ("random:gpt-5", "there are: random:qwen2.5-0.5b"),
+        (str(Path(__file__)), "is a file"),
+        ("no-such-owner/no-such-model", "the hub does not give it"),
+    ],
+)
+def test_a_name_that_means_no_model_says_so_in_one_line(name: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        resolve(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_directory_misses_its_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; these are: llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None}, "'yarn' is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    ],
+)
+def test_features_that_are_not_supported_are_refused(tutor_copy: Path, changes: dict, says: str) -> None:
+    edit_config(tutor_copy, **changes)
+    with pytest.raises(ModelError, match=says):
+        resolve(tutor_copy)
+
+
+def test_a_config_that_is_not_json_is_named(tutor_copy: Path) -> None:
+    (tutor_copy / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        resolve(tutor_copy)
+
+
+def test_a_directory_without_weights_or_tokenizer_says_which(tutor_copy: Path) -> None:
+    (tutor_copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+        load(tutor_copy)
+    (tutor_copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        load_tokenizer(resolve(tutor_copy))
+
+
+def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path) -> None:
+    weights = tutor_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelError, match="do not load"):
+        load(tutor_copy)
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "wrong shape"])
+def test_a_weight_that_is_missing_extra_or_misshapen_is_named(tutor_copy: Path, damage: str) -> None:
+    path = tutor_copy / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "extra":
+        name = "model.layers.1.mlp.mystery.weight"
+        tensors[name] = torch.zeros(2, 2)
+    else:
+        tensors[name] = tensors[name][:, :-8].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    dtype_before = torch.get_default_dtype()
+    with pytest.raises(ModelError, match="mlp|do not load"):
+        load(tutor_copy)
+    assert torch.get_default_dtype() == dtype_before
+
+
+def test_several_safetensors_files_load_and_a_missing_one_is_an_error(tutor_copy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tutor_copy)
+    sharded = tutor_copy.with_name("sharded")
+    model.save_pretrained(sharded, max_shard_size="3MB")
+    shards = sorted(sharded.glob("*.safetensors"))
+    assert len(shards) > 1
+    shutil.copy(tutor_copy / "tokenizer.json", sharded)
+    again = load(sharded)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    shards[0].unlink()
+    with pytest.raises(ModelError):
+        load(sharded)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_checkpoint_of_any_dtype_loads_in_the_wanted_one(tutor_copy: Path, dtype: str) -> None:
+    path = tutor_copy / "model.safetensors"
+    stored = {name: t.to(getattr(torch, dtype)) for name, t in load_file(path).items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    model = load_hf_model(resolve(tutor_copy), CPU, torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+def test_a_random_preset_is_the_same_model_for_the_same_seed(preset: str) -> None:
+    source = resolve(f"random:{preset}")
+    first, again, other = (load_hf_model(source, CPU, torch.float32, seed) for seed in (1, 1, 2))
+    for (name, a), (_, b), (_, c) in zip(*(m.named_parameters() for m in (first, again, other)), strict=True):
+        assert torch.equal(a, b) and not torch.equal(a, c)
+        assert torch.equal(a, random_tensor(name, a.shape, 1, CPU, torch.float32))
+
+
+def test_the_real_presets_have_the_published_sizes() -> None:
+    counts = {}
+    for name in ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(preset_configs()[name])
+        counts[name] = sum(p.numel() for p in model.parameters())
+    assert counts == {"qwen2.5-0.5b": 494_032_768, "qwen3-0.6b": 596_049_920, "llama-3.2-1b": 1_235_814_400}
+
+
+def test_all_declared_end_of_sequence_ids_are_found(tutor_copy: Path) -> None:
+    source = resolve(tutor_copy)
+    tokenizer = load_tokenizer(source)
+    (tutor_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert {3, 4, tokenizer.eos_token_id} == eos_token_ids(source, tokenizer)
+    (tutor_copy / "generation_config.json").unlink()
+    assert tokenizer.eos_token_id in eos_token_ids(source, tokenizer)
+
+
+def test_a_tokenizer_without_padding_gets_one(tutor_copy: Path) -> None:
+    path = tutor_copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("pad_token", None)
+    path.write_text(json.dumps(settings))
+    assert load_tokenizer(resolve(tutor_copy)).pad_token_id is not None
+
+
+def test_a_device_or_dtype_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="'tpu'"):
+        pick_device("tpu")
+    with pytest.raises(ValueError, match="'int4'"):
+        pick_dtype("int4", CPU)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU"):
+            pick_device("cuda")
+    assert pick_dtype("auto", CPU) == torch.float32

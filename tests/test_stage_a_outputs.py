@@ -1,0 +1,102 @@
+"""Completions: when they end, what their text is, and that streamed pieces join to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from stage_a_naive.detokenize import placeholder
+from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.sampling import SamplingParams
+
+TOKENIZER = load_tokenizer(resolve("tutor"))
+EOS = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def grow(token_ids: list[int], max_total_len: int = 10_000, **params: object) -> tuple[Completion, list[str]]:
+    """Feed ids to a completion until it ends; returns it and the streamed pieces."""
+    request = Request(0, [5, 6], SamplingParams(**{"max_tokens": 1000, **params}), seed=0)
+    completion = Completion(request, TOKENIZER, frozenset({EOS}), max_total_len)
+    pieces = []
+    for token_id in token_ids:
+        if completion.finish_reason is not None:
+            break
+        pieces.append(completion.append(token_id))
+    return completion, pieces
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_end_of_sequence_as_the_first_token_gives_an_empty_text_and_stays_in_the_ids() -> None:
+    completion, pieces = grow([EOS, 7])
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", [EOS], "stop")
+    assert pieces == [""]
+
+
+def test_ignore_eos_goes_on_but_stop_token_ids_still_stop() -> None:
+    completion, _ = grow([EOS, 9, 8], ignore_eos=True, stop_token_ids=[8])
+    assert completion.token_ids == [EOS, 9, 8] and completion.finish_reason == "stop"
+
+
+def test_the_text_of_a_stop_token_is_left_out() -> None:
+    ids = ids_of("cache pages")
+    completion, _ = grow(ids, stop_token_ids=[ids[-1]])
+    assert completion.text == TOKENIZER.decode(ids[:-1])
+
+
+@pytest.mark.parametrize("stop", ["KV cache", "cache", "e is a"])
+def test_a_stop_string_across_tokens_cuts_the_text_before_it_and_is_never_streamed(stop: str) -> None:
+    text = "The KV cache is a table."
+    ids = [token for char in text for token in ids_of(char)]  # a token a character: every stop string spans several
+    completion, pieces = grow(ids, stop=[stop])
+    assert completion.text == text[: text.index(stop)]
+    assert "".join(pieces) == completion.text
+    assert completion.finish_reason == "stop"
+
+
+def test_text_held_back_for_a_stop_string_that_does_not_come_is_released_at_the_end() -> None:
+    completion, pieces = grow(ids_of("abc KV ca"), stop=["KV cache"], max_tokens=len(ids_of("abc KV ca")))
+    assert "".join(pieces) == completion.text == "abc KV ca"
+    assert completion.finish_reason == "length"
+
+
+def test_max_tokens_and_the_models_length_end_with_length() -> None:
+    assert grow([7, 7, 7], max_tokens=2)[0].token_ids == [7, 7]
+    completion, _ = grow([7, 7, 7], max_total_len=3)  # two prompt tokens: room for one
+    assert completion.token_ids == [7] and completion.finish_reason == "length"
+
+
+def test_an_unknown_id_shows_as_a_placeholder() -> None:
+    unknown = len(TOKENIZER) + 3
+    completion, _ = grow([*ids_of("ab"), unknown, *ids_of("cd"), EOS])
+    assert completion.text == f"ab{placeholder(unknown)}cd"
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_streamed_pieces_join_to_exactly_the_final_text(text: str, stop: list[str]) -> None:
+    ids = ids_of(text)
+    completion, pieces = grow([*ids, EOS], stop=stop)
+    assert "".join(pieces) == completion.text
+    whole = TOKENIZER.decode(ids, skip_special_tokens=True)
+    cuts = [whole.index(s) for s in stop if s in whole]
+    assert completion.text == whole[: min(cuts)] if cuts else completion.text == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, len(TOKENIZER) - 1).filter(lambda i: i != EOS), min_size=1, max_size=20))
+def test_any_ids_even_broken_characters_stream_to_what_the_tokenizer_decodes(ids: list[int]) -> None:
+    completion, pieces = grow(ids, max_tokens=len(ids))
+    assert "".join(pieces) == completion.text == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def test_finishing_from_outside_releases_the_rest() -> None:
+    completion, _ = grow(ids_of("缓存")[:1])
+    completion.finish("length")
+    assert completion.finish_reason == "length"
+    assert completion.text == TOKENIZER.decode(completion.token_ids)

@@ -1,0 +1,156 @@
+"""Sampling: validation, every filter against transformers' own, penalties, and reproducible draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stage_a_naive.sampling import (
+    SamplingParams,
+    apply_penalties,
+    filter_logits,
+    gumbel_noise,
+    sample,
+    top_logprobs,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -3),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 1.0),
+        ("stop", ("", "x")),
+        ("stop", (3,)),
+        ("stop_token_ids", (-1,)),
+        ("seed", -1),
+        ("logprobs", -1),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_parameters_are_frozen_and_a_single_stop_string_is_one_stop_string() -> None:
+    params = SamplingParams(stop="end")
+    assert params.stop == ("end",)
+    with pytest.raises(AttributeError):
+        params.temperature = 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 40, 400]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_the_filters_leave_the_distribution_that_transformers_leaves(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    if min_p > 0:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    torch.testing.assert_close(filter_logits(logits[0], params).softmax(-1), expected[0].softmax(-1))
+
+
+def test_ties_at_the_edge_of_top_k_all_stay_and_a_k_beyond_the_vocabulary_keeps_all() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    assert torch.isfinite(filter_logits(logits, SamplingParams(top_k=2))).tolist() == [True, True, True, False]
+    assert torch.isfinite(filter_logits(logits, SamplingParams(top_k=99))).all()
+
+
+def test_a_very_small_temperature_is_greedy_and_not_a_number_never_appears() -> None:
+    logits = torch.tensor([[80.0, -80.0, 79.0]])
+    params = SamplingParams(temperature=1e-30)
+    assert not filter_logits(logits[0], params).isnan().any()
+    assert sample(logits, [params], [1], [0]).tolist() == [0]
+
+
+def test_draws_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws, params = 6000, SamplingParams()
+    logits = probs.log().expand(draws, 4)
+    ids = sample(logits, [params] * draws, [7] * draws, list(range(draws)))
+    counts = torch.bincount(ids, minlength=4).double()
+    expected = probs.double() * draws
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 16.3, counts  # the 99.9th percentile with three degrees of freedom
+
+
+def test_noise_is_independent_of_the_neighbouring_step_seed_and_token() -> None:
+    base = gumbel_noise(1, 5, 20_000, CPU)
+    assert abs(base.mean() - 0.5772) < 0.03 and abs(base.var() - math.pi**2 / 6) < 0.08
+    for other in (gumbel_noise(1, 6, 20_000, CPU), gumbel_noise(2, 5, 20_000, CPU), base.roll(1)):
+        assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.03
+
+
+def test_a_row_is_chosen_alike_alone_and_among_any_neighbours() -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(temperature=0.7, top_p=0.8),
+    ]
+    together = sample(logits, params, [1, 2, 3, 4], [9, 8, 7, 6])
+    alone = [sample(logits[i : i + 1], [params[i]], [i + 1], [9 - i]).item() for i in range(4)]
+    assert together.tolist() == alone
+    assert together[0] == logits[0].argmax()
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3))
+    seen = [4, 4, 7, 11]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), logits.clone())
+    got = apply_penalties(logits, [SamplingParams(repetition_penalty=1.7)], [seen[:2]], [seen[2:]])
+    torch.testing.assert_close(got, expected)
+
+
+def test_presence_counts_once_and_frequency_counts_every_time_over_the_output_alone() -> None:
+    logits = torch.zeros(2, 6)
+    params = [SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), SamplingParams()]
+    got = apply_penalties(logits, params, [[1], [1]], [[2, 2, 3], [2]])
+    assert got.tolist() == [[0, 0, -1.0, -0.75, 0, 0], [0] * 6]
+    assert logits.abs().sum() == 0, "the caller's logits must not change"
+
+
+def test_logprobs_name_the_likeliest_tokens_and_the_chosen_one() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    found = top_logprobs(logits, 2, token_id=0)
+    assert list(found) == [1, 3, 0]
+    assert found[0] == pytest.approx(float(logits.log_softmax(-1)[0]))
