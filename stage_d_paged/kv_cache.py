@@ -22,7 +22,7 @@ CPU_POOL_BYTES = 512 * 2**20
 
 
 class KVCache:
-    """The pool. `layer(i)` gives that layer's keys and values, each `[blocks, block_size, kv_heads, head_dim]`."""
+    """The pool. `layers[i]` are that layer's keys and values, each `[blocks, block_size, kv_heads, head_dim]`."""
 
     def __init__(
         self,
@@ -40,9 +40,7 @@ class KVCache:
         )
         self.num_blocks = num_blocks
         self.block_size = block_size
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tensor[0, index], self.tensor[1, index]
+        self.layers = [(self.tensor[0, i], self.tensor[1, i]) for i in range(num_layers)]  # views, made once
 
     @property
     def num_bytes(self) -> int:
@@ -147,13 +145,13 @@ def memory_report(
     holders = [sequence for sequence in sequences if sequence.block_table]
     for sequence in holders:
         for i, page in enumerate(sequence.block_table):
-            in_page = min(block_size, max(0, len(sequence) - i * block_size))
+            in_page = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
             filled[page] = max(filled.get(page, 0), in_page)
     return MemoryReport(
         num_sequences=len(holders),
         block_size=block_size,
         bytes_per_token=bytes_per_token,
-        tokens=sum(len(sequence) for sequence in holders),
+        tokens=sum(sequence.num_computed_tokens for sequence in holders),
         stored_tokens=sum(filled.values()),
         pages=len(filled),
         reserved_tokens=len(holders) * max_model_len,

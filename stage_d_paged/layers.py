@@ -1,0 +1,208 @@
+"""The parts of a decoder, on flat batches: every tensor is `[tokens, …]`, with no batch dimension and no padding.
+
+Matrices that read the same input are packed into one, because one large product is faster than several small ones: Q,
+K and V become `qkv_proj`, gate and up become `gate_up_proj`. A packed layer knows which rows belong to which matrix of
+the checkpoint and fills them in `load`. The two linears whose output is added to the residual stream take it along, so
+that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta C`).
+
+Rounding follows `transformers`: norms are computed in float32, rotary tables are computed in float32 and rounded to the
+model's dtype, so a bfloat16 model picks the same tokens.
+
+`LayerFactory` makes the parts. Stage F replaces it by one that makes shards for several GPUs; the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stage_d_paged.config import ModelConfig
+
+if TYPE_CHECKING:
+    from stage_d_paged.weights import WeightLoader
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised weight that is never trained."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class QKNorm(nn.Module):
+    """Qwen3: RMSNorm of every query and key head, over `head_dim`. One weight for queries, one for keys."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        # One row a head, so that queries and keys, which lie side by side, are scaled by one product.
+        self.weight = parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.num_heads = num_heads
+        self.eps = eps
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        head_dim = self.weight.shape[1]
+        weights.fill(self.weight[: self.num_heads], f"{prefix}.q_norm.weight", (head_dim,))
+        weights.fill(self.weight[self.num_heads :], f"{prefix}.k_norm.weight", (head_dim,))
+
+    def forward(self, qk: Tensor) -> Tensor:  # [tokens, heads + kv_heads, head_dim]
+        return F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.weight
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., 2021): dimension pair (i, i + head_dim/2) turns by `position * freq_i`.
+
+    cos and sin of all positions up to `max_positions` are computed once; a step looks its positions up.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        frequencies = rotary_frequencies(config)  # [head_dim / 2]
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()  # [positions, head_dim / 2]
+        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the halves swapped, times sin with the first half negated.
+        self.register_buffer("cos", torch.stack((cos, cos), 1).to(device, dtype), persistent=False)
+        self.register_buffer("sin", torch.stack((-sin, sin), 1).to(device, dtype), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`[tokens]` -> cos and signed sin, each `[tokens, 1, 2, head_dim / 2]`; looked up once for all layers."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of every dimension pair, `[head_dim / 2]`, float32."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    # Llama 3.1: a pair that turns less than `low` times within the original context is slowed down by `factor`, one
+    # that turns more than `high` times is kept, and between them the two are mixed.
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn `[tokens, heads, head_dim]` by the angles of its positions."""
+    pairs = x.unflatten(-1, (2, -1))  # [tokens, heads, 2, head_dim / 2]
+    return torch.addcmul(pairs * cos, pairs.flip(-2), sin).flatten(-2)
+
+
+class PackedLinear(nn.Module):
+    """`x Wᵀ (+ b)`, the rows of W being those of several checkpoint matrices, `parts`: name -> rows, in order."""
+
+    def __init__(
+        self, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = parameter(sum(parts.values()), in_features, dtype=dtype, device=device)
+        self.bias = parameter(sum(parts.values()), dtype=dtype, device=device) if bias else None
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        start, in_features = 0, self.weight.shape[1]
+        for part, rows in self.parts.items():
+            own = slice(start, start + rows)
+            weights.fill(self.weight[own], f"{prefix}.{part}.weight", (rows, in_features))
+            if self.bias is not None:
+                weights.fill(self.bias[own], f"{prefix}.{part}.bias", (rows,))
+            start += rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ResidualLinear(nn.Module):
+    """`residual + x Wᵀ`, written over `residual`."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual.addmm_(x, self.weight.t())
+
+
+class Embedding(nn.Module):
+    """Token id -> its row of the table; also the LM head (hidden -> a score for every token) where tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+
+    def check_copy(self, weights: WeightLoader, prefix: str) -> None:
+        """A tied checkpoint may store the table a second time as the LM head, but not another one."""
+        weights.check_equal(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+class LayerFactory:
+    """Makes the parts of one decoder on one device. Override the methods to make sharded ones."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.num_heads = config.num_heads  # on this device
+        self.num_kv_heads = config.num_kv_heads
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.config.vocab_size, self.config.hidden_size, self.dtype, self.device)
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.dtype, self.device)
+
+    def qkv(self) -> PackedLinear:
+        query, key = self.num_heads * self.config.head_dim, self.num_kv_heads * self.config.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        return PackedLinear(self.config.hidden_size, parts, self.config.qkv_bias, self.dtype, self.device)
+
+    def qk_norm(self) -> QKNorm:
+        config = self.config
+        return QKNorm(self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, self.dtype, self.device)
+
+    def attention_output(self) -> ResidualLinear:
+        width = self.num_heads * self.config.head_dim
+        return ResidualLinear(width, self.config.hidden_size, self.dtype, self.device)
+
+    def gate_up(self) -> PackedLinear:
+        rows = self.config.intermediate_size
+        parts = {"gate_proj": rows, "up_proj": rows}
+        return PackedLinear(self.config.hidden_size, parts, False, self.dtype, self.device)
+
+    def down(self) -> ResidualLinear:
+        return ResidualLinear(self.config.intermediate_size, self.config.hidden_size, self.dtype, self.device)
+
+    def rotary(self, max_positions: int) -> RotaryEmbedding:
+        return RotaryEmbedding(self.config, max_positions, self.dtype, self.device)

@@ -1,0 +1,208 @@
+"""The paged engine: our own model, many requests at once, their KV cache in pages.
+
+    prompts -> token ids -> prefill (flat batches) -> sample -> decode, all together -> ... -> text
+
+The batch is *static*: its requests are prefilled, then decoded together until the last of them is done. One that has
+finished keeps its seat as a padding row, and no waiting request may take it. What that costs when answers differ in
+length is what the next stage is about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from os import PathLike
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from stage_a_naive.frontend import Frontend, OnText
+from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.sampling import SamplingParams, top_logprobs
+from stage_d_paged.batch import flat_batch
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.kv_cache import MemoryReport, memory_report
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.runtime import choose_num_blocks, load_runtime
+from stage_d_paged.sequence import Sequence
+
+
+class LLM(Frontend):
+    """The model from scratch on a paged KV cache, decoding a static batch.
+
+    Args:
+        model: `tutor`, a directory, a hub id, or `random:<preset>`.
+        device, dtype, seed: as in stage A.
+        options: those of `EngineOptions`, by name.
+
+    Attributes:
+        memory: what the last static batch held in pages when it ended, next to contiguous reservations.
+
+    Raises:
+        ModelError: the model cannot be loaded or is not supported.
+        TypeError: an option is unknown.
+        ValueError: an option is out of range.
+        MemoryError: there is no room for one page of KV cache.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        **options: object,
+    ) -> None:
+        super().__init__(seed)
+        start = time.perf_counter()
+        self.options = EngineOptions(**options)
+        if self.options.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.options.tensor_parallel_size}: this stage runs on one GPU; "
+                "several are what stage_f_graph_tp adds"
+            )
+        self.source = resolve(model)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.tokenizer = load_tokenizer(self.source)
+        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
+        self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
+        self.vocab_size = self.runtime.config.vocab_size
+        self.max_model_len = self.runtime.max_model_len
+        self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))
+        self.block_manager = BlockManager(
+            self.kv_cache.num_blocks, self.kv_cache.block_size, self.options.enable_prefix_caching
+        )
+        self.memory: MemoryReport | None = None
+        self.build_time = time.perf_counter() - start
+
+    def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
+        request = super()._request(index, prompt, params)
+        check_fits_pool(request, self.block_manager)
+        return request
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
+        arrival = synchronized_time(self.device)
+        sequences = [
+            Sequence(request, Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len))
+            for request in requests
+        ]
+        with tqdm(total=len(sequences), desc="generate", unit="request", disable=not use_tqdm) as progress:
+
+            def emit(sequence: Sequence, piece: str) -> None:
+                if piece and on_text is not None:
+                    on_text(sequence.request.index, piece)
+                progress.update(sequence.is_finished)
+
+            for batch in self._static_batches(sequences):
+                try:
+                    self._run_batch(batch, emit)
+                finally:  # also after an error or Ctrl-C: no request of this call keeps a page
+                    self.block_manager.revoke()
+                    for sequence in batch:
+                        self.block_manager.free(sequence)
+        return [output_of(sequence, arrival) for sequence in sequences]
+
+    def _static_batches(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        """Cut the requests, in order, into batches that the pool holds to their full lengths."""
+        batches: list[list[Sequence]] = []
+        room = 0
+        for sequence in sequences:
+            # The last token generated is never run, so its K and V take no slot.
+            most_tokens = len(sequence) + sequence.completion.num_remaining_tokens - 1
+            blocks = self.block_manager.blocks_for(most_tokens)
+            if not batches or blocks > room or len(batches[-1]) == self.options.max_num_seqs:
+                batches.append([])
+                room = self.block_manager.num_blocks
+            batches[-1].append(sequence)
+            room -= blocks
+        return batches
+
+    def _run_batch(self, batch: list[Sequence], emit: Callable[[Sequence, str], None]) -> None:
+        # Prefill: the prompts one after another, as many tokens a step as are allowed.
+        while chunks := self._prefill_chunks(batch):
+            self._step(chunks, emit)
+        # Decode: one token of every sequence a step. Only a sequence that is alone can outgrow the pool.
+        while live := [sequence for sequence in batch if not sequence.is_finished]:
+            for sequence in live:
+                if not self.block_manager.append(sequence):
+                    emit(sequence, sequence.completion.finish("length"))
+            if not all(sequence.is_finished for sequence in live):
+                self._step([(sequence, 1) for sequence in batch], emit)
+        self.memory = memory_report(batch, self.kv_cache.block_size, self.max_model_len, self.runtime.bytes_per_token)
+
+    def _prefill_chunks(self, batch: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The next `max_num_batched_tokens` prompt tokens, first come first served; empty when all have been run."""
+        chunks: list[tuple[Sequence, int]] = []
+        budget = self.options.max_num_batched_tokens
+        for sequence in batch:
+            if budget and sequence.num_generated_tokens == 0:
+                if not sequence.block_table:
+                    self.block_manager.allocate(sequence, len(sequence))  # fits: the batch was cut to
+                    sequence.first_scheduled_time = time.perf_counter()
+                count = min(budget, sequence.num_uncomputed_tokens)
+                chunks.append((sequence, count))
+                budget -= count
+        return chunks
+
+    def _step(self, chunks: list[tuple[Sequence, int]], emit: Callable[[Sequence, str], None]) -> None:
+        """Run the next tokens of each sequence; one that has no more to run gets its next token."""
+        batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
+        hidden = self.runtime.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+        ready = []  # (row of the flat batch's live sequences, sequence)
+        live = [(sequence, count) for sequence, count in chunks if not sequence.is_finished]
+        for row, (sequence, count) in enumerate(live):
+            sequence.num_computed_tokens += count
+            self.block_manager.index_computed(sequence)
+            if sequence.num_uncomputed_tokens == 0:
+                ready.append((row, sequence))
+        if ready:
+            self._sample(hidden, batch.last_rows, ready, emit)
+        self.block_manager.confirm()
+
+    def _sample(
+        self,
+        hidden: Tensor,  # [tokens, hidden]
+        last_rows: Tensor,  # [live sequences]
+        ready: list[tuple[int, Sequence]],
+        emit: Callable[[Sequence, str], None],
+    ) -> None:
+        rows = last_rows[torch.tensor([row for row, _ in ready], device=self.device)]
+        logits = self.runtime.model.compute_logits(hidden[rows]).float()  # [rows, vocab]
+        ids = self._choose(logits, [sequence.completion for _, sequence in ready]).tolist()  # waits for the device
+        now = time.perf_counter()
+        for row, (token_id, (_, sequence)) in enumerate(zip(ids, ready, strict=True)):
+            count = sequence.request.params.logprobs
+            logprobs = None if count is None else top_logprobs(logits[row], count, token_id)
+            sequence.token_ids.append(token_id)
+            sequence.first_token_time = sequence.first_token_time or now
+            sequence.finish_time = now
+            emit(sequence, sequence.completion.append(token_id, logprobs))
+
+
+def check_fits_pool(request: Request, block_manager: BlockManager) -> None:
+    """Refuse a prompt that the whole pool could not hold."""
+    tokens = len(request.prompt_token_ids)
+    blocks = block_manager.blocks_for(tokens)
+    if blocks > block_manager.num_blocks:
+        raise ValueError(
+            f"prompt {request.index} has {tokens} tokens, which take {blocks} pages of {block_manager.block_size}; the "
+            f"KV pool has {block_manager.num_blocks}. Shorten it, or raise num_kvcache_blocks or gpu_memory_utilization"
+        )
+
+
+def output_of(sequence: Sequence, arrival: float) -> GenerationOutput:
+    """A finished sequence as the caller sees it. `arrival`: when the call came in."""
+    metrics = make_metrics(
+        prefill_time=sequence.first_token_time - sequence.first_scheduled_time,
+        decode_time=sequence.finish_time - sequence.first_token_time,
+        ttft=sequence.first_token_time - arrival,
+        num_prompt=sequence.num_prompt_tokens,
+        num_generated=sequence.num_generated_tokens,
+        num_cached=sequence.num_cached_tokens,
+    )
+    return sequence.completion.to_output(metrics)

@@ -1,0 +1,151 @@
+"""The decoder: Qwen2, Qwen3 and Llama, written out, on flat batches and a paged KV cache.
+
+A batch is the tokens of all its sequences, one after another: `input_ids [tokens]`, no batch dimension, no padding. The
+linears do not care which sequence a token belongs to; only attention does, and it is told by the `AttentionMetadata`
+that is passed along. One layer, with the residual stream `x` running through:
+
+    x = x + o_proj(attention(rotary(qkv_proj(norm(x)))))
+    x = x + down_proj(silu(gate) * up),   gate, up = gate_up_proj(norm(x))
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stage_d_paged.attention import AttentionBackend, AttentionMetadata
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.layers import LayerFactory, rotate
+from stage_d_paged.weights import WeightLoader
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention whose keys and values live in the pool's pages."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory) -> None:
+        super().__init__()
+        self.num_heads = make.num_heads
+        self.num_kv_heads = make.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.backend = backend
+        self.qkv_proj = make.qkv()
+        self.qk_norm = make.qk_norm() if config.qk_norm else None
+        self.o_proj = make.attention_output()
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        self.qkv_proj.load(weights, prefix)
+        if self.qk_norm is not None:
+            self.qk_norm.load(weights, prefix)
+        self.o_proj.load(weights, f"{prefix}.o_proj")
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, hidden], normalised
+        residual: Tensor,  # [tokens, hidden], overwritten by the sum
+        rotation: tuple[Tensor, Tensor],
+        layer_cache: tuple[Tensor, Tensor],  # each [blocks, block_size, kv_heads, head_dim]
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
+        qk, value = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        query, key = rotate(qk, *rotation).split((self.num_heads, self.num_kv_heads), dim=1)
+        self.backend.store(key, value, *layer_cache, metadata.slot_mapping)
+        attended = self.backend.attend(query, *layer_cache, metadata, self.scale)  # [tokens, heads, head_dim]
+        return self.o_proj(attended.flatten(1), residual)
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, the SwiGLU of Shazeer, "GLU Variants Improve Transformer" (2020)."""
+
+    def __init__(self, make: LayerFactory) -> None:
+        super().__init__()
+        self.gate_up_proj = make.gate_up()
+        self.down_proj = make.down()
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        self.gate_up_proj.load(weights, prefix)
+        self.down_proj.load(weights, f"{prefix}.down_proj")
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # each [tokens, intermediate]
+        return self.down_proj(F.silu(gate) * up, residual)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory) -> None:
+        super().__init__()
+        self.input_layernorm = make.norm()
+        self.self_attn = Attention(config, backend, make)
+        self.post_attention_layernorm = make.norm()
+        self.mlp = MLP(make)
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+            getattr(self, name).load(weights, f"{prefix}.{name}")
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        layer_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), x, rotation, layer_cache, metadata)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+
+class DecoderModel(nn.Module):
+    """A whole decoder. Its weights are uninitialised until `load`.
+
+    Args:
+        config: its shape.
+        backend: how attention reads the pages.
+        make: makes its parts, on a device and in a dtype.
+        max_model_len: positions that the rotary tables cover.
+    """
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory, max_model_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_kv_heads = make.num_kv_heads  # on this device: what its pool must have room for
+        self.embed_tokens = make.embedding()
+        self.rotary = make.rotary(max_model_len)
+        self.layers = nn.ModuleList(DecoderLayer(config, backend, make) for _ in range(config.num_layers))
+        self.norm = make.norm()
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else make.embedding()
+
+    def load(self, weights: WeightLoader) -> None:
+        """Fill all weights; `ModelError` names one that is missing, left over, or of the wrong shape."""
+        self.embed_tokens.load(weights, "model.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            layer.load(weights, f"model.layers.{i}")
+        self.norm.load(weights, "model.norm")
+        if self.lm_head is not self.embed_tokens:
+            self.lm_head.load(weights, "lm_head")
+        elif weights.has("lm_head.weight"):
+            self.lm_head.check_copy(weights, "lm_head")
+        weights.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [tokens]
+        positions: Tensor,  # [tokens]
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Run all layers, writing the tokens' K and V into the pool; returns the final states `[tokens, hidden]`."""
+        x = self.embed_tokens(input_ids)
+        rotation = self.rotary(positions)
+        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
+            x = layer(x, rotation, layer_cache, metadata)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: `[rows, hidden]` -> `[rows, vocab]`, in the model's dtype."""
+        return self.lm_head.logits(hidden)

@@ -1,0 +1,87 @@
+"""The engine's options: their names, defaults and limits, written down once for this stage and those after it.
+
+Names, meanings and defaults are nano-vllm's (https://github.com/GeeeekExplorer/nano-vllm), so that a script written for
+it runs here after changing its import line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of `LLM` from stage D on; an unknown one is a `TypeError`, one out of range a `ValueError`.
+
+    Attributes:
+        max_num_batched_tokens: tokens in one step.
+        max_num_seqs: requests that are worked on together.
+        max_model_len: prompt and answer together; lowered to what the model has positions for.
+        gpu_memory_utilization: the share of the GPU's memory that this process may use.
+        tensor_parallel_size: number of GPUs; more than one is stage F's subject.
+        enforce_eager: run without CUDA graphs. There are none before stage F, so that both values are honoured here.
+        kvcache_block_size: tokens in a page; None takes what the attention backend prefers.
+        num_kvcache_blocks: pages in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
+        enable_prefix_caching: share the pages of equal prefixes.
+        attention_backend: `auto`, `reference`, `triton` or `flash`.
+    """
+
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int = -1
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_num_batched_tokens", 1),
+            ("max_num_seqs", 1),
+            ("max_model_len", 2),  # one token of prompt, one of answer
+            ("tensor_parallel_size", 1),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer, {least} or more, got {value!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            )
+        if self.kvcache_block_size is not None and self.kvcache_block_size < 1:
+            raise ValueError(f"kvcache_block_size must be None or 1 or more, got {self.kvcache_block_size!r}")
+        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
+            raise ValueError(f"num_kvcache_blocks must be -1 (automatic) or 1 or more, got {self.num_kvcache_blocks!r}")
+
+
+def model_len(options: EngineOptions, max_position_embeddings: int) -> int:
+    """The engine's `max_model_len`: what was asked for, but no more than the model has positions for; says so."""
+    if options.max_model_len > max_position_embeddings:
+        print(
+            f"max_model_len={options.max_model_len} is lowered to {max_position_embeddings}, "
+            "the positions that the model has",
+            file=sys.stderr,
+        )
+    return min(options.max_model_len, max_position_embeddings)
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """The options on the command line of this stage and those after it."""
+    default = EngineOptions()
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_kvcache_blocks"):
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=int, default=getattr(default, name), help="default: %(default)s")
+    group.add_argument("--kvcache-block-size", type=int, help="tokens in a page (default: what the backend prefers)")
+    group.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization)
+    group.add_argument("--attention-backend", default="auto", help="auto | reference | triton | flash")
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="do not share the pages of equal prefixes",
+    )

@@ -1,0 +1,78 @@
+"""A loaded model and its pool: what has to be on a device before the first step can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stage_a_naive.loading import ModelSource
+from stage_d_paged.attention import AttentionBackend, pick_backend
+from stage_d_paged.batch import largest_step
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks, kv_bytes_per_token
+from stage_d_paged.layers import LayerFactory
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.options import EngineOptions, model_len
+from stage_d_paged.weights import weight_loader
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a step runs on."""
+
+    config: ModelConfig
+    backend: AttentionBackend
+    model: DecoderModel
+    max_model_len: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token on this device."""
+        return kv_bytes_per_token(self.config.num_layers, self.model.num_kv_heads, self.config.head_dim, self.dtype)
+
+    def make_pool(self, num_blocks: int) -> KVCache:
+        return KVCache(
+            self.config.num_layers, num_blocks, self.block_size, self.model.num_kv_heads, self.config.head_dim,
+            self.dtype, self.device,
+        )  # fmt: skip
+
+
+def load_runtime(
+    source: ModelSource,
+    options: EngineOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    factory: type[LayerFactory] = LayerFactory,
+) -> Runtime:
+    """Pick the attention backend, build the model on the device and fill in its weights."""
+    config = ModelConfig.from_hf(source.config)
+    backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
+    length = model_len(options, config.max_position_embeddings)
+    model = DecoderModel(config, backend, factory(config, dtype, device), length)
+    model.load(weight_loader(source, seed, dtype, device))
+    block_size = options.kvcache_block_size or backend.preferred_block_size
+    return Runtime(config, backend, model.eval(), length, block_size, dtype, device)
+
+
+def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
+    """Pages in the pool: those asked for, or what there is room for."""
+    if options.num_kvcache_blocks != -1:
+        return options.num_kvcache_blocks
+    page_bytes = runtime.bytes_per_token * runtime.block_size
+    if runtime.device.type == "cpu":
+        return cpu_num_blocks(page_bytes, runtime.block_size, runtime.max_model_len)
+
+    @torch.inference_mode()
+    def run_largest_step() -> None:
+        length = min(runtime.max_model_len, options.max_num_batched_tokens)
+        step = largest_step(options.max_num_batched_tokens, length, runtime.block_size, runtime.device)
+        hidden = runtime.model(step.input_ids, step.positions, runtime.make_pool(1), step.metadata)
+        rows = min(options.max_num_seqs, options.max_num_batched_tokens)
+        runtime.model.compute_logits(hidden[:rows]).float()
+
+    return cuda_num_blocks(page_bytes, options.gpu_memory_utilization, runtime.device, run_largest_step)
