@@ -58,7 +58,7 @@ def run(
         ask = prompt if raw else [{"role": "user", "content": prompt}]
         answer = llm.generate if raw else llm.chat
         [output] = answer(ask, params, use_tqdm=False, on_text=_print_piece)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
