@@ -1,0 +1,307 @@
+"""The page allocator: sharing, eviction, reference counts, and the books in any order of operations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged import block_manager as block_manager_module
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.kv_cache import memory_report, waste_by_block_size
+from stage_d_paged.sequence import Sequence
+
+
+def make(tokens: list[int]) -> Sequence:
+    return Sequence(Request(0, list(tokens), SamplingParams(), 0))
+
+
+def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
+    """A sequence whose tokens have all been computed."""
+    sequence = make(tokens)
+    assert manager.allocate(sequence, len(sequence))
+    run(manager, sequence)
+    return sequence
+
+
+def run(manager: BlockManager, sequence: Sequence) -> None:
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    manager.confirm()
+
+
+def test_a_sequence_gets_exactly_the_pages_its_tokens_need():
+    manager = BlockManager(10, 4)
+    for length, pages in ((1, 1), (4, 1), (5, 2), (8, 2)):
+        sequence = make(list(range(100 * length, 101 * length)))
+        assert manager.allocate(sequence, len(sequence))
+        assert len(sequence.block_table) == pages
+        manager.free(sequence)
+    assert manager.num_free == 10
+
+
+def test_the_token_after_a_full_block_goes_into_a_new_page():
+    manager = BlockManager(10, 4)
+    sequence = admit(manager, [1, 2, 3])
+    sequence.token_ids.append(4)
+    assert manager.append(sequence) and len(sequence.block_table) == 1
+    sequence.token_ids.append(5)
+    assert manager.append(sequence) and len(sequence.block_table) == 2
+
+
+def test_an_allocation_that_does_not_fit_changes_nothing():
+    manager = BlockManager(4, 4)
+    first = admit(manager, list(range(8)))
+    too_long = make([*range(8), *range(100, 112)])  # shares 2 pages, needs 3 more, 2 are free
+    assert not manager.allocate(too_long, len(too_long))
+    assert too_long.block_table == [] and too_long.num_computed_tokens == 0
+    manager.check_invariants([first])
+
+
+def test_the_watermark_keeps_pages_free():
+    manager = BlockManager(4, 4)
+    assert not manager.allocate(make([1] * 12), 12, watermark=2)
+    assert manager.allocate(make([1] * 8), 8, watermark=2)
+
+
+def test_revived_pages_count_as_taken_from_the_free_ones():
+    manager = BlockManager(3, 4)
+    manager.free(admit(manager, list(range(8))))
+    assert not manager.allocate(make([*range(8), 99]), 9, watermark=1)
+    assert manager.allocate(make([*range(8), 99]), 9)
+
+
+def test_a_fully_cached_prompt_still_recomputes_its_last_block():
+    manager = BlockManager(10, 4)
+    manager.free(admit(manager, list(range(8))))
+    again = make(list(range(8)))
+    assert manager.allocate(again, len(again))
+    assert again.num_cached_tokens == again.num_computed_tokens == 4
+    assert again.num_uncomputed_tokens == 4
+
+
+def test_a_running_sequence_shares_its_full_blocks():
+    manager = BlockManager(10, 4)
+    first = admit(manager, list(range(10)))
+    second = admit(manager, [*range(10), 77])
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]  # a block that is not full is never shared
+    manager.check_invariants([first, second])
+    manager.free(first)
+    assert manager.num_used == 3
+    manager.check_invariants([second])
+
+
+def test_identical_prompts_of_one_step_share_and_an_error_takes_that_back():
+    manager = BlockManager(10, 4)
+    first, second = make(list(range(9))), make(list(range(9)))
+    assert manager.allocate(first, 9)
+    first.num_computed_tokens = 9
+    manager.index_computed(first)  # about to be computed, not confirmed yet
+    assert manager.allocate(second, 9)
+    assert second.block_table[:2] == first.block_table[:2] and second.num_cached_tokens == 8
+    manager.revoke()
+    manager.free(first)
+    manager.free(second)
+    manager.check_invariants([])
+    assert manager.count_cached_tokens(make(list(range(9)))) == 0
+
+
+def test_a_reused_page_is_no_longer_found_under_its_old_content():
+    manager = BlockManager(2, 4)
+    manager.free(admit(manager, [1, 2, 3, 4, 5]))
+    other = admit(manager, [9, 9, 9, 9, 9])  # takes both pages
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 5])) == 0
+    manager.check_invariants([other])
+
+
+def test_the_live_twin_of_an_evicted_block_stays_findable():
+    manager = BlockManager(3, 4)
+    first, second = make([1, 2, 3, 4]), make([1, 2, 3, 4])
+    for sequence in (first, second):  # side by side, so that neither finds the other
+        assert manager.allocate(sequence, 4)
+    for sequence in (first, second):
+        run(manager, sequence)
+    assert first.block_table != second.block_table
+    manager.free(first)
+    evictor = make([7] * 8)
+    assert manager.allocate(evictor, 8)
+    third = make([1, 2, 3, 4, 5])
+    assert manager.count_cached_tokens(third) == 4
+    manager.check_invariants([second, evictor])
+
+
+def test_pages_without_content_go_first_then_the_least_recently_freed():
+    manager = BlockManager(4, 2)
+    old, new = admit(manager, [1, 2]), admit(manager, [3, 4])
+    manager.free(old)
+    manager.free(new)
+    taker = admit(manager, [9, 9, 9, 9, 9])  # three pages: the two never used, then the one freed first
+    assert manager.count_cached_tokens(make([1, 2, 0])) == 0
+    assert manager.count_cached_tokens(make([3, 4, 0])) == 2
+    manager.check_invariants([taker])
+
+
+def test_a_prefix_outlives_its_continuation():
+    manager = BlockManager(4, 2)
+    manager.free(admit(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
+    taker = admit(manager, [9, 9, 9])
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8])) == 4
+    manager.check_invariants([taker])
+
+
+def test_equal_blocks_after_different_prefixes_are_different():
+    manager = BlockManager(10, 2)
+    admit(manager, [1, 1, 5, 6])
+    admit(manager, [2, 2, 7, 8])
+    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2
+
+
+def test_a_hash_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(block_manager_module, "block_key", lambda parent_key, tokens: 42)
+    manager = BlockManager(20, 2)
+    admit(manager, [1, 1, 5, 6])
+    admit(manager, [2, 2, 7, 8])
+    assert manager.count_cached_tokens(make([1, 1, 5, 6, 0])) == 4
+    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2  # the prefix decides, not the tokens alone
+    assert manager.count_cached_tokens(make([3, 3, 5, 6, 0])) == 0
+
+
+def test_generated_tokens_are_cached_too():
+    manager = BlockManager(10, 4)
+    sequence = admit(manager, [1, 2, 3])
+    for token in (4, 5):
+        sequence.token_ids.append(token)
+        assert manager.append(sequence)
+        run(manager, sequence)
+    manager.free(sequence)
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
+
+
+def test_freeing_twice_returns_the_pages_once():
+    manager = BlockManager(4, 4)
+    sequence = admit(manager, [1] * 6)
+    manager.free(sequence)
+    manager.free(sequence)
+    assert manager.num_free == 4
+    manager.check_invariants([])
+
+
+def test_the_prefix_cache_can_be_switched_off():
+    manager = BlockManager(10, 4, enable_prefix_caching=False)
+    admit(manager, list(range(9)))
+    second = admit(manager, list(range(9)))
+    assert second.num_cached_tokens == 0 and manager.num_used == 6
+
+
+def test_the_invariants_notice_a_leaked_page():
+    manager = BlockManager(4, 4)
+    sequence = admit(manager, [1] * 6)
+    sequence.block_table.pop()
+    with pytest.raises(RuntimeError, match="users counted"):
+        manager.check_invariants([sequence])
+
+
+def test_the_memory_report_counts_a_shared_page_once():
+    manager = BlockManager(10, 4)
+    sequences = [admit(manager, list(range(6))), admit(manager, [0, 1, 2, 3, 9])]
+    report = memory_report(sequences, block_size=4, max_model_len=20, bytes_per_token=8)
+    assert (report.tokens, report.stored_tokens, report.pages) == (11, 7, 3)
+    assert report.page_waste == pytest.approx(1 - 7 / 12)
+    assert report.reservation_waste == pytest.approx(1 - 11 / 40)
+    assert (report.page_bytes, report.reserved_bytes) == (96, 320)
+    assert report.as_dict()["page_waste"] == report.page_waste and "3 pages of 4" in str(report)
+
+
+def test_waste_grows_with_the_page_up_to_the_contiguous_reservation():
+    points = waste_by_block_size([5, 9], [1, 4], max_model_len=16)
+    assert [p["slots"] for p in points] == [14, 20, 32]
+    assert points[0]["waste"] == 0 and points[-1]["waste"] == pytest.approx(1 - 14 / 32)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Any order of allocate, append, share, free, evict and failing steps, on a pool that is always too small.
+
+    Beside the manager runs a model of the pool's *content*: what a computed token would have written is a function of
+    its whole prefix. A sequence that reads anything else than its own prefix from its pages has been given wrong ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(8, 3)
+        self.content: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> prefix up to that token
+        self.live: list[Sequence] = []
+
+    def write(self, sequence: Sequence, start: int, end: int) -> None:
+        for position in range(start, end):
+            slot = sequence.block_table[position // 3], position % 3
+            self.content[slot] = tuple(sequence.token_ids[: position + 1])
+
+    def compute(self, sequence: Sequence, count: int, fails: bool) -> None:
+        """One step: index, run, confirm; or index, fail, revoke, as an engine does."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens += count
+        self.manager.index_computed(sequence)
+        if fails:
+            self.manager.revoke()
+            self.drop(sequence)
+        else:
+            self.write(sequence, start, start + count)
+            self.manager.confirm()
+
+    def drop(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self.manager.free(sequence)
+        self.manager.free(sequence)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        watermark=st.integers(0, 2),
+        part=st.integers(1, 14),
+        fails=st.booleans(),
+    )
+    def admit(self, tokens: list[int], watermark: int, part: int, fails: bool) -> None:
+        sequence = make(tokens)
+        free = self.manager.num_free
+        if self.manager.allocate(sequence, len(sequence), watermark):
+            self.live.append(sequence)
+            assert sequence.num_uncomputed_tokens >= 1
+            assert self.manager.num_free >= watermark
+            self.compute(sequence, min(part, sequence.num_uncomputed_tokens), fails)
+        else:
+            assert not sequence.block_table and self.manager.num_free == free
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token=st.integers(0, 1), fails=st.booleans())
+    def advance(self, data: st.DataObject, token: int, fails: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        if sequence.num_uncomputed_tokens == 0:
+            sequence.token_ids.append(token)
+            if not self.manager.append(sequence):
+                self.drop(sequence)
+                return
+        self.compute(sequence, data.draw(st.integers(1, sequence.num_uncomputed_tokens)), fails and token == 1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.drop(data.draw(st.sampled_from(self.live)))
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.manager.check_invariants(self.live)
+        assert self.manager.num_free + self.manager.num_used == 8
+
+    @invariant()
+    def everyone_reads_their_own_prefix(self) -> None:
+        for sequence in self.live:
+            for position in range(sequence.num_computed_tokens):
+                slot = sequence.block_table[position // 3], position % 3
+                assert self.content[slot] == tuple(sequence.token_ids[: position + 1])
+
+
+TestBlockManagerInAnyOrder = BlockManagerMachine.TestCase
+TestBlockManagerInAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
