@@ -1,0 +1,83 @@
+"""Scaled dot-product attention (SDPA) for grouped queries, with its kernels chosen by name.
+
+PyTorch has one function, `scaled_dot_product_attention`, and several kernels behind it, which it picks from by shape,
+dtype and mask. Which one runs is no detail: the one that PyTorch prefers for one shape may plan and allocate anew for
+every other. So the stage names the kernels it wants.
+
+In grouped-query attention (Ainslie et al., "GQA", 2023) several query heads share one head of keys and values. With a mask,
+transformers copies every key and value once for each query head before it calls SDPA. A decode step has only one query per
+head, so it can do better: the queries of one group become the *rows* of one head, and keys and values are read as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION_NAME = "grouped_sdpa"
+
+# Flash takes no mask, so it serves the prefill; "efficient" (xFormers) takes one and serves decoding with a padded cache;
+# "math" is plain PyTorch, for what the others cannot take (odd head sizes). cuDNN is left out: it makes a plan for every
+# new shape, and a prompt has a new shape almost every time.
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it.
+
+    Args:
+        module: the attention layer (not needed).
+        query: `[1, heads, tokens, head_dim]`.
+        key, value: `[1, kv_heads, positions, head_dim]`.
+        attention_mask: added to the scores, broadcast to `[1, heads, tokens, positions]`; None is causal.
+        scaling: factor of the scores.
+
+    Returns:
+        `[1, tokens, heads, head_dim]`, and None for the attention weights, which SDPA does not keep.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if tokens == 1:
+        rows = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)  # query heads of one group are neighbours
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(batch, 1, heads, head_dim), None
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+# transformers' own way to add an attention: models find it by this name.
+AttentionInterface.register(ATTENTION_NAME, grouped_sdpa)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+@contextmanager
+def attention_and_matmul_settings(matmul_precision: str) -> Iterator[None]:
+    """Name the SDPA kernels and the float32 matmul precision for the time of a block, and put both back after it.
+
+    `high` lets a GPU multiply float32 matrices in TF32 (10 bits of mantissa instead of 23) on its tensor cores; bfloat16
+    and float16 are not touched by it. Both settings belong to the whole process, hence the putting back.
+    """
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(matmul_precision)
+    try:
+        with sdpa_kernel(SDPA_BACKENDS):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(previous)

@@ -1,0 +1,101 @@
+"""One decode step as a function: token and cache in, logits of the next token out.
+
+Generating text runs this function again and again. Once it is a module with fixed shapes, everything that makes a function fast can
+be done to it: it can be compiled, captured in a CUDA graph, measured alone. For that, nothing in it may depend on *which* step
+it is: no Python number that grows, no tensor that changes its shape. The position is a tensor on the device, which the
+step itself advances.
+
+`torch.compile` does two things with it. It fuses the many small operations (norms, rotary embedding, activations, residuals)
+into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one graph instead of
+hundreds of kernels: where a launch takes longer than the work, as with one row of tokens, that is most of the gain.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from stage_b_decode_step.static_cache import StaticKVCache
+
+Step = Callable[[Tensor, Cache], Tensor]
+
+
+class DecodeStep(nn.Module):
+    """The model from one token to the scores of the next.
+
+    Args:
+        model: a causal language model of transformers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token: Tensor, cache: Cache) -> Tensor:
+        """Run one token; the cache is one position longer afterwards.
+
+        Args:
+            token: `[1, 1]` int64.
+            cache: a `StaticKVCache`, or a cache of transformers that grows.
+
+        Returns:
+            logits `[1, vocab]`, float32.
+        """
+        if not isinstance(cache, StaticKVCache):
+            logits = self.model(input_ids=token, past_key_values=cache, use_cache=True, return_dict=False)[0]
+            return logits[:, -1, :].float()
+        logits = self.model(
+            input_ids=token,
+            position_ids=cache.position[None],  # [1, 1]
+            attention_mask=cache.mask(self.model.dtype),
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=False,
+        )[0]  # [1, 1, vocab]
+        cache.position.add_(1)
+        return logits[:, -1, :].float()
+
+
+def compiled(step: DecodeStep, device: torch.device) -> Step:
+    """The step through `torch.compile`; compiling happens at the first call with each cache length.
+
+    Raises:
+        ValueError: the compiler's tools are missing.
+    """
+    check_compiler(device)
+    # fullgraph: a part that cannot be compiled is an error, not a slow step. dynamic=False: one program a cache length.
+    if device.type != "cuda":
+        return torch.compile(step, fullgraph=True, dynamic=False)
+    graphed = torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+    def replay(token: Tensor, cache: Cache) -> Tensor:
+        # A graph's output lies in the graph's own memory. This says that the last step's output may be overwritten.
+        torch.compiler.cudagraph_mark_step_begin()
+        return graphed(token, cache)
+
+    return replay
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise a `ValueError` that names what `torch.compile` needs on this device and does not find."""
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError("compile=True on a GPU needs Triton, which is not installed: `pip install triton`")
+        candidates = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
+        kind = "C"
+    else:
+        candidates = [os.environ.get("CXX", "g++")]
+        kind = "C++"
+    if not any(shutil.which(name) for name in candidates):
+        names = ", ".join(candidates)
+        raise ValueError(
+            f"compile=True needs a {kind} compiler and finds none (looked for {names}); "
+            "install one (`apt-get install build-essential`) or leave compile off"
+        )

@@ -1,0 +1,227 @@
+"""The engine of stage A with its decode step taken out and made fast.
+
+    prompt -> token ids -> prefill -> sample -> DecodeStep -> sample -> DecodeStep -> ... -> text
+
+The path of a token is stage A's. What is new is *when* things happen: memory is allocated and programs are compiled before
+the clock starts, the CPU orders steps without waiting for their tokens, and looks at the tokens when they arrive. Each idea has
+a switch, so that its worth can be measured; with all of them off the loop is stage A's again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.cache_utils import Cache, DynamicCache
+
+from stage_a_naive.frontend import OnText, checked_ids
+from stage_a_naive.llm import LLM as NaiveLLM
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.sampling import sample, top_logprobs
+from stage_b_decode_step.attention import ATTENTION_NAME, attention_and_matmul_settings
+from stage_b_decode_step.decode_step import DecodeStep, Step, compiled
+from stage_b_decode_step.static_cache import StaticKVCache, cache_length
+from stage_b_decode_step.token_log import TokenLog
+
+WARMUP_STEPS = 4  # a compiled step on a GPU compiles, runs once as it is, records its graph, and replays it
+
+
+class LLM(NaiveLLM):
+    """Stage A's engine with an optimised decode step.
+
+    Args:
+        model, device, dtype, seed: as in stage A.
+        static_cache: one KV cache of fixed shape and address instead of one that grows.
+        pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
+        buffers: write each step's token into buffers allocated once instead of new tensors.
+        async_eos: find the end of sequence a few steps late instead of waiting for the device at every step.
+        sync_every: with `async_eos`, send tokens to the host every so many steps; None is 8 on a GPU, and 1 on a CPU, where
+            nothing runs behind Python's back. At most twice as many steps are computed in vain.
+        sdpa: fused attention kernels, chosen by name, instead of attention written out.
+        matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
+        warmup: run each cache size once before its first request is timed.
+        compile: put `torch.compile` on the decode step (with CUDA graphs on a GPU).
+
+    Raises:
+        ValueError: options that cannot go together, or no compiler where one is needed.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        static_cache: bool = True,
+        pinned: bool = True,
+        buffers: bool = True,
+        async_eos: bool = True,
+        sync_every: int | None = None,
+        sdpa: bool = True,
+        matmul_precision: str = "high",
+        warmup: bool = True,
+        compile: bool = False,
+    ) -> None:
+        if compile and not static_cache:
+            raise ValueError("compile=True needs static_cache=True: a cache that grows is a new program at every step")
+        if sync_every is not None and not async_eos:
+            raise ValueError(f"sync_every={sync_every} needs async_eos=True; without it every step is waited for")
+        if sync_every is not None and sync_every < 1:
+            raise ValueError(f"sync_every must be 1 or more, got {sync_every}")
+        if matmul_precision not in ("highest", "high", "medium"):
+            raise ValueError(f"matmul_precision must be 'highest', 'high' or 'medium', got {matmul_precision!r}")
+        self.static_cache, self.pinned, self.buffers = static_cache, pinned, buffers
+        self.sdpa, self.matmul_precision, self.warmup, self.compile = sdpa, matmul_precision, warmup, compile
+        super().__init__(model, device=device, dtype=dtype, seed=seed)
+        on_gpu = self.device.type == "cuda"
+        self.async_eos = async_eos
+        self.sync_every = sync_every or (8 if on_gpu else 1)
+        self.decode_step = DecodeStep(self.model)
+        self._step: Step = compiled(self.decode_step, self.device) if compile else self.decode_step
+        self._work: dict[int, tuple[StaticKVCache | None, TokenLog]] = {}  # by cache length
+
+    def _model_options(self) -> dict[str, object]:
+        return {"attn_implementation": ATTENTION_NAME if self.sdpa else "eager"}
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Everything that is set for the time of a call, and put back after it."""
+        with ExitStack() as stack:
+            stack.enter_context(attention_and_matmul_settings(self.matmul_precision))
+            # Tensors of inference mode keep no record for autograd, which compiled programs with graphs want to see.
+            stack.enter_context(torch.no_grad() if self.compile else torch.inference_mode())
+            if self.compile:
+                # A program a cache length and engine is wanted here, more than the 8 that PyTorch takes for a mistake.
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+            yield
+
+    def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
+        with self._settings():
+            for request in requests:
+                self._prepare(request)
+            arrival = synchronized_time(self.device)
+            progress = tqdm(requests, desc="generate", unit="request", disable=not use_tqdm)
+            return [self._generate_one(request, arrival, on_text) for request in progress]
+
+    # Before the clock ------------------------------------------------------------------------------------------------
+
+    def _length(self, request: Request) -> int:
+        """The cache length that a request needs at most."""
+        prompt = len(request.prompt_token_ids)
+        return cache_length(min(prompt + request.params.max_tokens, self.max_model_len))
+
+    def _prepare(self, request: Request) -> None:
+        """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
+        length = self._length(request)
+        if length in self._work:
+            return
+        start = time.perf_counter()
+        cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
+        work = cache, TokenLog(length, self.device, self.buffers, self.pinned)
+        if self.warmup:
+            self._warm_up(*work, min(len(request.prompt_token_ids), length - WARMUP_STEPS))
+        self._work[length] = work
+        self.build_time += synchronized_time(self.device) - start
+
+    def _warm_up(self, static_cache: StaticKVCache | None, log: TokenLog, prompt_len: int) -> None:
+        """A request of this prompt length, thrown away: kernels are loaded, workspaces allocated, programs compiled."""
+        cache = self._fresh_cache(static_cache)
+        logits = self._prefill([0] * prompt_len, cache)
+        for _ in range(WARMUP_STEPS):
+            log.write(logits.argmax(-1))
+            logits = self._step(log.next_input, cache)
+        log.send()
+        log.receive(max_in_flight=0)
+        log.clear()
+
+    def _fresh_cache(self, static_cache: StaticKVCache | None) -> Cache:
+        if static_cache is None:
+            return DynamicCache(config=self.model.config)
+        static_cache.reset()
+        return static_cache
+
+    # On the clock ----------------------------------------------------------------------------------------------------
+
+    def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
+        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len)
+        static_cache, log = self._work[self._length(request)]
+        log.clear()
+        start = synchronized_time(self.device)
+
+        cache = self._fresh_cache(static_cache)
+        logits = self._prefill(request.prompt_token_ids, cache)  # [1, vocab]
+        log.write(self._pick(logits, completion, step=0))
+        log.send()
+        self._accept(log.receive(max_in_flight=0), logits, completion, on_text)  # the first token is worth waiting for
+        first = synchronized_time(self.device)
+
+        self._decode(cache, log, completion, on_text)
+        end = synchronized_time(self.device)
+
+        metrics = make_metrics(
+            prefill_time=first - start,
+            decode_time=end - first,
+            ttft=first - arrival,
+            num_prompt=len(request.prompt_token_ids),
+            num_generated=len(completion.token_ids),
+        )
+        return completion.to_output(metrics)
+
+    def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
+        """All prompt tokens at once -> logits `[1, vocab]` of the last one."""
+        pin = self.pinned and self.device.type == "cuda"
+        input_ids = torch.tensor([prompt], pin_memory=pin).to(self.device, non_blocking=pin)  # [1, prompt]
+        if len(prompt) == 1:
+            return self.decode_step(input_ids, cache)  # one token is a decode step
+        # Of the last position only: the others' logits would be prompt x vocab numbers that nobody reads.
+        out = self.model(
+            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=False
+        )
+        if isinstance(cache, StaticKVCache):
+            cache.position.fill_(len(prompt))
+        return out[0][:, -1, :].float()
+
+    def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:
+        """Steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
+        params = completion.request.params
+        # Penalties read the tokens so far, and log-probabilities are read on the host: both need every token at once.
+        every_step = not self.async_eos or params.needs_penalties or params.logprobs is not None
+        last = completion.num_remaining_tokens if completion.finish_reason is None else 0
+        for step in range(1, last + 1):
+            logits = self._step(log.next_input, cache)
+            log.write(self._pick(logits, completion, step))
+            wait_for_all = every_step or step == last
+            if wait_for_all or step % self.sync_every == 0:
+                log.send()
+            # One chunk may be on its way: the device works on its steps while the host reads the chunk before.
+            self._accept(log.receive(max_in_flight=0 if wait_for_all else 1), logits, completion, on_text)
+            if completion.finish_reason is not None:
+                break
+
+    def _pick(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
+        """Choose a token id `[1]` on the device, without waiting for it. `step`: how many were chosen before."""
+        params = completion.request.params
+        if params.needs_penalties:
+            return self._choose(logits, [completion])
+        if self.sampling_fn is not None:
+            # A copy, because the memory of a compiled step's logits is used again by the next step.
+            return checked_ids(self.sampling_fn(logits.clone(), [params]), logits)
+        return sample(logits, [params], [completion.request.seed], [step])
+
+    def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:
+        """Add tokens that have arrived; those after the end are surplus and are dropped."""
+        count = completion.request.params.logprobs
+        for token_id in ids:
+            if completion.finish_reason is not None:
+                return
+            # With log-probabilities every step is waited for, so these logits are this token's.
+            logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
+            piece = completion.append(token_id, logprobs)
+            if piece and on_text is not None:
+                on_text(completion.request.index, piece)

@@ -1,0 +1,112 @@
+"""A KV cache that never moves.
+
+Stage A's cache grows: every step allocates one a token longer, in every layer, and copies the old one into it. Each step is
+then a different program, on tensors of another shape at another address, and nothing of one step can be kept for the
+next. A static cache is allocated once, longer than needed. A step writes one position and reads all of them, with a mask
+over those that are not filled yet. What changes from step to step is one number, and that number is a tensor on the device.
+
+The price is the padding: attention reads the unfilled positions too. So cache lengths come in sizes, not far above
+what a request needs, and few enough for each to be compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, StaticLayer
+
+SMALLEST_CACHE = 256
+
+
+def cache_length(positions: int) -> int:
+    """The smallest cache size that holds so many positions: 256, 512, 768, 1024, then 1.5 and 2 times powers of two.
+
+    A cache is at most twice its need for small requests and at most 1.5 times from 512 on.
+    """
+    size = SMALLEST_CACHE
+    while size < positions:
+        if size < 1024:
+            size += SMALLEST_CACHE
+        else:
+            is_power_of_two = size & (size - 1) == 0
+            size = size * 3 // 2 if is_power_of_two else size * 4 // 3
+    return size
+
+
+class StaticKVCache(Cache):
+    """One sequence's keys and values in tensors of fixed shape and address.
+
+    transformers' `StaticCache` counts its length in every layer by itself: three launches a layer and step. Here one
+    `position` serves all layers, and a step advances it once.
+
+    Args:
+        config: the model's.
+        length: how many positions it holds.
+        dtype, device: of keys and values.
+
+    Attributes:
+        position: `[1]` int64 on the device, where the next token goes; the positions before it are filled.
+
+    Raises:
+        ValueError: not enough memory; the message says for what.
+    """
+
+    def __init__(self, config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+        kv_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        try:
+            self.early_initialization(1, kv_heads, head_dim, dtype, device)  # marks the addresses as static
+        except torch.OutOfMemoryError as error:
+            size = 2 * config.num_hidden_layers * kv_heads * head_dim * length * dtype.itemsize
+            raise ValueError(
+                f"a KV cache of {length} positions takes {size / 2**30:.2f} GiB, more than {device} has left; "
+                "lower max_tokens or shorten the prompt"
+            ) from error
+        self.length = length
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._positions = torch.arange(length, device=device)  # [length]
+        # The marks tell CUDA graphs that these tensors stay where they are and need no copy at every replay.
+        torch._dynamo.mark_static_address(self.position)
+        torch._dynamo.mark_static_address(self._positions)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values `[1, kv_heads, tokens, head_dim]` of one layer; returns those to attend to.
+
+        Several tokens are a prompt: they start the sequence, and attend to nothing but themselves.
+        One token is a decode step: it goes to `position`, and all positions are returned, for `mask` to sort out.
+        """
+        layer = self.layers[layer_idx]
+        tokens = key_states.shape[-2]
+        if tokens > 1:
+            layer.keys[:, :, :tokens].copy_(key_states)
+            layer.values[:, :, :tokens].copy_(value_states)
+            return key_states, value_states
+        layer.keys.index_copy_(2, self.position, key_states)
+        layer.values.index_copy_(2, self.position, value_states)
+        return layer.keys, layer.values
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """What a decode step adds to its scores: 0 up to `position`, -inf after it. `[1, 1, 1, length]`.
+
+        Made of numbers, not booleans: SDPA would turn booleans into numbers again in every layer.
+        """
+        filled = self._positions <= self.position
+        zero = torch.zeros((), dtype=dtype, device=filled.device)
+        return torch.where(filled, zero, float("-inf"))[None, None, None]
+
+    def reset(self) -> None:
+        """Make the cache empty. Old values are erased, because even a masked-out NaN would spread."""
+        super().reset()
+        self.position.zero_()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Asked by transformers when it lays out a prompt, which always starts an empty cache."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Asked by transformers when it lays out a prompt's mask: a prompt attends to itself."""
+        return query_length, 0

@@ -1,0 +1,96 @@
+"""The generated tokens: written on the device at every step, read on the host a little later.
+
+Stage A asks the device for each token before it orders the next step, so the device idles while Python thinks, and Python
+idles while the device works. But the next step does not need the host to know the token: it reads it from where the last
+step wrote it, on the device. Only the host wants to know, to detokenise and to notice the end. So the tokens go to the
+host in chunks, by copies that nobody waits for; an event says when a chunk has arrived.
+
+                 order steps 1-8    order 9-16         order 17-24
+        CPU  ----|##################|##################|##################|----
+        GPU  ------|==== 1-8 ====|==== 9-16 ====|==== 17-24 ====|
+                                 \\ copy 1-8 arrives, is read while 9-16 runs
+
+For the copy to run behind the CPU's back, its target must be pinned memory: pages that the system may not move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class TokenLog:
+    """One request's generated ids on the device, and their copy on the host.
+
+    Args:
+        capacity: how many ids it holds.
+        device: where the ids are made.
+        reuse: write into buffers allocated once; otherwise make new tensors at every step.
+        pinned: copy to pinned host memory (only on a GPU).
+
+    Attributes:
+        next_input: `[1, 1]` int64 on the device, the input of the next step.
+    """
+
+    def __init__(self, capacity: int, device: torch.device, reuse: bool, pinned: bool) -> None:
+        self._device = device
+        self._reuse = reuse
+        self._pin = pinned and device.type == "cuda"
+        self.next_input = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        if reuse:
+            self.generated = torch.zeros(capacity, dtype=torch.int64, device=device)
+            self._host = self._host_buffer(capacity)
+            torch._dynamo.mark_static_address(self.next_input)
+        self.clear()
+
+    def _host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, pin_memory=self._pin)
+
+    def clear(self) -> None:
+        """Forget the last request's ids. The device must have done its work."""
+        self._written = 0
+        self._sent = 0
+        self._unsent: list[Tensor] = []  # without reuse: the ids written since the last `send`
+        self._in_flight: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def write(self, ids: Tensor) -> None:
+        """Log the id `[1]` that a step chose, and make it the next step's input. Does not wait for it."""
+        if self._reuse:
+            self.next_input.copy_(ids[None])
+            self.generated[self._written : self._written + 1].copy_(ids)
+        else:
+            self.next_input = ids.to(self._device)[None]
+            self._unsent.append(self.next_input[0])
+        self._written += 1
+
+    def send(self) -> None:
+        """Order the copy of everything written since the last `send`. Does not wait for it."""
+        if self._reuse:
+            source = self.generated[self._sent : self._written]
+            target = self._host[self._sent : self._written]
+        else:
+            source = torch.cat(self._unsent)
+            target = self._host_buffer(len(source))
+            self._unsent = []
+        target.copy_(source, non_blocking=True)
+        arrived = None
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()  # on the stream of the steps: it comes after the copy, and the copy after the steps
+        self._in_flight.append((target, arrived))
+        self._sent = self._written
+
+    def receive(self, max_in_flight: int) -> list[int]:
+        """The ids that have arrived since the last call; waits until at most so many chunks are on their way."""
+        ids: list[int] = []
+        while self._in_flight:
+            target, arrived = self._in_flight[0]
+            if arrived is not None and not arrived.query():
+                if len(self._in_flight) <= max_in_flight:
+                    break
+                arrived.synchronize()
+            self._in_flight.popleft()
+            ids += target.tolist()
+        return ids
