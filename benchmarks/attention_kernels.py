@@ -81,7 +81,9 @@ def cases() -> list[Case]:
         "prefill 32 × 32 after 1024": ((32,) * 32, (1056,) * 32),
         "mixed 2048 + 64 × 1024": ((2048,) + (1,) * 64, (2048,) + (1024,) * 64),
     }
-    return [Case(f"{shape}, {model}", *lens, *heads) for shape, lens in shapes.items() for model, heads in models.items()]
+    return [
+        Case(f"{shape}, {model}", *lens, *heads) for shape, lens in shapes.items() for model, heads in models.items()
+    ]
 
 
 def build(case: Case, page: int, device: torch.device, dtype: torch.dtype) -> list[tuple]:

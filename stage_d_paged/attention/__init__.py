@@ -5,9 +5,9 @@ pool, wherever a page was free, and a *block table* says which page holds which 
 operating system's page table does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged;
 what changes is how it finds its keys.
 
-Everything a layer has to know about the batch travels in one `AttentionMetadata`, passed as an argument and never stored
-in a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so a prefill
-of 500 tokens and a decode step of one token can stand side by side in one tensor.
+Everything a layer has to know about the batch travels in one `AttentionMetadata`, passed as an argument and never
+stored in a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so a
+prefill of 500 tokens and a decode step of one token can stand side by side in one tensor.
 
 Implementations: `reference` (plain PyTorch, any device), `triton` (our kernels), `flash` (the flash-attn package).
 """

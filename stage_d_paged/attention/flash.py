@@ -1,8 +1,8 @@
 """Paged attention by the flash-attn package (Dao 2023, arXiv:2307.08691): the yardstick for our own kernels.
 
 `flash_attn_varlen_func` takes a flat batch with a block table, which is a prefill or a mixed step;
-`flash_attn_with_kvcache` takes one query a sequence and splits the context, which is a decode step. Both want pages of a
-multiple of 256 tokens. The package has no kernel that writes to pages by slot, so storing is ours where Triton is
+`flash_attn_with_kvcache` takes one query a sequence and splits the context, which is a decode step. Both want pages of
+a multiple of 256 tokens. The package has no kernel that writes to pages by slot, so storing is ours where Triton is
 installed and PyTorch's otherwise.
 """
 

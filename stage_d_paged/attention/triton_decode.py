@@ -37,7 +37,15 @@ class DecodeConfig:
 
 
 def choose_decode_config(head_dim: int, element_size: int) -> DecodeConfig:
-    return DecodeConfig(block_n=64 if head_dim * element_size <= 256 else 32, num_warps=4, num_stages=3, programs_per_sm=8)
+    block_n = 64 if head_dim * element_size <= 256 else 32
+    return DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=8)
+
+
+@triton.jit
+def look_up(table, start, context_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each of the keys start … start + BLOCK_N - 1, or the one page that holds them all."""
+    key = start if PAGE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N)
+    return tl.load(table + key // PAGE, mask=key < context_len, other=0)
 
 
 @triton.jit
@@ -62,7 +70,8 @@ def _combine(
         tl.store(out_row + head * HEAD_DIM + column, row.to(out_row.dtype.element_ty), mask=column < HEAD_DIM)
 
 
-@triton.jit
+# Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
+@triton.jit(do_not_specialize=["num_splits", "table_width"])
 def decode_kernel(
     out,  # [tokens, heads, head_dim]
     query,  # [tokens, heads, head_dim]
@@ -117,13 +126,16 @@ def decode_kernel(
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    for start in range(split * BLOCK_N, context_len, num_splits * BLOCK_N):
+    step = num_splits * BLOCK_N
+    page = look_up(table, split * BLOCK_N, context_len, PAGE, BLOCK_N)
+    for start in range(split * BLOCK_N, context_len, step):
         valid = start + key < context_len
-        if PAGE % BLOCK_N == 0:  # the block lies in one page: one lookup
-            slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + key
+        if PAGE % BLOCK_N == 0:
+            slot = page.to(tl.int64) * PAGE + start % PAGE + key
         else:
-            page = tl.load(table + (start + key) // PAGE, mask=valid, other=0).to(tl.int64)
-            slot = page * PAGE + (start + key) % PAGE
+            slot = page.to(tl.int64) * PAGE + (start + key) % PAGE
+        # Looked up a step early: inside the step the lookup would cost a stage of the load pipeline.
+        page = look_up(table, start + step, context_len, PAGE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
         v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
@@ -198,7 +210,7 @@ def decode(
         HEAD_PAD=triton.next_power_of_2(head_dim),
         PAGE=page,
         BLOCK_N=config.block_n,
-        SPLITS_PAD=triton.next_power_of_2(num_splits),
+        SPLITS_PAD=16 if num_splits <= 16 else MAX_SPLITS,
         MIXED=metadata.max_query_len > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,

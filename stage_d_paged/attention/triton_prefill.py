@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from . import AttentionMetadata
-from .triton_decode import LOG2_E
+from .triton_decode import LOG2_E, look_up
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,23 @@ def _find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
 
 @triton.jit
 def _walk(
-    acc, total, highest, q, k_cache, v_cache, table, first, last, position, context_len, kv_head, scale_log2, slot_stride,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, total, highest, q, k_cache, v_cache, table, first, last, position, kv_head, scale_log2,
+    slot_stride, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run the softmax of a tile over keys first … last - 1, in blocks."""
     key = tl.arange(0, BLOCK_N)
     column = tl.arange(0, HEAD_PAD)
     pool_column = kv_head * HEAD_DIM + column[None, :]
+    page = look_up(table, first, last, PAGE, BLOCK_N)
     for start in range(first, last, BLOCK_N):
-        valid = start + key < context_len
-        if PAGE % BLOCK_N == 0:  # the block lies in one page: one lookup
-            slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + key
+        valid = start + key < last
+        if PAGE % BLOCK_N == 0:
+            slot = page.to(tl.int64) * PAGE + start % PAGE + key
         else:
-            page = tl.load(table + (start + key) // PAGE, mask=valid, other=0).to(tl.int64)
-            slot = page * PAGE + (start + key) % PAGE
+            slot = page.to(tl.int64) * PAGE + (start + key) % PAGE
+        # Looked up a step early: inside the step the lookup would cost a stage of the load pipeline.
+        page = look_up(table, start + BLOCK_N, last, PAGE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         if MASKED:
             inside = valid[:, None] & (column < HEAD_DIM)[None, :]
@@ -93,7 +95,8 @@ def _walk(
     return acc, total, highest
 
 
-@triton.jit
+# Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
+@triton.jit(do_not_specialize=["table_width", "num_seqs"])
 def _prefill_kernel(
     out,  # [tokens, heads, head_dim]
     query,  # [tokens, heads, head_dim]
@@ -147,11 +150,11 @@ def _prefill_kernel(
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
     acc, total, highest = _walk(
-        acc, total, highest, q, k_cache, v_cache, table, 0, diagonal, position, context_len, kv_head, scale_log2,
+        acc, total, highest, q, k_cache, v_cache, table, 0, diagonal, position, kv_head, scale_log2,
         slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, False, PRECISION,
     )  # fmt: skip
     acc, total, highest = _walk(
-        acc, total, highest, q, k_cache, v_cache, table, diagonal, end, position, context_len, kv_head, scale_log2,
+        acc, total, highest, q, k_cache, v_cache, table, diagonal, end, position, kv_head, scale_log2,
         slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, True, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros

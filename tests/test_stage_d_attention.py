@@ -1,0 +1,280 @@
+"""Paged attention: every backend against a plain float64 computation, on the CPU, in Triton's interpreter and on a GPU.
+
+Every slot of the pool that no sequence owns holds NaN, so a kernel that reads one too many shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_triton_kernels_are_right_in_the_interpreter")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖out − expected‖ / ‖expected‖
+
+# query_lens, context_lens
+BATCHES = {
+    "decode": ([1, 1, 1, 1], [1, 15, 16, 17]),
+    "decode with padding rows": ([1, 1, 1], [20, 0, 0]),
+    "one long decode": ([1], [300]),
+    "prefill": ([16, 1, 33], [16, 1, 33]),
+    "prefill after a cached prefix": ([5, 16], [37, 64]),
+    "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
+    "mixed with padding": ([3, 1, 0], [3, 0, 0]),
+}
+
+
+def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, page, device=CPU, dtype=torch.float32):
+    """(query, k_cache, v_cache, metadata): shuffled pages, NaN wherever no sequence has a key."""
+    generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
+    needed = [-(-length // page) for length in context_lens]
+    pool = torch.full((2, sum(needed) + 2, page, kv_heads, head_dim), float("nan"))
+    order = (torch.randperm(sum(needed) + 1, generator=generator) + 1).int()
+    tables = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
+    for s, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
+        tables[s, :count], order = order[:count], order[count:]
+        for position in range(length):
+            pool[:, tables[s, position // page], position % page] = torch.randn(
+                2, kv_heads, head_dim, generator=generator
+            )
+    query = torch.randn(sum(query_lens), heads, head_dim, generator=generator).to(device, dtype)
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        slot_mapping=torch.full((sum(query_lens),), -1, device=device),
+        block_tables=tables.to(device),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+    pool = pool.to(device, dtype)
+    return query, pool[0], pool[1], metadata
+
+
+def expected_attention(query, k_cache, v_cache, metadata, scale):
+    """The definition, in float64: softmax(q·k * scale) · v over keys 0 … L - q + i."""
+    page, group = k_cache.shape[1], query.shape[1] // k_cache.shape[2]
+    output = torch.zeros_like(query, dtype=torch.float64)
+    starts = metadata.cu_seqlens_q.tolist()
+    for s, length in enumerate(metadata.context_lens.tolist()):
+        first, last = starts[s], starts[s + 1]
+        if first == last or length == 0:
+            continue
+        pages = metadata.block_tables[s, : -(-length // page)].long()
+        keys = k_cache[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        values = v_cache[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].double(), keys) * scale
+        position = torch.arange(length - (last - first), length, device=query.device)
+        hidden = torch.arange(length, device=query.device)[None] > position[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        output[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
+    return output
+
+
+def check(backend, batch, scale=0.2):
+    query = batch[0]
+    output, expected = backend.attend(*batch, scale), expected_attention(*batch, scale)
+    assert output.shape == query.shape and output.dtype == query.dtype
+    error = (output.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[query.dtype], f"relative error {error.item():.2e}"
+    padding = expected.flatten(1).abs().sum(1) == 0
+    assert output[padding].count_nonzero() == 0
+
+
+def check_store(backend, device, dtype, kv_heads, head_dim):
+    page, slots = 4, [5, -1, 0, 11, -1]
+    packed = torch.randn(len(slots), 2 * kv_heads, head_dim, device=device).to(dtype)  # K and V side by side, as QKV is
+    key, value = packed[:, :kv_heads], packed[:, kv_heads:]
+    k_cache, v_cache = torch.full((2, 3, page, kv_heads, head_dim), 7.0, device=device, dtype=dtype)
+    backend.store(key, value, k_cache, v_cache, torch.tensor(slots, device=device))
+    for cache, new in ((k_cache.flatten(0, 1), key), (v_cache.flatten(0, 1), value)):
+        for slot in range(3 * page):
+            wanted = new[slots.index(slot)] if slot in slots else torch.full_like(new[0], 7.0)
+            assert torch.equal(cache[slot], wanted)
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 64), (7, 1, 24)])
+def test_reference_equals_the_definition(batch, heads, kv_heads, head_dim):
+    check(pick_backend("reference", CPU, torch.float32, head_dim), make_batch(*batch, heads, kv_heads, head_dim, 16))
+
+
+def test_reference_store_writes_its_slots_and_no_other():
+    check_store(pick_backend("reference", CPU, torch.float32, 64), CPU, torch.float32, 3, 64)
+
+
+def test_key_offsets_are_the_running_sum_of_the_contexts():
+    metadata = make_batch([1, 1, 1], [4, 0, 9], 1, 1, 8, 16)[3]
+    assert metadata.cu_seqlens_k.tolist() == [0, 4, 4, 13] and metadata.cu_seqlens_k.dtype == torch.int32
+
+
+def test_auto_on_a_cpu_is_the_reference_and_says_why():
+    backend = pick_backend("auto", CPU, torch.float32, 64)
+    assert backend.name == "reference" and "cpu" in backend.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "head_dim", "message"),
+    [
+        ("fast", CPU, torch.float32, 64, "unknown; choose one of auto, reference, triton, flash"),
+        ("flash", CPU, torch.float16, 64, "NVIDIA GPUs, not on cpu"),
+        ("flash", CUDA, torch.float32, 64, "float16 or bfloat16"),
+        ("flash", CUDA, torch.float16, 100, "head_dim=100"),
+        ("triton", CPU, torch.float64, 64, "float64|TRITON_INTERPRET=1"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused(name, device, dtype, head_dim, message):
+    with pytest.raises(ValueError, match=message):
+        pick_backend(name, device, dtype, head_dim)
+
+
+def test_flash_attn_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(BackendUnavailable, match="pip install flash-attn"):
+        pick_backend("flash", CUDA, torch.float16, 64)
+
+
+def test_triton_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "stage_d_paged.attention.triton_paged", raising=False)
+    with pytest.raises(BackendUnavailable, match="pip install triton"):
+        pick_backend("triton", CPU, torch.float32, 64)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_triton_kernels_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+
+@interpreted
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 2, 16, 16), (7, 1, 24, 64), (3, 3, 16, 32)])
+def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, page):
+    backend = pick_backend("triton", CPU, torch.float32, head_dim)
+    check(backend, make_batch(*batch, heads, kv_heads, head_dim, page))
+    assert backend._arrivals.count_nonzero() == 0
+
+
+@interpreted
+def test_interpreted_store_writes_its_slots_and_no_other():
+    check_store(pick_backend("triton", CPU, torch.float32, 64), CPU, torch.float32, 3, 64)
+
+
+@interpreted
+def test_interpreted_kernels_refuse_half_precision():
+    with pytest.raises(BackendUnavailable, match="float32"):
+        pick_backend("triton", CPU, torch.bfloat16, 64)
+
+
+def gpu_backend(name, dtype, head_dim):
+    try:
+        return pick_backend(name, CUDA, dtype, head_dim)
+    except BackendUnavailable as error:
+        if name == "flash" and "cannot be imported" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("page", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (6, 3, 96), (16, 8, 128), (3, 3, 64)])
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_gpu_backends_equal_the_definition(name, heads, kv_heads, head_dim, page, dtype):
+    if name == "flash" and (page % 256 or dtype == torch.float32):
+        pytest.skip("not flash-attn's")
+    backend = gpu_backend(name, dtype, head_dim)
+    edges = [1, page - 1, page, page + 1, 2 * page, 63, 64, 65, 129, 300]
+    for batch in (
+        ([1] * len(edges), edges),
+        ([1, 1, 1], [0, 5, 0]),
+        ([64, 1, 33, page], [300, page, 33, page]),
+        ([200, 2, 1], [2 * page + 200, 2, 700]),
+    ):
+        check(backend, make_batch(*batch, heads, kv_heads, head_dim, page, CUDA, dtype), scale=head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gpu_store_writes_its_slots_and_no_other(dtype):
+    check_store(gpu_backend("triton", dtype, 64), CUDA, dtype, 3, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_a_captured_decode_stays_right_when_lengths_and_pages_change(name):
+    backend = gpu_backend(name, torch.bfloat16, 64)
+    shape = (14, 2, 64, 256, CUDA, torch.bfloat16)
+    batches = [make_batch([1] * 4, lengths, *shape) for lengths in ([1500, 1, 0, 70], [3, 1400, 256, 0], [1536] * 4)]
+    widest = max(batch[1].shape[0] for batch in batches)
+    query, metadata = batches[0][0].clone(), batches[0][3]
+    k_cache, v_cache = torch.zeros(2, widest, 256, 2, 64, device=CUDA, dtype=torch.bfloat16)
+    tables = torch.full((4, 7), -1, dtype=torch.int32, device=CUDA)
+    contexts = metadata.context_lens.clone()
+    captured_metadata = AttentionMetadata(metadata.cu_seqlens_q, contexts, metadata.slot_mapping, tables, 1, 1536)
+    backend.attend(query, k_cache, v_cache, captured_metadata, 0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.attend(query, k_cache, v_cache, captured_metadata, 0.125)
+    for new_query, new_k, new_v, new_metadata in batches:
+        query.copy_(new_query)
+        k_cache[: new_k.shape[0]].copy_(new_k)
+        v_cache[: new_v.shape[0]].copy_(new_v)
+        contexts.copy_(new_metadata.context_lens)
+        tables[:, : new_metadata.block_tables.shape[1]].copy_(new_metadata.block_tables)
+        graph.replay()
+        expected = expected_attention(new_query, new_k, new_v, new_metadata, 0.125)
+        assert (output.double() - expected).norm() / expected.norm() < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_split_decode_gives_the_same_bits_every_time():
+    backend = gpu_backend("triton", torch.bfloat16, 128)
+    batch = make_batch([1] * 3, [900, 64, 321], 16, 8, 128, 64, CUDA, torch.bfloat16)
+    first = backend.attend(*batch, 0.1)
+    assert all(torch.equal(first, backend.attend(*batch, 0.1)) for _ in range(200))
+    assert backend._arrivals.count_nonzero() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_pool_of_more_than_2_to_the_31_elements(query_len):
+    backend, page, kv_heads, head_dim = gpu_backend("triton", torch.bfloat16, 64), 16, 3, 64
+    blocks = 2**31 // (page * kv_heads * head_dim) + 20
+    k_cache, v_cache = (torch.empty(blocks, page, kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA) for _ in "kv")
+    key, value = torch.randn(2, 100, kv_heads, head_dim, device=CUDA).bfloat16()
+    table = torch.arange(blocks - 7, blocks, dtype=torch.int32, device=CUDA).flip(0)[None]
+    position = torch.arange(100, device=CUDA)
+    slots = table[0, position // page].long() * page + position % page
+    backend.store(key, value, k_cache, v_cache, slots)
+    assert torch.equal(k_cache.flatten(0, 1)[slots], key) and torch.equal(v_cache.flatten(0, 1)[slots], value)
+    starts, contexts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, query_len], [100]))
+    metadata = AttentionMetadata(starts, contexts, slots, table, query_len, 100)
+    query = torch.randn(query_len, 6, head_dim, device=CUDA).bfloat16()
+    check(backend, (query, k_cache, v_cache, metadata))
+
+
+@pytest.mark.gpu
+def test_flash_refuses_pages_that_it_cannot_read():
+    backend = gpu_backend("flash", torch.bfloat16, 64)
+    with pytest.raises(ValueError, match="kvcache_block_size=16"):
+        backend.attend(*make_batch([1], [4], 2, 2, 64, 16, CUDA, torch.bfloat16), 0.1)
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu_picks_a_kernel_and_says_which():
+    backend = pick_backend("auto", CUDA, torch.bfloat16, 64)
+    assert backend.name in ("triton", "flash") and backend.reason
