@@ -1,0 +1,294 @@
+"""The scheduler: who runs in the next step, and with how many tokens.
+
+*Continuous batching* (Orca, Yu et al., OSDI 2022) decides anew at every step, so that a finished request's place is
+taken at once, instead of keeping a batch together until its slowest member is done. What is shared out:
+
+* **Tokens.** A step runs at most `max_num_batched_tokens`. Decodes come first, one token each; what is left goes to
+  prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
+  its steps with the decodes of the others and never stalls them.
+* **Seats.** At most `max_num_seqs` sequences run.
+* **Pages.** A sequence is admitted when the pages for all of its tokens are free and a *watermark* of free pages
+  remains: one for each running sequence, so that each may grow. When a decode finds no page, the running sequence that
+  arrived last is *preempted*: its pages are freed and it waits again, to be recomputed later (Kwon et al., SOSP 2023).
+
+Rules that keep it fair and finite:
+
+* The oldest running sequence is never preempted while another one runs, so something always gets finished.
+* Each preemption doubles the watermark that a sequence must find at its return: it comes back when there is room to
+  stay. A sequence is thus preempted at most about log2(pages) times, which bounds the recomputation.
+* A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then nobody
+  passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
+
+A step is decided before the tokens of the step before need to be known: `schedule()` advances the counts by what it
+scheduled, and a token that will be sampled is *pending* until the engine fills it in.
+
+Plain Python, no tensors: every rule can be tested without a model.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from operator import attrgetter
+
+from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
+
+MAX_OVERTAKES = 16
+LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
+
+_by_arrival = attrgetter("arrival")
+
+
+class Scheduler:
+    """Queues of sequences, and the pages they hold.
+
+    Args:
+        num_blocks, block_size, enable_prefix_caching: the pool of pages.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens that run in one step.
+        enable_chunked_prefill: False keeps prompts whole, in steps of their own, as engines did before chunking.
+
+    Raises:
+        ValueError: a step's tokens would not suffice for one token of every running sequence.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) is less than max_num_seqs ({max_num_seqs}): "
+                "a step could not run one token of every sequence; raise the first or lower the second"
+            )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self._pool = (num_blocks, block_size, enable_prefix_caching)
+        self._arrivals = 0
+        self._steps = 0
+        self._unfinished: dict[int, BatchSequence] = {}
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self.block_manager = BlockManager(*self._pool)
+        self.waiting: list[BatchSequence] = []  # all three by arrival, earliest first
+        self.prefilling: list[BatchSequence] = []
+        self.decoding: list[BatchSequence] = []
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._admission_blocked = False  # nothing that waits fits, and nothing has changed since that was found
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.block_manager.num_blocks * self.block_manager.block_size
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def unfinished(self) -> list[BatchSequence]:
+        """All that wait or run, by arrival."""
+        return list(self._unfinished.values())
+
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    # ---- arriving and leaving ----------------------------------------------------------------------------------
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raise `ValueError` for a prompt that could never run."""
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
+                f"({self.block_manager.num_blocks} pages of {self.block_manager.block_size}); raise num_kvcache_blocks "
+                "or gpu_memory_utilization"
+            )
+        if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens, more than max_num_batched_tokens={self.max_num_batched_tokens}, "
+                "and enable_chunked_prefill=False keeps prompts whole; raise the one or allow the other"
+            )
+
+    def add(self, sequence: BatchSequence) -> None:
+        """Queue a sequence. Its last token needs no place in the pool: nothing comes after it that would read it."""
+        self.check_prompt(sequence.num_prompt_tokens)
+        if sequence.max_total_tokens > self.capacity + 1:
+            raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._unfinished[sequence.arrival] = sequence
+        self.waiting.append(sequence)
+        self._admission_blocked = False
+
+    def remove(self, sequence: BatchSequence) -> None:
+        """Take a sequence out, finished or aborted, wherever it is. A second call does nothing.
+
+        Its full pages stay findable in the prefix cache: a next turn of a conversation starts with this one's text.
+        """
+        if sequence.state is State.FINISHED:
+            return
+        queue = {
+            State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
+        }[sequence.state]  # fmt: skip
+        queue.remove(sequence)
+        self.block_manager.index_computed(sequence)
+        self._vacate(sequence)
+        sequence.state = State.FINISHED
+        del self._unfinished[sequence.arrival]
+
+    def recover(self) -> None:
+        """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
+
+        What the pool's pages hold is not known any more, and an interrupt may have hit between any two lines, so the
+        books are not repaired but begun anew. Steps that were scheduled before are void.
+        """
+        self._start_empty()
+        for sequence in self.unfinished:
+            sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
+            if sequence.completion is not None:  # an interrupt may have come between the two
+                sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
+            sequence.block_table = []
+            sequence.num_computed_tokens = sequence.num_indexed_blocks = sequence.num_pending_tokens = 0
+            sequence.row, sequence.state = -1, State.WAITING
+            self.waiting.append(sequence)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep:
+        """Decide the next step, and advance every count by what it will compute."""
+        step = ScheduledStep(self._steps, time.perf_counter())
+        self._steps += 1
+        if self.enable_chunked_prefill:
+            self._schedule_decodes(step)
+            budget = self._schedule_prefills(step, self.max_num_batched_tokens - len(step))
+            self._admit(step, budget)
+        else:
+            budget = self._schedule_prefills(step, self.max_num_batched_tokens)
+            self._admit(step, budget)
+            if not step.sequences:
+                self._schedule_decodes(step)
+        if not step.sequences:
+            step.idle_reason = "every token in flight must arrive first" if self.has_unfinished() else "nothing to do"
+        return step
+
+    def _schedule_decodes(self, step: ScheduledStep) -> None:
+        """One token of every decoding sequence. The loop is the hottest of the scheduler: about 0.3 µs a sequence."""
+        decoding, block_size = self.decoding, self.block_manager.block_size
+        scheduled, starts = step.sequences, step.starts
+        i = 0
+        while i < len(decoding):  # preemption shortens the list, at its end
+            sequence = decoding[i]
+            start = sequence.num_computed_tokens
+            if sequence.num_pending_tokens and sequence.num_total_tokens >= sequence.max_total_tokens:
+                i += 1  # its last token is on the way
+                continue
+            if start % block_size == 0 and not self._grow(sequence, step):
+                break  # it was the last of the list itself
+            scheduled.append(sequence)
+            starts.append(start)
+            sequence.num_computed_tokens = start + 1
+            sequence.num_pending_tokens += 1
+            i += 1
+        step.num_decodes = len(scheduled)
+        step.num_tokens = [1] * len(scheduled)
+        step.samples = [True] * len(scheduled)
+
+    def _grow(self, sequence: BatchSequence, step: ScheduledStep) -> bool:
+        """A page for the next token, if need be another's; False if the sequence was itself the one to go."""
+        self.block_manager.index_computed(sequence)
+        while not self.block_manager.allocate(sequence, sequence.num_computed_tokens + 1):
+            last = max((queue[-1] for queue in (self.prefilling, self.decoding) if queue), key=_by_arrival)
+            self._preempt(last, step, f"sequence {sequence.arrival} needs a page and none is free")
+            if last is sequence:
+                return False
+        step.grown.append(sequence)
+        return True
+
+    def _preempt(self, sequence: BatchSequence, step: ScheduledStep, reason: str) -> None:
+        step.preempted.append(
+            Preemption(sequence, len(sequence.block_table), sequence.num_computed_tokens, reason)
+        )
+        (self.decoding if sequence.state is State.DECODING else self.prefilling).pop()
+        sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
+        sequence.num_preemptions += 1
+        self._vacate(sequence)
+        sequence.state = State.WAITING
+        insort(self.waiting, sequence, key=_by_arrival)
+
+    def _schedule_prefills(self, step: ScheduledStep, budget: int) -> int:
+        """The next chunk of every prompt under way; returns the tokens left."""
+        for sequence in list(self.prefilling):
+            if budget == 0:
+                break
+            budget -= self._schedule_chunk(sequence, step, budget)
+        return budget
+
+    def _schedule_chunk(self, sequence: BatchSequence, step: ScheduledStep, budget: int) -> int:
+        remaining = sequence.num_uncomputed_tokens
+        num_tokens = min(remaining, budget)
+        start = sequence.num_computed_tokens
+        step.add(sequence, num_tokens, samples=num_tokens == remaining)
+        step.num_recomputed += max(0, min(start + num_tokens, sequence.highest_computed) - start)
+        sequence.num_computed_tokens += num_tokens
+        self.block_manager.index_computed(sequence)  # the next one admitted may share these pages already
+        if num_tokens == remaining:
+            sequence.num_pending_tokens += 1
+            self.prefilling.remove(sequence)
+            sequence.state = State.DECODING
+            insort(self.decoding, sequence, key=_by_arrival)
+        return num_tokens
+
+    def _admit(self, step: ScheduledStep, budget: int) -> None:
+        """Seat waiting sequences, earliest first, while there are tokens, seats and pages."""
+        if self._admission_blocked or step.preempted:
+            return
+        passed: list[BatchSequence] = []  # those that did not fit
+        for sequence in self.waiting[:LOOKAHEAD]:
+            if budget == 0 or not self._free_rows:
+                return
+            if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
+                return  # only a recomputation longer than any step is cut, and it starts a step
+            if sequence.num_pending_tokens or not self._allocate(sequence):
+                passed.append(sequence)
+                if sequence.times_overtaken >= MAX_OVERTAKES:
+                    break
+                continue
+            self.waiting.remove(sequence)
+            for other in passed:
+                other.times_overtaken += 1
+            sequence.row = self._free_rows.pop()
+            sequence.state = State.PREFILLING
+            insort(self.prefilling, sequence, key=_by_arrival)
+            sequence.first_scheduled_time = sequence.first_scheduled_time or step.time
+            step.admitted.append(sequence)
+            step.grown.append(sequence)
+            budget -= self._schedule_chunk(sequence, step, budget)
+        self._admission_blocked = bool(passed) and not any(s.num_pending_tokens for s in passed)
+
+    def _num_to_run(self, sequence: BatchSequence) -> int:
+        return len(sequence) - self.block_manager.count_cached_tokens(sequence)
+
+    def _allocate(self, sequence: BatchSequence) -> bool:
+        """Pages for all of a waiting sequence's tokens, if they and the watermark are free."""
+        watermark = 0
+        if self.num_running:
+            watermark = min((self.num_running + 1) << sequence.num_preemptions, self.block_manager.num_blocks)
+        return self.block_manager.allocate(sequence, len(sequence), watermark)
+
+    def _vacate(self, sequence: BatchSequence) -> None:
+        self.block_manager.free(sequence)
+        if sequence.row >= 0:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+        self._admission_blocked = False

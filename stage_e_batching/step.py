@@ -1,0 +1,109 @@
+"""What the scheduler decides: one step, as a value.
+
+The scheduler does not run anything. It returns a `ScheduledStep` that says which sequences run, from which position,
+and how many tokens of each. Such a value can be printed, compared in a test, written to a trace and drawn as a
+timeline; and it holds all that is needed to run the step, so that it may be run later than it was decided (stage F
+prepares a step while the GPU still works on the one before).
+
+The step is kept in columns, one list for each fact, and not as a list of records: with 256 sequences a record for each
+would be built and torn down every few milliseconds, and the columns become numpy arrays in one call each.
+`for entry in step` gives the records where they are easier to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from stage_d_paged.sequence import Sequence
+
+
+class State(Enum):
+    """Where a sequence is. There are only these moves:
+
+    WAITING -> PREFILLING -> DECODING -> FINISHED; back to WAITING by preemption; to FINISHED from anywhere by abort.
+    """
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class BatchSequence(Sequence):
+    """A sequence with its place in the queue and in the batch."""
+
+    arrival: int = -1  # running number; it is also the request's id
+    state: State = State.WAITING
+    row: int = -1  # its seat while it runs: a row of the model runner's tables; -1 = none
+    max_total_tokens: int = 0  # prompt and answer together never pass this
+    num_pending_tokens: int = 0  # tokens of scheduled steps whose values are not known yet
+    highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
+    times_overtaken: int = 0  # requests that came later and were admitted earlier
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Tokens known, and tokens that scheduled steps will add."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's part of a step: it runs positions `start` … `start + num_tokens - 1`."""
+
+    sequence: BatchSequence
+    start: int
+    num_tokens: int
+    samples: bool  # whether a token is drawn from the last position's logits
+
+
+class Preemption(NamedTuple):
+    """A sequence that had to give its pages back, and why."""
+
+    sequence: BatchSequence
+    num_pages: int
+    num_tokens: int  # computed tokens that were given up
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledStep:
+    """One step. Decodes come first; entry i of each column belongs to the same sequence."""
+
+    number: int
+    time: float  # when it was decided, on the monotonic clock
+    sequences: list[BatchSequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # position of the first token that runs
+    num_tokens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_decodes: int = 0  # so many entries run the one token sampled last, which may be known only on the device
+    admitted: list[BatchSequence] = field(default_factory=list)  # those that took a seat in this step
+    grown: list[BatchSequence] = field(default_factory=list)  # those whose block table is longer than before
+    preempted: list[Preemption] = field(default_factory=list)
+    num_recomputed: int = 0  # of the tokens that run, those that ran before and were lost by preemption
+    idle_reason: str = ""  # why nothing runs, where nothing does
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return map(ScheduledSequence, self.sequences, self.starts, self.num_tokens, self.samples)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    def add(self, sequence: BatchSequence, num_tokens: int, samples: bool) -> None:
+        """Append an entry that starts at the sequence's first uncomputed token."""
+        self.sequences.append(sequence)
+        self.starts.append(sequence.num_computed_tokens)
+        self.num_tokens.append(num_tokens)
+        self.samples.append(samples)
+
+    def __str__(self) -> str:
+        parts = [f"step {self.number}: {len(self)} sequences, {self.total_tokens} tokens"]
+        parts += [f"{e.sequence.arrival}[{e.start}:{e.start + e.num_tokens}]{'*' if e.samples else ''}" for e in self]
+        parts += [f"preempted {p.sequence.arrival} ({p.reason})" for p in self.preempted]
+        return " ".join(parts) + (f" ({self.idle_reason})" if self.idle_reason else "")

@@ -1,0 +1,59 @@
+"""A record of every step, one JSON object a line: what the scheduler decided and how long it took.
+
+`benchmarks/timeline.py` draws it: who ran when, how the tokens of a step were shared out, how full the pool was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from os import PathLike
+from pathlib import Path
+
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import BatchSequence, ScheduledStep
+
+
+class Trace:
+    """Writes the records to `path`, which is made anew; `OSError` if that cannot be done."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
+        self._start = time.perf_counter()
+
+    def write(
+        self, step: ScheduledStep, pages: list[int], ended: list[BatchSequence], scheduler: Scheduler, ran: float
+    ) -> None:
+        """Append a step's record.
+
+        Args:
+            pages: what each of the step's sequences held while it ran.
+            ended: those that got their last token.
+            ran: when the step's tokens were known (monotonic clock).
+        """
+        record = {
+            "step": step.number,
+            "start": step.time - self._start,  # seconds since the trace began
+            "end": ran - self._start,
+            "num_tokens": step.total_tokens,
+            "sequences": [
+                {"id": e.sequence.arrival, "start": e.start, "tokens": e.num_tokens, "samples": e.samples, "pages": n}
+                for e, n in zip(step, pages, strict=True)
+            ],
+            "num_decodes": step.num_decodes,
+            "num_recomputed": step.num_recomputed,
+            "admitted": [sequence.arrival for sequence in step.admitted],
+            "preempted": [
+                {"id": p.sequence.arrival, "pages": p.num_pages, "tokens": p.num_tokens, "reason": p.reason}
+                for p in step.preempted
+            ],
+            "finished": [{"id": s.arrival, "reason": s.completion.finish_reason} for s in ended],
+            "waiting": [sequence.arrival for sequence in scheduler.waiting],
+            "used_pages": scheduler.block_manager.num_used,
+            "num_pages": scheduler.block_manager.num_blocks,
+            "idle_reason": step.idle_reason,
+        }
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

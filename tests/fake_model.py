@@ -1,0 +1,128 @@
+"""A model for tests of the scheduler: its next token is a hash of everything that it sees through the pages.
+
+The pool holds, for every slot, the token and position written there. A sequence's next token is a hash of all visible
+slots in order, read through its block table: one wrong page, slot, position or order, one stale page in the prefix
+cache, one token fed twice, and the text is another. No tensor, no weights.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import ScheduledStep
+
+VOCAB = 61
+EOS = 0
+
+
+class FakeTokenizer:
+    """Enough of a tokenizer for requests that make their text at the end."""
+
+    backend_tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(f"<{i}>" for i in ids))
+
+    def __len__(self) -> int:
+        return VOCAB
+
+
+def next_token(visible: list[tuple[int, int]]) -> int:
+    """Hash of (token, position) pairs in order."""
+    state = 17
+    for token, position in visible:
+        state = (state * 1_000_003 ^ (token * 8191 + position)) & 0xFFFFFFFF
+    return (state >> 7) % VOCAB
+
+
+def answer_alone(request: Request, max_total_len: int) -> tuple[list[int], str]:
+    """What the model answers to a request that has the machine to itself."""
+    tokens = list(request.prompt_token_ids)
+    limit = min(len(tokens) + request.params.max_tokens, max_total_len)
+    while True:
+        tokens.append(next_token([(token, i) for i, token in enumerate(tokens)]))
+        if tokens[-1] == EOS and not request.params.ignore_eos:
+            return tokens[len(request.prompt_token_ids) :], "stop"
+        if len(tokens) == limit:
+            return tokens[len(request.prompt_token_ids) :], "length"
+
+
+class FakeRunner:
+    """Runs scheduled steps on the fake model. `fail_at`: steps that raise half-way through, by count."""
+
+    def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:
+        self.block_size = scheduler.block_manager.block_size
+        self.pool: list[tuple[int, int] | None] = [None] * scheduler.capacity
+        self.last_tokens = [-1] * scheduler.max_num_seqs  # as on a device: what was sampled last, by row
+        self.steps: list[ScheduledStep] = []
+        self.num_tokens_run = 0
+        self._fail_at = fail_at
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        self.steps.append(step)
+        for i, (sequence, start, count, _) in enumerate(step):
+            tokens = sequence.token_ids[start : start + count]
+            if i < step.num_decodes:
+                assert tokens in ([], [self.last_tokens[sequence.row]])
+                tokens = [self.last_tokens[sequence.row]]
+            assert len(tokens) == count
+            for offset, token in enumerate(tokens):
+                self.pool[self._slot(sequence, start + offset)] = (token, start + offset)
+            self.num_tokens_run += count
+            if len(self.steps) in self._fail_at and i == len(step) // 2:
+                raise RuntimeError("the device failed")
+        sampled = []
+        for sequence, start, count, samples in step:
+            if samples:
+                token = next_token([self.pool[self._slot(sequence, i)] for i in range(start + count)])
+                self.last_tokens[sequence.row] = token
+                sampled.append(token)
+        return Sampled(sampled)
+
+    def _slot(self, sequence, position: int) -> int:
+        return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class LateEngine(Engine):
+    """Schedules a step before the tokens of the step before are known, as an engine that overlaps CPU and GPU does."""
+
+    _in_flight: tuple[ScheduledStep, Sampled] | None = None
+
+    def step(self):
+        before, self._in_flight = self._in_flight, None
+        with self._recovery():
+            step = self.scheduler.schedule()
+            sampled = self.runner.run(step)
+            self._in_flight = (step, sampled)
+            return self.postprocess(*before) if before else []
+
+
+def make_engine(
+    *, late: bool = False, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, **options: object
+) -> Engine:
+    scheduler = Scheduler(**options)
+    engine_class = LateEngine if late else Engine
+    return engine_class(
+        scheduler,
+        FakeRunner(scheduler, fail_at),
+        tokenizer=FakeTokenizer(),
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=max_model_len,
+    )
+
+
+def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Request:
+    return Request(index, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=index)
+
+
+def run_all(engine: Engine, limit: int = 10_000) -> dict[int, object]:
+    """Step until nothing is left; returns the outputs by request id."""
+    outputs = {}
+    for _ in range(limit):
+        if not engine.has_unfinished():
+            return outputs
+        for event in engine.step():
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+    raise AssertionError(f"still unfinished after {limit} steps: {engine.stats()}")

@@ -1,0 +1,135 @@
+"""Whatever arrives, is aborted or fails, every request gets the answer that it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fake_model import EOS, VOCAB, answer_alone, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PHRASES = [[(3 * i + phrase * 7) % (VOCAB - 1) + 1 for i in range(60)] for phrase in range(3)]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, when it comes, and when it is aborted (in steps)."""
+
+    step: int
+    phrase: int  # requests of one phrase share a prefix
+    length: int
+    tail: int  # what the last token is changed to
+    max_tokens: int
+    ignore_eos: bool
+    abort_after: int | None
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*PHRASES[self.phrase][: self.length - 1], self.tail]
+
+
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 30),
+    phrase=st.integers(0, len(PHRASES) - 1),
+    length=st.integers(1, 40),
+    tail=st.integers(1, 4),
+    max_tokens=st.integers(1, 40),
+    ignore_eos=st.booleans(),
+    abort_after=st.none() | st.none() | st.integers(0, 25),
+)
+
+
+@st.composite
+def settings_of_engine(draw) -> dict[str, object]:
+    block_size = draw(st.sampled_from([1, 2, 4, 5, 16]))
+    max_num_seqs = draw(st.integers(1, 12))
+    return {
+        "block_size": block_size,
+        "num_blocks": draw(st.integers(-(-40 // block_size), 120 // block_size)),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": draw(st.integers(max(40, max_num_seqs), 64) | st.integers(max_num_seqs, 20)),
+        "enable_prefix_caching": draw(st.booleans()),
+        "max_model_len": draw(st.sampled_from([45, 4096])),
+        "late": draw(st.booleans()),
+        "fail_at": frozenset(draw(st.lists(st.integers(1, 40), max_size=3))),
+    }
+
+
+def run_and_compare(requests: list[Arrival], options: dict[str, object]) -> None:
+    engine = make_engine(**options)
+    scheduler = engine.scheduler
+    max_total_len = min(options["max_model_len"], scheduler.capacity + 1)
+    expected, outputs, aborts = {}, {}, {}
+    coming = sorted(enumerate(requests), key=lambda pair: pair[1].step)
+    now = 0
+    while coming or engine.has_unfinished():
+        while coming and coming[0][1].step <= now:
+            index, arrival = coming.pop(0)
+            request = make_request(index, arrival.prompt, arrival.max_tokens, arrival.ignore_eos)
+            request_id = engine.add_request(request, streams=False)
+            expected[request_id] = answer_alone(request, max_total_len)
+            if arrival.abort_after is not None:
+                aborts.setdefault(now + arrival.abort_after, []).append(request_id)
+        for request_id in aborts.pop(now, []):
+            was_there = engine.knows(request_id)
+            assert engine.abort(request_id) == was_there
+            assert not engine.abort(request_id)
+            if was_there:
+                del expected[request_id]
+        try:
+            events = engine.step()
+        except RuntimeError as error:
+            assert str(error) == "the device failed"
+            events = []
+        for event in events:
+            if event.output is not None:
+                outputs[event.request_id] = (event.output["token_ids"], event.output["finish_reason"])
+        check_books(engine)
+        now += 1
+        assert now < 3000, f"no end in sight: {engine.stats()}"
+    assert outputs == expected
+    assert scheduler.block_manager.num_used == 0
+
+
+def check_books(engine) -> None:
+    scheduler = engine.scheduler
+    scheduler.block_manager.check_invariants(scheduler.unfinished)
+    assert scheduler.num_running <= scheduler.max_num_seqs
+    running = [*scheduler.prefilling, *scheduler.decoding]
+    assert len({sequence.row for sequence in running}) == len(running)
+    assert all(sequence.row == -1 and not sequence.block_table for sequence in scheduler.waiting)
+    for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
+        assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+    if engine.runner.steps:
+        step = engine.runner.steps[-1]
+        assert step.total_tokens <= scheduler.max_num_batched_tokens
+        assert len(step) <= scheduler.max_num_seqs
+        assert step.sequences or step.idle_reason
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
+def test_every_request_gets_the_answer_it_would_get_alone(requests, options):
+    run_and_compare(requests, options)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
+def test_answers_do_not_depend_on_chunking(requests, options):
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
+    run_and_compare(requests, options | {"enable_chunked_prefill": False})
+
+
+def test_the_fake_model_notices_a_wrong_page():
+    engine = make_engine(num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64)
+    request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
+    engine.add_request(request, streams=False)
+    engine.step()
+    [sequence] = engine.scheduler.decoding
+    sequence.block_table[0], sequence.block_table[1] = sequence.block_table[1], sequence.block_table[0]
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    assert events[-1].output["token_ids"] != answer_alone(request, 4096)[0]
+    assert EOS < VOCAB
