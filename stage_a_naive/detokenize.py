@@ -8,6 +8,9 @@ models have (embedding tables are padded, and random presets borrow a small toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
@@ -49,3 +52,14 @@ class IncrementalDecoder:
         rest = whole[len(self._run_text) :]
         self._start_run()
         return rest
+
+
+def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
+    known = len(tokenizer)
+    parts: list[str] = []
+    for is_known, run in groupby(token_ids, known.__gt__):
+        ids = list(run)
+        decode = tokenizer.backend_tokenizer.decode
+        parts += [decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+    return "".join(parts)
