@@ -1,0 +1,260 @@
+"""Builds the C++ and CUDA sources of `csrc/` into a library of PyTorch operators, once.
+
+A compiled extension depends on more than its source: on PyTorch's version, on the CUDA toolkit, on the GPU it is for. All of
+that goes into a key, and the key names the folder where the library lies. So an edit, an upgrade or another GPU builds anew,
+and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built: the operators then
+run on the CPU, and a call with CUDA tensors says what is missing.
+
+`python -m stage_c_fused_mlp.extension` (`make ext`) builds and does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+STILL_WORKS = "Stages A, B, D and E need no extension."
+
+# Extension -> its sources in csrc/; those that end in .cu are compiled where there is nvcc and a GPU.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "fused_mlp": ("fused_mlp.cpp", "fused_mlp_cpu.cpp", "fused_mlp_kernel.cu", "fused_mlp_persistent.cu"),
+}
+
+
+class ExtensionError(RuntimeError):
+    """The extension cannot be built or has no CUDA part; the message says what is missing and what still works."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What is, or is to be, built.
+
+    Attributes:
+        name: a key of `SOURCES`.
+        architectures: compute capabilities, such as `("9.0",)`; empty for a build without CUDA.
+        why_no_cuda: the reason for a build without CUDA, and the remedy; empty with CUDA.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    why_no_cuda: str
+
+    @property
+    def cuda(self) -> bool:
+        return bool(self.architectures)
+
+    @property
+    def sources(self) -> list[Path]:
+        return [CSRC / source for source in SOURCES[self.name] if self.cuda or not source.endswith(".cu")]
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that the library depends on."""
+        digest = hashlib.sha256()
+        parts = (torch.__version__, torch.version.cuda, self.architectures, sys.version_info[:2], platform.machine())
+        digest.update(repr(parts).encode())
+        for path in _with_headers(self.sources):
+            digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def library(self) -> Path:
+        root = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions"))
+        return root.resolve() / f"{self.name}-{self.key}" / f"{self.name}.so"
+
+    def require_cuda(self) -> None:
+        """Raise an `ExtensionError` where the library has no CUDA part."""
+        if not self.cuda:
+            raise ExtensionError(f"the extension {self.name} was built without CUDA: {self.why_no_cuda}")
+
+
+def _with_headers(sources: list[Path]) -> list[Path]:
+    """The sources and every file of csrc/ that they include."""
+    found: dict[Path, None] = {}
+    todo = list(sources)
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found[path] = None
+        includes = re.findall(r'^\s*#include "([^"]+)"', path.read_text(), flags=re.MULTILINE)
+        todo += [CSRC / name for name in includes if (CSRC / name).exists()]
+    return sorted(found)
+
+
+def plan(name: str = "fused_mlp") -> Extension:
+    """What can be built on this machine.
+
+    Raises:
+        ExtensionError: there is no such extension, or no C++ compiler or ninja.
+    """
+    if name not in SOURCES:
+        raise ExtensionError(f"there is no extension {name!r}; there are: {', '.join(SOURCES)}")
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        raise ExtensionError(
+            f"building {name} needs a C++ compiler and finds none (looked for {', '.join(compilers)}); "
+            f"install one, for example with `apt-get install build-essential`. {STILL_WORKS}"
+        )
+    os.environ["PATH"] = _path_with_ninja()
+    if shutil.which("ninja") is None:
+        raise ExtensionError(f"building {name} needs ninja: `pip install ninja`. {STILL_WORKS}")
+    why = _why_no_cuda()
+    return Extension(name, () if why else _architectures(), why)
+
+
+def _path_with_ninja() -> str:
+    """PATH, with this Python's scripts at its end: `pip install ninja` puts it there, also in an inactive environment."""
+    paths = os.environ.get("PATH", "").split(os.pathsep)
+    scripts = str(Path(sys.executable).parent)
+    return os.pathsep.join(paths if scripts in paths else [*paths, scripts])
+
+
+def _why_no_cuda() -> str:
+    from torch.utils.cpp_extension import CUDA_HOME  # slow to import, and looks for the toolkit
+
+    if torch.version.cuda is None:
+        return "this PyTorch is a build for the CPU; install one with CUDA"
+    if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
+        return f"nvcc was not found; install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to its folder"
+    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return 'there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST, for example to "9.0"'
+    return ""
+
+
+def _architectures() -> tuple[str, ...]:
+    """From TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else of the GPUs that are here."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if listed:
+        return tuple(listed.replace(";", " ").split())
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return tuple(f"{major}.{minor}" for major, minor in sorted(found))
+
+
+def gencode(architectures: tuple[str, ...]) -> list[str]:
+    """nvcc's options for a list of compute capabilities such as `9.0`, `9.0a` and `9.0+PTX`."""
+    flags = []
+    for architecture in architectures:
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
+        if match is None:
+            raise ExtensionError(f'TORCH_CUDA_ARCH_LIST has {architecture!r}; expected entries like "9.0" or "9.0+PTX"')
+        number = "".join(match.group(1, 2, 3))
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match.group(4):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+@functools.cache
+def load_extension(name: str = "fused_mlp", *, verbose: bool = False) -> Extension:
+    """Load the operators of an extension, building them if nothing has: once per machine, seconds to a minute.
+
+    Args:
+        name: a key of `SOURCES`.
+        verbose: show the compilers' own output.
+
+    Raises:
+        ExtensionError: something that the build needs is missing, or the compiler found an error.
+    """
+    extension = plan(name)
+    if extension.library.exists():
+        torch.ops.load_library(str(extension.library))
+        return extension
+    extension.library.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(extension.library.parent / "lock"):
+        if extension.library.exists():  # another process built it while this one waited
+            torch.ops.load_library(str(extension.library))
+        else:
+            _build(extension, verbose)
+    return extension
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time. The system frees the lock of a process that dies, so no stale lock can stay."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another process is building the extension; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(extension: Extension, verbose: bool) -> None:
+    """Compile in a folder of its own and move the library into place whole: a build that fails leaves nothing behind."""
+    from torch.utils.cpp_extension import load
+
+    parts = f"C++ and CUDA for {', '.join(extension.architectures)}" if extension.cuda else "C++ only"
+    _say(f"building the extension {extension.name} ({parts}), once, into {extension.library.parent}")
+    if not extension.cuda:
+        _say(f"without CUDA: {extension.why_no_cuda}")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=extension.library.parent, prefix="building-") as folder:
+        try:
+            load(
+                name=f"six_engines_{extension.name}",
+                sources=[str(source) for source in extension.sources],
+                extra_include_paths=[str(CSRC)],
+                extra_cflags=["-O3", *(["-DSIX_ENGINES_CUDA"] if extension.cuda else [])],
+                extra_cuda_cflags=["-O3", *gencode(extension.architectures)],
+                build_directory=folder,
+                with_cuda=extension.cuda,
+                is_python_module=False,
+                verbose=verbose,
+            )
+        except (RuntimeError, OSError) as error:
+            raise ExtensionError(_readable(extension, str(error))) from error
+        (built,) = Path(folder).glob("*.so")
+        os.replace(built, extension.library)
+    _say(f"built in {time.perf_counter() - start:.0f} s")
+
+
+def _readable(extension: Extension, output: str) -> str:
+    """The compiler's first errors; everything it said goes to a file."""
+    log = extension.library.with_suffix(".log")
+    log.write_text(output)
+    errors = [line for line in output.splitlines() if re.search(r"\b(fatal error|error)\b[ :]", line)] or [output[-500:]]
+    first = "\n  ".join(errors[:5])
+    return f"building {extension.name} failed; the first errors:\n  {first}\nEverything is in {log}. {STILL_WORKS}"
+
+
+def _say(text: str) -> None:
+    print(f"[extension] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """The command: build all extensions, or those named, and print where they are."""
+    parser = argparse.ArgumentParser(prog="python -m stage_c_fused_mlp.extension", description="Build the extension.")
+    parser.add_argument("name", nargs="*", default=list(SOURCES), help=f"of: {', '.join(SOURCES)} (default: all)")
+    parser.add_argument("--verbose", action="store_true", help="show the compilers' output")
+    args = parser.parse_args()
+    try:
+        for name in args.name:
+            extension = load_extension(name, verbose=args.verbose)
+            _say(f"{name}: {extension.library}" + ("" if extension.cuda else f" (CPU only: {extension.why_no_cuda})"))
+    except ExtensionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
