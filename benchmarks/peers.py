@@ -1,0 +1,141 @@
+"""Engines of other projects behind the interface of the stages' `LLM.generate`.
+
+`transformers`' own `generate` is what a user would reach for first: a static batch. All requests are padded on the left
+to the longest prompt and go on until the longest answer is done; who is short waits.
+
+Token ids, and times where an engine tells them: an output without `metrics` has no TTFT and TPOT of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.outputs import make_metrics, synchronized_time
+from stage_a_naive.sampling import SamplingParams
+
+Outputs = list[dict[str, object]]
+
+
+class TransformersEngine:
+    """`transformers.generate` on a static, left-padded batch. One set of sampling parameters for the whole batch."""
+
+    def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> None:
+        source = resolve(model)
+        self.device = pick_device(device)
+        self.model = load_hf_model(source, self.device, pick_dtype(dtype, self.device), seed)
+        tokenizer = load_tokenizer(source)
+        self._pad_id, self._eos_ids = tokenizer.pad_token_id, eos_token_ids(source, tokenizer)
+        self.model.generation_config = GenerationConfig()  # else its values fill what ours leaves open
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
+    ) -> Outputs:
+        start = synchronized_time(self.device)
+        width, longest = max(map(len, prompts)), max(p.max_tokens for p in sampling_params)
+        padding = [width - len(prompt) for prompt in prompts]
+        padded = [[self._pad_id] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(padded, device=self.device)  # [rows, width]
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=self.device)
+        clock = _FirstTokenClock(self.device)
+        config = self._config(sampling_params, longest)
+        made = self.model.generate(
+            ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([clock])
+        )[:, width:].tolist()
+        end = synchronized_time(self.device)
+        ttft, steps = clock.time - start, len(made[0])
+        outputs: Outputs = []
+        for prompt, params, row in zip(prompts, sampling_params, made, strict=True):
+            row = row[: params.max_tokens]
+            ends = [] if params.ignore_eos else [i for i, token in enumerate(row) if token in self._eos_ids]
+            row = row[: ends[0] + 1] if ends else row
+            # A row's tokens come at the batch's pace; its answer would be handed out when the last row is done.
+            decode_time = (end - clock.time) * (len(row) - 1) / max(steps - 1, 1)
+            metrics = make_metrics(
+                prefill_time=ttft, decode_time=decode_time, ttft=ttft, num_prompt=len(prompt), num_generated=len(row)
+            )
+            outputs.append({"token_ids": row, "metrics": metrics})
+        return outputs
+
+    def _config(self, sampling_params: Sequence[SamplingParams], longest: int) -> GenerationConfig:
+        first = sampling_params[0]
+        if any((p.temperature, p.ignore_eos) != (first.temperature, first.ignore_eos) for p in sampling_params):
+            raise ValueError("a static batch has one temperature and one ignore_eos for all its requests")
+        sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0} if first.temperature else {}
+        eos = None if first.ignore_eos else sorted(self._eos_ids)
+        return GenerationConfig(max_new_tokens=longest, pad_token_id=self._pad_id, eos_token_id=eos, **sampling)
+
+
+class _FirstTokenClock(StoppingCriteria):
+    """Asked after every token whether to stop; notes when it was asked first, and never stops."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.time = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        if not self.time:
+            self.time = synchronized_time(self._device)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class VLLMEngine:
+    """vLLM, where it is installed."""
+
+    def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, so its memory is counted
+        import vllm
+
+        self._params_class = vllm.SamplingParams
+        self.device = pick_device(device)
+        dtype_name = str(pick_dtype(dtype, self.device)).removeprefix("torch.")
+        self._llm = vllm.LLM(model_directory(model), dtype=dtype_name, **options)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
+    ) -> Outputs:
+        params = [
+            self._params_class(temperature=p.temperature, max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
+            for p in sampling_params
+        ]
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        made = self._llm.generate(asked, params, use_tqdm=use_tqdm)
+        return [{"token_ids": list(output.outputs[0].token_ids)} for output in made]
+
+
+class NanoVLLMEngine:
+    """nano-vllm, where it is installed. It refuses temperature 0; one of 1e-5 stands in, which is greedy in effect."""
+
+    def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
+        import nanovllm
+
+        self._params_class = nanovllm.SamplingParams
+        self.device = pick_device(device)
+        self._llm = nanovllm.LLM(model_directory(model), **options)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
+    ) -> Outputs:
+        params = [
+            self._params_class(temperature=max(p.temperature, 1e-5), max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
+            for p in sampling_params
+        ]
+        made = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=use_tqdm)
+        return [{"token_ids": list(output["token_ids"])} for output in made]
+
+
+def model_directory(model: str) -> str:
+    """A directory in the Hugging Face layout for any model name; random weights are written to a temporary one."""
+    source = resolve(model)
+    if source.path is not None:
+        return str(source.path)
+    directory = Path(tempfile.mkdtemp(prefix="six-engines-model-"))
+    load_hf_model(source, torch.device("cpu"), torch.bfloat16).save_pretrained(directory)
+    load_tokenizer(source).save_pretrained(directory)
+    return str(directory)
