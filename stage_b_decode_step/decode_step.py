@@ -51,15 +51,16 @@ class DecodeStep(nn.Module):
         if not isinstance(cache, StaticKVCache):
             logits = self.model(input_ids=token, past_key_values=cache, use_cache=True, return_dict=False)[0]
             return logits[:, -1, :].float()
+        cache.begin_step()
         logits = self.model(
             input_ids=token,
             position_ids=cache.position[None],  # [1, 1]
-            attention_mask=cache.mask(self.model.dtype),
+            attention_mask=cache.mask,
             past_key_values=cache,
             use_cache=True,
             return_dict=False,
         )[0]  # [1, 1, vocab]
-        cache.position.add_(1)
+        cache.end_step()
         return logits[:, -1, :].float()
 
 

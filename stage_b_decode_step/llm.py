@@ -184,7 +184,7 @@ class LLM(NaiveLLM):
             input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=False
         )
         if isinstance(cache, StaticKVCache):
-            cache.position.fill_(len(prompt))
+            cache.end_prefill(len(prompt))
         return out[0][:, -1, :].float()
 
     def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:

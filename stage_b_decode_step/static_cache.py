@@ -47,6 +47,8 @@ class StaticKVCache(Cache):
 
     Attributes:
         position: `[1]` int64 on the device, where the next token goes; the positions before it are filled.
+        mask: `[1, 1, 1, length]`, what a decode step adds to its scores: 0 where a position is filled, -inf where it is
+            not. Numbers, not booleans, because SDPA would turn booleans into numbers again in every layer.
 
     Raises:
         ValueError: not enough memory; the message says for what.
@@ -66,10 +68,10 @@ class StaticKVCache(Cache):
             ) from error
         self.length = length
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self._positions = torch.arange(length, device=device)  # [length]
+        self.mask = torch.full((1, 1, 1, length), -torch.inf, dtype=dtype, device=device)
         # The marks tell CUDA graphs that these tensors stay where they are and need no copy at every replay.
         torch._dynamo.mark_static_address(self.position)
-        torch._dynamo.mark_static_address(self._positions)
+        torch._dynamo.mark_static_address(self.mask)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -77,7 +79,7 @@ class StaticKVCache(Cache):
         """Store new keys and values `[1, kv_heads, tokens, head_dim]` of one layer; returns those to attend to.
 
         Several tokens are a prompt: they start the sequence, and attend to nothing but themselves.
-        One token is a decode step: it goes to `position`, and all positions are returned, for `mask` to sort out.
+        One token is a decode step: it goes to `position`, and all positions are returned; `mask` hides the empty ones.
         """
         layer = self.layers[layer_idx]
         tokens = key_states.shape[-2]
@@ -89,18 +91,23 @@ class StaticKVCache(Cache):
         layer.values.index_copy_(2, self.position, value_states)
         return layer.keys, layer.values
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """What a decode step adds to its scores: 0 up to `position`, -inf after it. `[1, 1, 1, length]`.
+    def begin_step(self) -> None:
+        """Make the position of the new token visible, to itself and to all later ones."""
+        self.mask.index_fill_(-1, self.position, 0)
 
-        Made of numbers, not booleans: SDPA would turn booleans into numbers again in every layer.
-        """
-        filled = self._positions <= self.position
-        zero = torch.zeros((), dtype=dtype, device=filled.device)
-        return torch.where(filled, zero, float("-inf"))[None, None, None]
+    def end_step(self) -> None:
+        """Move to the next position."""
+        self.position.add_(1)
+
+    def end_prefill(self, tokens: int) -> None:
+        """A prompt of so many tokens has been stored."""
+        self.mask[..., :tokens] = 0
+        self.position.fill_(tokens)
 
     def reset(self) -> None:
         """Make the cache empty. Old values are erased, because even a masked-out NaN would spread."""
         super().reset()
+        self.mask.fill_(-torch.inf)
         self.position.zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
