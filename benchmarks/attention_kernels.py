@@ -183,6 +183,7 @@ def measure_all(page_sizes: list[int]) -> dict:
                 print(f"{case.name:40} {name:9} pages of {page:3}: {rows[-1]['seconds'] * 1e6:9.1f} us", flush=True)
             torch.cuda.empty_cache()
     return {
+        "kind": "attention_kernels",
         "environment": environment(),
         "ceilings": asdict(measure_ceilings(device, dtype)),
         "options": {"cycle_bytes": CYCLE_BYTES, "repeats": REPEATS, "page_sizes": page_sizes, "dtype": str(dtype)},

@@ -18,14 +18,21 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Copy bandwidth (bytes read and written together) and matmul rate of `device` in `dtype`."""
     on_gpu = device.type == "cuda"
     copy_bytes = 2**31 if on_gpu else 2**27
-    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    copy_time = _best_time(lambda: target.copy_(source), device, repeats=20)
-    del source, target
     size = 8192 if on_gpu else 1024
+    return Ceilings(
+        2 * copy_bytes / _copy_seconds(copy_bytes, device), 2 * size**3 / _matmul_seconds(size, device, dtype)
+    )
+
+
+def _copy_seconds(num_bytes: int, device: torch.device) -> float:
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return _best_time(lambda: target.copy_(source), device, repeats=20)
+
+
+def _matmul_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    matmul_time = _best_time(lambda: left @ right, device, repeats=20)
-    return Ceilings(2 * copy_bytes / copy_time, 2 * size**3 / matmul_time)
+    return _best_time(lambda: left @ right, device, repeats=20)
 
 
 def _best_time(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -79,7 +79,13 @@ ENGINES = (
 
 def installed_engines() -> list[Engine]:
     """The rows that can exist here, in table order."""
-    return [engine for engine in ENGINES if find_spec(engine.package) is not None]
+    return [engine for engine in ENGINES if is_installed(engine.package)]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; a folder without an `__init__.py` is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def unmet_need(engine: Engine, num_gpus: int) -> str | None:

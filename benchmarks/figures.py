@@ -1,7 +1,7 @@
 """From timed calls to figures.
 
-The name of a figure carries its unit: `_ms`, `_per_s`, `seconds`. Only `_per_s` is better when higher. TTFT is the time to
-first token, waiting included; TPOT the time per output token after the first.
+The name of a figure carries its unit: `_ms`, `_per_s`, `seconds`. Only `_per_s` is better when higher. TTFT is the time
+to first token, waiting included; TPOT the time per output token after the first.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ModelCost:
 
     @property
     def head_parameters(self) -> int:
-        """The LM head. Tied to the embedding or not, a step reads it once; of an embedding it reads only single rows."""
+        """The LM head: a step reads it once, tied to the embedding or not. Of an embedding it reads single rows."""
         return self.config.vocab_size * self.config.hidden_size
 
     @property

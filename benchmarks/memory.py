@@ -1,7 +1,8 @@
 """Peak memory of a stretch of work, to print beside its time: a fast engine may just have bought its speed with memory.
 
 On a GPU it is what PyTorch's allocator had handed out at most, weights and KV pool included; an engine with pages takes
-its pool in advance, as large as it was allowed to. On a CPU it is the resident set of the process, PyTorch itself included.
+its pool in advance, as large as it was allowed to. On a CPU it is the resident set of the process, PyTorch
+itself included.
 """
 
 from __future__ import annotations

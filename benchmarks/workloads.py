@@ -141,7 +141,7 @@ def _mixed(size: str, num_ids: int, rng: random.Random) -> Workload:
         "tiny": (4, 4, 16, 2, 6),
     }[size]
     if size == "gpu":
-        # nano-vllm's published benchmark to the letter (its bench.py: seed 0, lengths before ids, prompts before outputs).
+        # nano-vllm's published benchmark to the letter (its bench.py: a length before its ids, prompts before outputs).
         rng = random.Random(0)
     prompts = tuple(_ids(rng, rng.randint(shortest_in, longest_in), num_ids) for _ in range(requests))
     outputs = tuple(rng.randint(shortest_out, longest_out) for _ in range(requests))
