@@ -42,7 +42,7 @@ def plot_bars(group: Group, directory: Path = PLOTS_DIRECTORY) -> Path | None:
     figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axis, (name, title, rates) in zip(axes[0], panels, strict=True):
         _draw_bars(axis, rates, group.workload(name)["floor"].get("output_tokens_per_s"))
-        axis.set_title(f"{name}: {title}", fontsize=12)
+        axis.set_title(f"{name}: {title}", fontsize=12, pad=24)
     figure.suptitle(f"{group.model} on {group.device}, {group.dtype}: more is better", fontsize=13)
     return _save(figure, directory / f"{group.slug}-bars.png")
 
@@ -75,8 +75,10 @@ def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | No
         )  # fmt: skip
     if floor is not None:
         axis.axvline(floor, **FLOOR_STYLE, label=f"what the hardware allows: {number(floor)}")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=10)
-    axis.set_xlabel("output tokens per second", fontsize=11)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 0.99), frameon=False, fontsize=10)
+    scale = ", logarithmic" if axis.get_xscale() == "log" else ""
+    axis.set_xlabel(f"output tokens per second{scale}", fontsize=11)
+    axis.xaxis.set_major_formatter(lambda value, _: number(value))
     axis.tick_params(labelsize=11)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -107,6 +109,7 @@ def plot_context(group: Group, directory: Path = PLOTS_DIRECTORY) -> Path | None
     axis.set_xticks(list(floor), [str(length) for length in floor])
     values = [value for points in [*lines.values(), floor] for value in points.values()]
     axis.set_yscale("log" if max(values) > LOG_FROM * min(values) else "linear")
+    axis.yaxis.set_major_formatter(lambda value, _: number(value))
     if axis.get_yscale() == "linear":
         axis.set_ylim(0, None)
     axis.set_xlabel("context length, tokens", fontsize=12)

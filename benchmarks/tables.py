@@ -83,7 +83,7 @@ def _with_spread(row: dict, figure: str) -> str:
 
 def _percent(row: dict, figure: str) -> str:
     share = row["figures"][figure].get("percent_of_floor")
-    return "–" if share is None else f"{number(share)} %"
+    return "–" if share is None else f"{share:.1f} %"
 
 
 def _memory(row: dict) -> str:
@@ -145,24 +145,30 @@ def left_out(group: Group, engines: Sequence[str]) -> list[str]:
 
 
 def details(group: Group, name: str) -> list[str]:
-    """The lines of one workload's table: every figure as median (least–most), peak memory, number of samples."""
+    """The lines of one workload's table.
+
+    A figure is shown as median (least–most), with its share of the floor where it has one; then peak memory and the
+    number of samples.
+    """
     rows = [(engine, group.rows.get((engine, name))) for engine in group.engines]
     figures = list(dict.fromkeys(figure for _, row in rows if row for figure in row.get("figures", {})))
     workload = group.workload(name)
     lines = [f"**{name}**: {workload['description']}. Hash `{workload['hash'][:12]}`.", ""]
     if not figures:
         return lines
-    lines.append("| engine | " + " | ".join(map(_heading, figures)) + " | of floor | peak memory, GiB | samples |")
-    lines.append("|---|" + "---:|" * (len(figures) + 3))
+    lines.append("| engine | " + " | ".join(map(_heading, figures)) + " | peak memory, GiB | samples |")
+    lines.append("|---|" + "---:|" * (len(figures) + 2))
     floor = [number(workload["floor"][figure]) if figure in workload["floor"] else "" for figure in figures]
-    lines.append("| *floor* | " + " | ".join(floor) + " | | | |")
+    lines.append("| *floor* | " + " | ".join(floor) + " | | |")
     for engine, row in rows:
         if row is None or "figures" not in row:
             continue
-        cells = [_with_spread(row, figure) if figure in row["figures"] else "–" for figure in figures]
-        shares = [_percent(row, f) for f in row["figures"] if "percent_of_floor" in row["figures"][f]]
-        samples = len(row["samples"])
-        lines.append(f"| {engine} | " + " | ".join(cells) + f" | {' / '.join(shares)} | {_memory(row)} | {samples} |")
+        cells = []
+        for figure in figures:
+            summary = row["figures"].get(figure)
+            share = f", {_percent(row, figure)}" if summary and "percent_of_floor" in summary else ""
+            cells.append(_with_spread(row, figure) + share if summary else "–")
+        lines.append(f"| {engine} | " + " | ".join(cells) + f" | {_memory(row)} | {len(row['samples'])} |")
     return lines
 
 
