@@ -132,7 +132,9 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, order = logits.sort(descending=True, stable=True)
         probs = ordered.softmax(-1)
         mass_before = probs.cumsum(-1) - probs  # the likeliest token has 0 before it, so one token always stays
-        logits = logits.index_fill(0, order[mass_before >= params.top_p], -math.inf)
+        # A mask and not a list of indices, whose length the CPU would have to wait for.
+        outside = torch.zeros_like(probs, dtype=torch.bool).scatter(0, order, mass_before >= params.top_p)
+        logits = logits.masked_fill(outside, -math.inf)
     if params.min_p > 0:
         # p >= min_p * p_max, in logarithms; the maximum is 0 by construction.
         logits = logits.masked_fill(logits < math.log(params.min_p), -math.inf)
