@@ -33,45 +33,68 @@ class DecodeConfig:
     block_n: int  # keys a step of a program
     num_warps: int
     num_stages: int  # key blocks in flight
-    programs_per_sm: int  # the context is split until the grid has this many programs a multiprocessor
+    programs_per_sm: int  # the context is split until the grid has this many programs a multiprocessor,
+    split_keys: int  # but no part is shorter than this: combining costs about 2 µs
 
 
 def choose_decode_config(head_dim: int, element_size: int) -> DecodeConfig:
-    block_n = 64 if head_dim * element_size <= 256 else 32
-    return DecodeConfig(block_n, num_warps=4, num_stages=3, programs_per_sm=8)
+    if element_size == 4:  # float32 at full precision has no matrix unit: small tiles
+        return DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=4, split_keys=64)
+    return DecodeConfig(
+        block_n=32 if head_dim <= 64 else 16, num_warps=1, num_stages=3, programs_per_sm=4, split_keys=64
+    )
 
 
 @triton.jit
-def look_up(table, start, context_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each of the keys start … start + BLOCK_N - 1, or the one page that holds them all."""
+def look_up(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each of the keys start … start + BLOCK_N - 1 (below `last`), or the one page that holds them all."""
     key = start if PAGE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N)
-    return tl.load(table + key // PAGE, mask=key < context_len, other=0)
+    return tl.load(table + key // PAGE, mask=key < last, other=0)
 
 
 @triton.jit
 def _combine(
     out_row, partial_out, partial_lse, first, splits, num_splits,
-    GROUP: tl.constexpr, SPLITS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the `splits` partial results of each of GROUP rows: one (sequence, KV head)."""
+    """Merge the `splits` partial results of each of GROUP rows: one (sequence, KV head).
+
+    What costs here is waiting for memory, so the loads of eight splits are in flight together and nothing is stored
+    before the end. ".cg" goes past the L1 cache, which does not see what other multiprocessors wrote.
+    """
+    row = tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS_PAD)
     column = tl.arange(0, HEAD_PAD)
-    present = split < splits
-    inside = present[:, None] & (column < HEAD_DIM)[None, :]
-    for head in tl.static_range(GROUP):
-        part = (first + head) * num_splits + split  # [splits]
-        # ".cg" goes past the L1 cache, which does not see what other multiprocessors wrote.
-        lse = tl.load(partial_lse + part, mask=present, other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            partial_out + part[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg"
-        )
-        weight = tl.exp2(lse - tl.max(lse, 0))
-        row = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-        tl.store(out_row + head * HEAD_DIM + column, row.to(out_row.dtype.element_ty), mask=column < HEAD_DIM)
+    part = (first + tl.minimum(row, GROUP - 1)) * num_splits  # rows past the group repeat its last
+    lse = tl.load(
+        partial_lse + part[:, None] + split[None, :],
+        mask=(split < splits)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    highest = tl.max(lse, 1)
+    total = tl.sum(tl.exp2(lse - highest[:, None]), 1)
+    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    for start in range(0, splits, 8):
+        for ahead in tl.static_range(8):
+            at = part + start + ahead
+            there = start + ahead < splits
+            weight = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial_out + at[:, None] * HEAD_DIM + column[None, :],
+                mask=there & (column < HEAD_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.exp2(weight - highest)[:, None] * values
+    acc = acc / total[:, None]
+    out_offset = row[:, None] * HEAD_DIM + column[None, :]
+    inside = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out_row + out_offset, acc.to(out_row.dtype.element_ty), mask=inside)
 
 
 # Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
-@triton.jit(do_not_specialize=["num_splits", "table_width"])
+@triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
 def decode_kernel(
     out,  # [tokens, heads, head_dim]
     query,  # [tokens, heads, head_dim]
@@ -88,9 +111,11 @@ def decode_kernel(
     slot_stride,
     table_width,
     num_splits,
+    split_keys,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,  # rows of the matrix product
+    ROWS: tl.constexpr,  # rows when combining: the power of two from GROUP up
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
@@ -103,31 +128,32 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
     seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
-    context_len = tl.load(context_lens + seq)
     token = seq
     if MIXED:
         token = tl.load(cu_seqlens_q + seq).to(tl.int64)
         if tl.load(cu_seqlens_q + seq + 1) - token != 1:
             return
-    splits = tl.minimum(num_splits, tl.cdiv(context_len, BLOCK_N))  # those that have a key to read
-    if split >= tl.maximum(splits, 1):
-        return
-
     row = tl.arange(0, GROUP_PAD)
     column = tl.arange(0, HEAD_PAD)
     key = tl.arange(0, BLOCK_N)
     inside = (column < HEAD_DIM)[None, :]
     rows_inside = (row < GROUP)[:, None] & inside
     head_offset = (kv_head * GROUP + row)[:, None] * HEAD_DIM + column[None, :]
-    q = tl.load(query + token * query_stride + head_offset, mask=rows_inside, other=0.0)  # [GROUP_PAD, HEAD_PAD]
     table = block_tables + seq * table_width
     pool_column = kv_head * HEAD_DIM + column[None, :]
+    # Length, first page and query do not depend on one another: the three loads travel together. (The first page may
+    # be an unused entry of the table; then no key of it is read.)
+    context_len = tl.load(context_lens + seq)
+    page = look_up(table, split * BLOCK_N, table_width * PAGE, PAGE, BLOCK_N)
+    q = tl.load(query + token * query_stride + head_offset, mask=rows_inside, other=0.0)  # [GROUP_PAD, HEAD_PAD]
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
+    if split >= splits:
+        return
 
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    step = num_splits * BLOCK_N
-    page = look_up(table, split * BLOCK_N, context_len, PAGE, BLOCK_N)
+    step = splits * BLOCK_N
     for start in range(split * BLOCK_N, context_len, step):
         valid = start + key < context_len
         if PAGE % BLOCK_N == 0:
@@ -150,7 +176,7 @@ def decode_kernel(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
 
     heads = KV_HEADS * GROUP
-    if splits <= 1:
+    if splits == 1:
         tl.store(out + token * (heads * HEAD_DIM) + head_offset, acc.to(out.dtype.element_ty), mask=rows_inside)
     else:
         first = seq * heads + kv_head * GROUP
@@ -163,8 +189,9 @@ def decode_kernel(
             tl.store(counter, 0)  # ready for the next launch
             out_row = out + (token * heads + kv_head * GROUP) * HEAD_DIM
             _combine(
-                out_row, partial_out, partial_lse, first, splits, num_splits, GROUP, SPLITS_PAD, HEAD_DIM, HEAD_PAD
-            )
+                out_row, partial_out, partial_lse, first, splits, num_splits,
+                GROUP, ROWS, SPLITS_PAD, HEAD_DIM, HEAD_PAD,
+            )  # fmt: skip
 
 
 def decode(
@@ -184,7 +211,8 @@ def decode(
     seqs = metadata.context_lens.shape[0]
     config = config or choose_decode_config(head_dim, query.element_size())
     wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads)
-    num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(metadata.max_context_len, config.block_n)))
+    split_keys = max(config.split_keys, config.block_n)
+    num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(metadata.max_context_len, split_keys)))
     partial = torch.empty(seqs * heads * num_splits * (head_dim + 1), dtype=torch.float32, device=query.device)
     group = heads // kv_heads
     decode_kernel[(seqs * num_splits * kv_heads,)](
@@ -203,14 +231,16 @@ def decode(
         k_cache.stride(1),
         metadata.block_tables.stride(0),
         num_splits,
+        split_keys,
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        ROWS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         HEAD_PAD=triton.next_power_of_2(head_dim),
         PAGE=page,
         BLOCK_N=config.block_n,
-        SPLITS_PAD=16 if num_splits <= 16 else MAX_SPLITS,
+        SPLITS_PAD=MAX_SPLITS,
         MIXED=metadata.max_query_len > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,

@@ -16,13 +16,13 @@ from .triton_prefill import prefill
 from .triton_store import store
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)  # bfloat16 matrix units, asynchronous copies to shared memory
 _ARRIVALS = 1 << 16  # counters (sequences × KV heads) made in advance: 256 KiB
 
 
 class TritonAttention:
-    """Our kernels. Float16, bfloat16 or float32; any head size up to 256; any page size."""
+    """Our kernels. Float16, bfloat16 or float32; any head size up to 128; any page size."""
 
     name = "triton"
     preferred_block_size = 64  # a key block of the kernels lies in one page: one table lookup for 64 keys
