@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` … `start + count - 1` of a sequence, to be run in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,8 @@ class FlatBatch:
     metadata: AttentionMetadata
 
 
-def flat_batch(chunks: Iterable[tuple[Sequence, int]], block_size: int, device: torch.device) -> FlatBatch:
-    """The next `count` uncomputed tokens of every sequence, in order.
+def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -> FlatBatch:
+    """The chunks laid out one after another. Their pages must have been allocated.
 
     A finished sequence is a padding row: one token that sees no key and writes none, so that its seat stays in place.
     """
@@ -40,7 +49,7 @@ def flat_batch(chunks: Iterable[tuple[Sequence, int]], block_size: int, device: 
     contexts: list[int] = []
     tables: list[list[int]] = []
     last_rows: list[int] = []
-    for sequence, count in chunks:
+    for sequence, start, count in chunks:
         counts.append(count)
         if sequence.is_finished:
             ids += [0] * count
@@ -49,7 +58,7 @@ def flat_batch(chunks: Iterable[tuple[Sequence, int]], block_size: int, device: 
             contexts.append(0)
             tables.append([])
             continue
-        start, table = sequence.num_computed_tokens, sequence.block_table
+        table = sequence.block_table
         span = range(start, start + count)
         ids += sequence.token_ids[start : start + count]
         positions += span

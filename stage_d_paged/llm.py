@@ -21,7 +21,7 @@ from stage_a_naive.frontend import Frontend, OnText
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
 from stage_a_naive.sampling import SamplingParams, top_logprobs
-from stage_d_paged.batch import flat_batch
+from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import MemoryReport, memory_report
 from stage_d_paged.options import EngineOptions
@@ -132,12 +132,12 @@ class LLM(Frontend):
                 if not self.block_manager.append(sequence):
                     emit(sequence, sequence.completion.finish("length"))
             if not all(sequence.is_finished for sequence in live):
-                self._step([(sequence, 1) for sequence in batch], emit)
+                self._step([self._chunk(sequence, 1) for sequence in batch], emit)
         self.memory = memory_report(batch, self.kv_cache.block_size, self.max_model_len, self.runtime.bytes_per_token)
 
-    def _prefill_chunks(self, batch: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def _prefill_chunks(self, batch: list[Sequence]) -> list[Chunk]:
         """The next `max_num_batched_tokens` prompt tokens, first come first served; empty when all have been run."""
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: list[Chunk] = []
         budget = self.options.max_num_batched_tokens
         for sequence in batch:
             if budget and sequence.num_generated_tokens == 0:
@@ -145,21 +145,24 @@ class LLM(Frontend):
                     self.block_manager.allocate(sequence, len(sequence))  # fits: the batch was cut to
                     sequence.first_scheduled_time = time.perf_counter()
                 count = min(budget, sequence.num_uncomputed_tokens)
-                chunks.append((sequence, count))
+                chunks.append(self._chunk(sequence, count))
                 budget -= count
         return chunks
 
-    def _step(self, chunks: list[tuple[Sequence, int]], emit: Callable[[Sequence, str], None]) -> None:
-        """Run the next tokens of each sequence; one that has no more to run gets its next token."""
-        batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
-        hidden = self.runtime.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
-        ready = []  # (row of the flat batch's live sequences, sequence)
-        live = [(sequence, count) for sequence, count in chunks if not sequence.is_finished]
-        for row, (sequence, count) in enumerate(live):
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        """Plan a sequence's next tokens. Those planned after it, even for the same step, find its pages."""
+        start = sequence.num_computed_tokens
+        if not sequence.is_finished:
             sequence.num_computed_tokens += count
             self.block_manager.index_computed(sequence)
-            if sequence.num_uncomputed_tokens == 0:
-                ready.append((row, sequence))
+        return Chunk(sequence, start, count)
+
+    def _step(self, chunks: list[Chunk], emit: Callable[[Sequence, str], None]) -> None:
+        """Run the planned tokens; a sequence that has no more to run gets its next token."""
+        batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
+        hidden = self.runtime.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)
+        live = [chunk.sequence for chunk in chunks if not chunk.sequence.is_finished]  # one of batch.last_rows each
+        ready = [(row, sequence) for row, sequence in enumerate(live) if sequence.num_uncomputed_tokens == 0]
         if ready:
             self._sample(hidden, batch.last_rows, ready, emit)
         self.block_manager.confirm()
@@ -168,7 +171,7 @@ class LLM(Frontend):
         self,
         hidden: Tensor,  # [tokens, hidden]
         last_rows: Tensor,  # [live sequences]
-        ready: list[tuple[int, Sequence]],
+        ready: list[tuple[int, Sequence]],  # with its row in last_rows
         emit: Callable[[Sequence, str], None],
     ) -> None:
         rows = last_rows[torch.tensor([row for row, _ in ready], device=self.device)]

@@ -1,0 +1,280 @@
+"""The static-batch engine: right answers under any page pressure, errors at the door, nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stage_a_naive import LLM as NaiveLLM
+from stage_d_paged import LLM, SamplingParams
+from stage_d_paged.kv_cache import CPU_POOL_BYTES, cpu_num_blocks, pages_that_fit
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LENGTHS = (5, 40, 1, 33, 16, 17)
+
+
+def prompts(vocab_size: int = 4096) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def ids_of(llm: LLM | NaiveLLM, asked: list, params: object = GREEDY) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(asked, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """One request after another through transformers."""
+    return ids_of(NaiveLLM("random:qwen2-tiny", device="cpu"), prompts())
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("random:qwen2-tiny", device="cpu")
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    llm.block_manager.check_invariants([])
+    assert llm.block_manager.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kvcache_block_size": 4},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 7},  # prompts are prefilled in pieces
+        {"max_num_seqs": 1},
+        {"num_kvcache_blocks": 8, "kvcache_block_size": 8},  # several static batches
+        {"enforce_eager": True},
+    ],
+    ids=str,
+)
+def test_greedy_answers_are_those_of_the_naive_engine(expected: list[list[int]], options: dict):
+    llm = LLM("random:qwen2-tiny", device="cpu", **options)
+    assert ids_of(llm, prompts()) == expected
+    assert ids_of(llm, prompts()) == expected  # now with the prefix cache full of them
+    assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("family", ["qwen3-tiny", "llama-tiny"])
+def test_the_other_families_agree_with_the_naive_engine(family: str):
+    assert ids_of(LLM(f"random:{family}", device="cpu"), prompts()) == ids_of(
+        NaiveLLM(f"random:{family}", device="cpu"), prompts()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedded_model_says_the_same_as_in_the_naive_engine(dtype: str):
+    questions = [[{"role": "user", "content": text}] for text in ("What is a KV cache?", "什么是预填充？")]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    naive = NaiveLLM("tutor", device="cpu", dtype=dtype).chat(questions, params, use_tqdm=False)
+    paged = LLM("tutor", device="cpu", dtype=dtype).chat(questions, params, use_tqdm=False)
+    assert [o["token_ids"] for o in paged] == [o["token_ids"] for o in naive]
+    assert [o["text"] for o in paged] == [o["text"] for o in naive]
+
+
+def test_a_second_call_reads_the_cached_prefix(llm: LLM):
+    asked = [list(range(100, 140))]
+    first = llm.generate(asked, GREEDY, use_tqdm=False)[0]
+    again = llm.generate(asked, GREEDY, use_tqdm=False)[0]
+    assert first["metrics"]["num_cached_tokens"] == 0 and again["metrics"]["num_cached_tokens"] == 32
+    assert first["token_ids"] == again["token_ids"]
+
+
+def test_a_prompt_of_exactly_full_cached_blocks_still_runs_a_token(llm: LLM):
+    asked = [list(range(200, 232))]
+    first, again = (llm.generate(asked, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert again["metrics"]["num_cached_tokens"] == 16
+    assert first["token_ids"] == again["token_ids"]
+
+
+def test_identical_prompts_of_one_call_share_pages(llm: LLM):
+    shared = list(range(300, 350))
+    outputs = llm.generate([shared] * 3, GREEDY, use_tqdm=False)
+    assert [o["metrics"]["num_cached_tokens"] for o in outputs] == [0, 48, 48]
+    assert outputs[0]["token_ids"] == outputs[1]["token_ids"] == outputs[2]["token_ids"]
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_run():
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=2, kvcache_block_size=4)
+    with pytest.raises(ValueError, match="prompt 1 has 9 tokens, which take 3 pages of 4; the KV pool has 2"):
+        llm.generate([[1], [2] * 9], GREEDY)
+    assert [len(ids) for ids in ids_of(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))] == [2]
+    assert_nothing_held(llm)
+
+
+def test_a_request_that_outgrows_the_pool_finishes_with_length(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=2, kvcache_block_size=4)
+    [output] = llm.generate([prompts()[0]], GREEDY, use_tqdm=False)
+    # 8 slots: 5 for the prompt, 3 for generated tokens, and the last token generated needs none
+    assert output["finish_reason"] == "length" and output["token_ids"] == expected[0][:4]
+    assert_nothing_held(llm)
+
+
+def test_an_answer_ends_at_max_model_len():
+    llm = LLM("random:qwen2-tiny", device="cpu", max_model_len=20)
+    [output] = llm.generate([[7] * 15], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    assert output["finish_reason"] == "length" and len(output["token_ids"]) == 5
+    with pytest.raises(ValueError, match="at most 19 fit"):
+        llm.generate([[7] * 20])
+
+
+def test_a_batch_that_the_pool_cannot_hold_is_split_in_order(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=20, kvcache_block_size=4)
+    order: list[int] = []
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False, on_text=lambda index, piece: order.append(index))
+    assert [o["token_ids"] for o in outputs] == expected
+    assert order.index(5) > max(place for place, index in enumerate(order) if index == 0)
+
+
+def test_finished_requests_keep_a_padding_seat_that_changes_nobody(expected: list[list[int]], llm: LLM):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 12, 3, 12, 2, 7)]
+    assert ids_of(llm, prompts(), params) == [ids[: p.max_tokens] for ids, p in zip(expected, params, strict=True)]
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_batch(llm: LLM):
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=8, seed=5, ignore_eos=True)
+    others = [SamplingParams(max_tokens=8)] * 5
+    alone = ids_of(llm, [prompts()[0]], params)[0]
+    assert ids_of(llm, prompts(), [params, *others])[0] == alone
+
+
+def test_penalties_and_logprobs_reach_the_sampler(llm: LLM):
+    params = SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=5.0, logprobs=2, ignore_eos=True)
+    [output] = llm.generate([prompts()[1]], params, use_tqdm=False)
+    assert len(set(output["token_ids"])) == 6
+    assert all(token in step for token, step in zip(output["token_ids"], output["logprobs"], strict=True))
+
+
+def test_the_sampler_can_be_replaced(llm: LLM):
+    llm.sampling_fn = lambda logits, params: torch.full(logits.shape[:1], 7)
+    try:
+        assert ids_of(llm, [[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True)) == [[7, 7, 7]]
+    finally:
+        llm.sampling_fn = None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_the_middle_leaves_no_page_held(expected: list[list[int]], error: type[BaseException]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    calls = 0
+
+    def fails_at_the_third_step(logits: torch.Tensor, params: list) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise error("stop")
+        return logits.argmax(-1)
+
+    llm.sampling_fn = fails_at_the_third_step
+    with pytest.raises(error):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert_nothing_held(llm)
+    llm.sampling_fn = None
+    assert ids_of(llm, prompts()) == expected
+
+
+def test_pages_of_a_failed_prefill_are_not_found_later(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    hook = llm.runtime.model.layers[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+    hook.remove()
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert [o["metrics"]["num_cached_tokens"] for o in outputs] == [0] * 6
+    assert [o["token_ids"] for o in outputs] == expected
+
+
+def test_the_streamed_pieces_join_to_the_text(llm: LLM):
+    pieces = [""] * 6
+    outputs = llm.generate(
+        prompts(), GREEDY, use_tqdm=False, on_text=lambda i, piece: pieces.__setitem__(i, pieces[i] + piece)
+    )
+    assert pieces == [o["text"] for o in outputs]
+
+
+def test_the_metrics_are_those_of_the_request(llm: LLM):
+    outputs = llm.generate(prompts(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4, 5, 6)])
+    for n, output in enumerate(outputs, 1):
+        m = output["metrics"]
+        assert m["num_generated_tokens"] == n and m["num_prompt_tokens"] == LENGTHS[n - 1]
+        assert 0 < m["prefill_time"] <= m["ttft"] and (m["tpot"] > 0) == (n > 1)
+
+
+def test_the_memory_report_shows_the_last_batch(llm: LLM):
+    llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert llm.memory.num_sequences == 6
+    assert llm.memory.tokens == sum(LENGTHS) + 6 * 11  # the last token of each was never run
+    assert llm.memory.page_waste < 0.5 < llm.memory.reservation_waste
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_num_batchd_tokens": 1}, TypeError, "max_num_batchd_tokens"),
+        ({"enable_chunked_prefill": True}, TypeError, "enable_chunked_prefill"),
+        ({"tensor_parallel_size": 2}, ValueError, "stage_f_graph_tp"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be an integer, 1 or more, got 0"),
+        ({"max_model_len": 1}, ValueError, "max_model_len must be"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "at most 1, got 1.5"),
+        ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks must be"),
+        ({"kvcache_block_size": 0}, ValueError, "kvcache_block_size must be"),
+        ({"attention_backend": "magic"}, ValueError, "magic"),
+        ({"attention_backend": "flash"}, ValueError, "flash"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_unknown_or_cannot_be_honoured_is_refused(options: dict, error: type, message: str):
+    with pytest.raises(error, match=message):
+        LLM("random:qwen2-tiny", device="cpu", **options)
+
+
+def test_max_model_len_is_lowered_to_the_models_positions_in_one_line(capfd: pytest.CaptureFixture[str]):
+    llm = LLM("random:qwen2-tiny", device="cpu", max_model_len=5000)
+    assert llm.max_model_len == 4096
+    assert "max_model_len=5000 is lowered to 4096" in capfd.readouterr().err
+
+
+def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
+    assert cpu_num_blocks(page_bytes=2**20, block_size=16, max_model_len=4096) == CPU_POOL_BYTES // 2**20
+    assert cpu_num_blocks(page_bytes=2**23, block_size=16, max_model_len=4096) == 256
+
+
+def test_no_room_for_one_page_says_what_was_free_and_what_to_change():
+    with pytest.raises(MemoryError, match=r"2\.00 MiB, 1\.00 MiB are left.*300 MiB of the GPU.*Raise gpu_memory_util"):
+        pages_that_fit(2**20, 2**21, 300 * 2**20, 0.9)
+    assert pages_that_fit(2**22 - 1, 2**21, 0, 0.9) == 1
+
+
+def test_every_part_agrees_on_the_block_size():
+    llm = LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=32)
+    pool = llm.kv_cache.tensor
+    assert llm.block_manager.block_size == llm.kv_cache.block_size == llm.runtime.block_size == pool.shape[3] == 32
+    assert llm.block_manager.num_blocks == llm.kv_cache.num_blocks == pool.shape[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_gpu_the_embedded_model_says_the_same_in_every_backend(backend: str, dtype: str):
+    if backend == "triton" and dtype == "float32":
+        pytest.skip("the Triton kernels are for 16-bit types on a GPU")
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    naive = NaiveLLM("tutor", device="cuda", dtype=dtype).chat(question, params, use_tqdm=False)
+    llm = LLM("tutor", device="cuda", dtype=dtype, attention_backend=backend, gpu_memory_utilization=0.2)
+    paged = llm.chat([question] * 3, params, use_tqdm=False)
+    assert [o["token_ids"] for o in paged] == [naive[0]["token_ids"]] * 3
+    assert_nothing_held(llm)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_the_pool_is_what_this_process_may_use():
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.reset_peak_memory_stats()
+    llm = LLM("random:qwen2.5-0.5b", device="cuda", gpu_memory_utilization=0.25)
+    llm.generate([[1] * 4000] * 4, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert 0.15 * total < llm.kv_cache.num_bytes < 0.25 * total
+    assert torch.cuda.max_memory_allocated() < 0.26 * total

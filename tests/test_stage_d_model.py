@@ -1,0 +1,211 @@
+"""The decoder from scratch computes what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from stage_a_naive.loading import ModelSource, load_hf_model, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.presets import preset_configs
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.batch import Chunk, flat_batch
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.layers import LayerFactory, RMSNorm, rotary_frequencies
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.runtime import Runtime, load_runtime
+from stage_d_paged.sequence import Sequence
+
+CPU = torch.device("cpu")
+FAMILIES = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"]
+
+
+def load_both(path: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32):
+    """A random model as transformers saves it, loaded by both."""
+    source = ModelSource("tiny", config, path, path)
+    load_hf_model(ModelSource("random:tiny", config, None, path), CPU, torch.float32, 3).save_pretrained(path)
+    return load_hf_model(source, CPU, dtype), load_runtime(source, EngineOptions(max_model_len=256), CPU, dtype)
+
+
+class Stepper:
+    """Runs chunks of sequences through a runtime, one flat batch a step."""
+
+    def __init__(self, runtime: Runtime, num_blocks: int = 64, caching: bool = True) -> None:
+        self.runtime = runtime
+        self.pool: KVCache = runtime.make_pool(num_blocks)
+        self.manager = BlockManager(num_blocks, runtime.block_size, caching)
+
+    def sequence(self, ids: list[int]) -> Sequence:
+        sequence = Sequence(Request(0, ids, SamplingParams(), 0))
+        assert self.manager.allocate(sequence, len(sequence))
+        return sequence
+
+    def plan(self, sequence: Sequence, count: int) -> Chunk:
+        chunk = Chunk(sequence, sequence.num_computed_tokens, count)
+        sequence.num_computed_tokens += count
+        self.manager.index_computed(sequence)
+        return chunk
+
+    @torch.inference_mode()
+    def step(self, *chunks: tuple[Sequence, int]) -> Tensor:
+        """Logits of all tokens of the chunks, `[tokens, vocab]`."""
+        planned = [self.plan(sequence, count) for sequence, count in chunks]
+        batch = flat_batch(planned, self.runtime.block_size, CPU)
+        hidden = self.runtime.model(batch.input_ids, batch.positions, self.pool, batch.metadata)
+        self.manager.confirm()
+        return self.runtime.model.compute_logits(hidden)
+
+
+@torch.inference_mode()
+def reference_logits(model: AutoModelForCausalLM, ids: list[int]) -> Tensor:
+    return model(torch.tensor([ids])).logits[0]
+
+
+def prompt(length: int, vocab_size: int = 4096, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(tmp_path: Path, family: str):
+    reference, runtime = load_both(tmp_path, preset_configs()[family])
+    stepper = Stepper(runtime)
+    prompts = [prompt(37, seed=1), prompt(5, seed=2), prompt(16, seed=3)]
+    logits = stepper.step(*((stepper.sequence(ids), len(ids)) for ids in prompts))
+    expected = torch.cat([reference_logits(reference, ids) for ids in prompts])
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str):
+    reference, runtime = load_both(tmp_path, preset_configs()[family])
+    stepper = Stepper(runtime)
+    long, short = prompt(40, seed=1), prompt(9, seed=2)
+    a, b = stepper.sequence(long), stepper.sequence(short)
+    pieces = [
+        stepper.step((a, 17)),
+        stepper.step((a, 1), (b, 8)),  # a decode-like row beside a prefill
+        stepper.step((b, 1), (a, 22)),
+    ]
+    of_a = torch.cat([pieces[0], pieces[1][:1], pieces[2][1:]])
+    of_b = torch.cat([pieces[1][1:], pieces[2][:1]])
+    assert (of_a - reference_logits(reference, long)).abs().max() < 1e-4
+    assert (of_b - reference_logits(reference, short)).abs().max() < 1e-4
+
+
+def test_bfloat16_stays_close_to_transformers(tmp_path: Path):
+    reference, runtime = load_both(tmp_path, preset_configs()["qwen3-tiny"], torch.bfloat16)
+    stepper = Stepper(runtime)
+    ids = prompt(30)
+    logits, expected = stepper.step((stepper.sequence(ids), 30)).float(), reference_logits(reference, ids).float()
+    assert (logits - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"])
+def test_a_layer_of_the_real_shape_equals_transformers(tmp_path: Path, preset: str):
+    config = preset_configs()[preset]
+    config.num_hidden_layers, config.vocab_size = 1, 128
+    config.layer_types = ["full_attention"]
+    reference, runtime = load_both(tmp_path, config)
+    stepper = Stepper(runtime)
+    ids = prompt(50, vocab_size=128)
+    logits = stepper.step((stepper.sequence(ids), 50))
+    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
+
+
+def test_the_embedded_model_equals_transformers():
+    source = resolve("tutor")
+    reference = load_hf_model(source, CPU, torch.float32)
+    stepper = Stepper(load_runtime(source, EngineOptions(), CPU, torch.float32))
+    ids = prompt(60, vocab_size=source.config.vocab_size)
+    logits = stepper.step((stepper.sequence(ids), 60))
+    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
+
+
+def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
+    _, runtime = load_both(tmp_path, preset_configs()["qwen2-tiny"])
+    shared, tail = prompt(70, seed=1), prompt(11, seed=2)
+    fresh, cached = Stepper(runtime, caching=False), Stepper(runtime)
+    expected = fresh.step((fresh.sequence(shared + tail), 81))[64:]
+    cached.step((cached.sequence(shared), 70))
+    sequence = cached.sequence(shared + tail)
+    assert sequence.num_cached_tokens == 64
+    assert (cached.step((sequence, 17)) - expected).abs().max() < 1e-4
+    # and what it reads is really the pool: spoil a cached page, and the answer changes
+    spoiled = cached.sequence(shared + tail)
+    cached.pool.tensor[:, :, spoiled.block_table[0]] += 1
+    assert spoiled.num_uncomputed_tokens == 1
+    assert (cached.step((spoiled, 1)) - expected[-1:]).abs().max() > 1e-2
+
+
+def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_path: Path):
+    reference, runtime = load_both(tmp_path, preset_configs()["llama-tiny"])
+    stepper = Stepper(runtime)
+    ids = prompt(40)
+    first = stepper.sequence(ids)
+    stepper.plan(first, 40)  # the pages are found as soon as the step is planned
+    second = stepper.sequence(ids)
+    assert second.num_cached_tokens == 32
+    first.num_computed_tokens = 0
+    logits = stepper.step((first, 40), (second, 8))
+    expected = reference_logits(reference, ids)
+    assert (logits[:40] - expected).abs().max() < 1e-4
+    assert (logits[40:] - expected[32:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7, 256])
+def test_the_page_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
+    config = preset_configs()["qwen2-tiny"]
+    reference, _ = load_both(tmp_path, config)
+    source = ModelSource("tiny", config, tmp_path, tmp_path)
+    options = EngineOptions(max_model_len=256, kvcache_block_size=block_size)
+    stepper = Stepper(load_runtime(source, options, CPU, torch.float32))
+    ids = prompt(21)
+    sequence = stepper.sequence(ids)
+    logits = torch.cat([stepper.step((sequence, count)) for count in (7, 7, 1, 6)])
+    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
+
+
+def test_llama3_scaling_equals_transformers():
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    )  # fmt: skip
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    torch.testing.assert_close(rotary_frequencies(ModelConfig.from_hf(config)), expected, rtol=1e-6, atol=0)
+
+
+def test_far_positions_keep_their_angle():
+    config = preset_configs()["qwen3-0.6b"]
+    rotary = LayerFactory(ModelConfig.from_hf(config), torch.float32, CPU).rotary(40000)
+    cos, sin = rotary(torch.tensor([39999]))
+    angle = 39999 * rotary_frequencies(ModelConfig.from_hf(config)).double()
+    assert (cos[0, 0, 0] - angle.cos()).abs().max() < 5e-3  # float32 holds an angle of 40000 to about 2e-3
+    assert (sin[0, 0, 0] + angle.sin()).abs().max() < 5e-3
+
+
+def test_the_norm_does_not_lose_small_or_large_rows_in_bfloat16():
+    norm = RMSNorm(8, 1e-6, torch.bfloat16, CPU)
+    norm.weight.fill_(1)
+    x = torch.tensor([[1e-2] * 8, [1e4] * 8], dtype=torch.bfloat16)
+    assert (norm(x) - 1).abs().max() < 0.02
+
+
+def test_every_layer_has_pages_of_its_own(tmp_path: Path):
+    _, runtime = load_both(tmp_path, preset_configs()["qwen2-tiny"])
+    pool = runtime.make_pool(3)
+    config = runtime.config
+    assert pool.tensor.shape == (2, config.num_layers, 3, runtime.block_size, config.num_kv_heads, config.head_dim)
+    assert pool.num_bytes == 3 * runtime.block_size * runtime.bytes_per_token
+    pool.layers[1][0].fill_(5)
+    assert pool.tensor[0, 1].eq(5).all() and pool.tensor[0, 0].eq(0).all() and pool.tensor[1].eq(0).all()
