@@ -1,0 +1,141 @@
+"""The work that the benchmark gives out, and the floors under it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.floor import Ceilings, ModelCost, floors, percent_of_floor
+from benchmarks.workloads import SIZES, Call, make_workload, workload_names
+from stage_a_naive.presets import preset_configs
+
+H200 = Ceilings(copy_bytes_per_s=4.28e12, matmul_operations_per_s=710e12)
+each_size = pytest.mark.parametrize("size", SIZES, ids="size_{}".format)  # an id "gpu" would be taken for the marker
+
+
+def cost_of(preset: str, bytes_per_number: int = 2) -> ModelCost:
+    return ModelCost(preset_configs()[preset], bytes_per_number)
+
+
+def test_mixed_is_the_published_workload() -> None:
+    [[call]] = make_workload("mixed", "gpu").rounds
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    assert [list(prompt) for prompt in call.prompts] == prompts
+    assert list(call.max_tokens) == outputs
+    assert (call.prompt_tokens, call.output_tokens) == (142_827, 133_966)
+    assert call.context_tokens_read == 120_938_031
+    params = make_workload("mixed", "gpu").sampling_params(call)
+    assert all(p.temperature == 0.6 and p.ignore_eos for p in params)
+
+
+def test_hashes_are_those_of_the_published_results() -> None:
+    """A hash that changes makes every committed results file worthless, so it must be meant to."""
+    assert {name: make_workload(name, "gpu").hash[:12] for name in workload_names()} == {
+        "single": "3453730732d4",
+        "decode32": "f13c9567b917",
+        "mixed": "12304789bba4",
+        "prefix": "e972664b8d2f",
+        "ttft": "5a47c857c279",
+        "context": "e8ab0bba76aa",
+    }
+
+
+@each_size
+def test_hash_depends_on_the_work_alone(size: str) -> None:
+    hashes = [make_workload(name, size).hash for name in workload_names()]
+    assert hashes == [make_workload(name, size).hash for name in workload_names()]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_hash_changes_with_a_single_id() -> None:
+    from dataclasses import replace
+
+    workload = make_workload("single", "tiny")
+    first, *rest = workload.rounds[0]
+    other = replace(first, prompts=(first.prompts[0][:-1] + (first.prompts[0][-1] ^ 1,),))
+    assert replace(workload, rounds=((other, *rest),)).hash != workload.hash
+
+
+@each_size
+def test_no_prompt_begins_like_another_except_in_prefix(size: str) -> None:
+    beginnings = []
+    for name in workload_names():
+        workload = make_workload(name, size)
+        for call in [call for calls in workload.rounds for call in calls]:
+            starts = {prompt[:8] for prompt in call.prompts}
+            assert len(starts) == (1 if name == "prefix" else len(call.prompts))
+            beginnings += starts
+        beginnings += {prompt[:8] for call in workload.warm_up_round() for prompt in call.prompts}
+    assert len(set(beginnings)) == len(beginnings)
+
+
+def test_small_sizes_stay_inside_the_tutors_vocabulary_and_positions() -> None:
+    for name in workload_names():
+        workload = make_workload(name, "cpu")
+        calls = [*workload.rounds[0], *workload.warm_up_round()]
+        assert all(0 <= token < 4096 for call in calls for prompt in call.prompts for token in prompt)
+        assert workload.longest <= 4096
+
+
+def test_unknown_workload_and_size_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no workload 'triple'; there are: single"):
+        make_workload("triple", "cpu")
+    with pytest.raises(ValueError, match="no size 'huge'"):
+        make_workload("single", "huge")
+
+
+@pytest.mark.parametrize(
+    ("preset", "weight_gb", "kv_bytes"), [("qwen2.5-0.5b", 0.988, 12_288), ("qwen3-0.6b", 1.192, 114_688)]
+)
+def test_bytes_of_a_step(preset: str, weight_gb: float, kv_bytes: int) -> None:
+    cost = cost_of(preset)
+    assert cost.weight_bytes / 1e9 == pytest.approx(weight_gb, abs=5e-4)
+    assert cost.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+def test_counted_weights_are_those_of_the_model(preset: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = preset_configs()[preset]
+    model = AutoModelForCausalLM.from_config(config)
+    read = sum(p.numel() for p in model.parameters())  # a tied weight counts once
+    if not config.tie_word_embeddings:
+        read -= model.get_input_embeddings().weight.numel()  # of which a step reads single rows
+    assert cost_of(preset, 4).weight_bytes == 4 * read
+
+
+@pytest.mark.parametrize(
+    ("preset", "single_ms", "decode32_ms", "mixed_s"),
+    [("qwen2.5-0.5b", 0.232, 0.290, 0.74), ("qwen3-0.6b", 0.289, 0.827, 3.73)],
+)
+def test_floors_on_an_h200(preset: str, single_ms: float, decode32_ms: float, mixed_s: float) -> None:
+    found = {name: floors(make_workload(name, "gpu"), cost_of(preset), H200) for name in workload_names()}
+    assert found["single"]["tpot_ms"] == pytest.approx(single_ms, abs=5e-4)
+    assert found["decode32"]["step_ms"] == pytest.approx(decode32_ms, abs=5e-4)
+    assert found["mixed"]["seconds"] == pytest.approx(mixed_s, rel=0.01)
+    assert all(value > 0 for floor in found.values() for value in floor.values())
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    cost = cost_of("qwen2-tiny")
+    shared = Call("all", ((1, 2, 3, 4), (1, 2, 3, 5)), (1, 1))
+    apart = Call("all", ((1, 2, 3, 4), (2, 2, 3, 5)), (1, 1))
+    saved = cost.prefill_call(apart).operations - cost.prefill_call(shared).operations
+    assert saved == 3 * 2 * cost.layer_matmul_parameters + 6 * cost.attention_operations_per_pair
+
+
+@given(length=st.integers(1, 40), output=st.integers(1, 40))
+def test_context_tokens_read_counts_each_token_before(length: int, output: int) -> None:
+    call = Call("all", (tuple(range(length)),), (output,))
+    assert call.context_tokens_read == sum(length + made for made in range(output))
+
+
+def test_percent_of_floor_is_100_at_the_floor_for_times_and_rates() -> None:
+    assert percent_of_floor("tpot_ms", 2.0, 1.0) == 50
+    assert percent_of_floor("output_tokens_per_s", 1.0, 2.0) == 50
