@@ -91,7 +91,7 @@ class Engine:
         # The last token generated takes no slot, so the pool may be outgrown by one. Past that a request ends with
         # "length", alone or in company: never because of what else happens to run.
         self._max_total_len = min(max_model_len, scheduler.capacity + 1)
-        self._trace = trace
+        self.trace = trace
         self._sequences: dict[int, BatchSequence] = {}
         self._mailboxes: dict[int, deque[Event]] = {}
         self._arrival_times: dict[int, float] = {}
@@ -159,7 +159,7 @@ class Engine:
         dropped, and one for a sequence that was preempted since is kept.
         """
         now = time.perf_counter()
-        pages = [len(sequence.block_table) for sequence in step.sequences] if self._trace else []
+        pages = [len(sequence.block_table) for sequence in step.sequences] if self.trace else []
         self._count(step)
         self.scheduler.block_manager.confirm()
         events: list[Event] = []
@@ -187,8 +187,8 @@ class Engine:
         for sequence in ended:
             self._forget(sequence)
         self.counters.num_finished += len(ended)
-        if self._trace:
-            self._trace.write(step, pages, ended, self.scheduler, now)
+        if self.trace:
+            self.trace.write(step, pages, ended, self.scheduler, now)
         if not self._sequences:
             self._check_idle()
         return events

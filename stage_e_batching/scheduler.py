@@ -8,7 +8,7 @@ taken at once, instead of keeping a batch together until its slowest member is d
   its steps with the decodes of the others and never stalls them.
 * **Seats.** At most `max_num_seqs` sequences run.
 * **Pages.** A sequence is admitted when the pages for all of its tokens are free and a *watermark* of free pages
-  remains: one for each running sequence, so that each may grow. When a decode finds no page, the running sequence that
+  remains: two for each running sequence, so that each may grow. When a decode finds no page, the running sequence that
   arrived last is *preempted*: its pages are freed and it waits again, to be recomputed later (Kwon et al., SOSP 2023).
 
 Rules that keep it fair and finite:
@@ -34,6 +34,7 @@ from operator import attrgetter
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
+WATERMARK = 2  # pages that stay free at an admission for each sequence running then
 MAX_OVERTAKES = 16
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
@@ -283,7 +284,8 @@ class Scheduler:
         """Pages for all of a waiting sequence's tokens, if they and the watermark are free."""
         watermark = 0
         if self.num_running:
-            watermark = min((self.num_running + 1) << sequence.num_preemptions, self.block_manager.num_blocks)
+            watermark = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
+            watermark = min(watermark, self.block_manager.num_blocks)
         return self.block_manager.allocate(sequence, len(sequence), watermark)
 
     def _vacate(self, sequence: BatchSequence) -> None:

@@ -1,0 +1,230 @@
+"""The scheduler's rules, one by one, on a fake model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_model import answer_alone, make_engine, make_request, run_all
+
+from benchmarks import timeline
+from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
+from stage_e_batching.step import State
+from stage_e_batching.trace import Trace
+
+ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+def prompt_of(length: int, phrase: int = 1) -> list[int]:
+    return [(i * phrase + phrase) % 60 + 1 for i in range(length)]
+
+
+def add(engine, length: int, max_tokens: int, phrase: int = 1) -> int:
+    request = make_request(0, prompt_of(length, phrase), max_tokens, ignore_eos=True)
+    return engine.add_request(request, streams=False)
+
+
+def test_no_more_than_max_num_seqs_run_and_all_of_them_get_on():
+    engine = make_engine(**ROOMY)
+    for i in range(20):
+        add(engine, 5, 10, phrase=i + 1)
+    while engine.has_unfinished():
+        before = {s.arrival: s.num_computed_tokens for s in engine.scheduler.decoding}
+        engine.step()
+        assert engine.scheduler.num_running <= 8
+        after = {s.arrival: s.num_computed_tokens for s in engine.scheduler.decoding}
+        assert all(after[i] > before[i] for i in after.keys() & before.keys())
+    assert engine.counters.num_finished == 20
+
+
+def test_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():
+    engine = make_engine(**ROOMY)
+    add(engine, 4, 40)
+    engine.step()
+    add(engine, 300, 5, phrase=2)
+    engine.step()
+    step = engine.runner.steps[-1]
+    assert [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step] == [
+        (0, 4, 1, True),
+        (1, 0, 63, False),
+    ]
+    chunks = [1]
+    while engine.scheduler.prefilling:
+        engine.step()
+        chunks.append(engine.runner.steps[-1].num_decodes)
+    assert chunks == [1] * 5, "300 tokens in chunks of 63, a decode beside each of them"
+
+
+def test_without_chunking_a_prompt_runs_whole_and_decodes_wait():
+    engine = make_engine(**ROOMY, enable_chunked_prefill=False)
+    add(engine, 4, 40)
+    engine.step()
+    add(engine, 64, 5, phrase=2)
+    engine.step()
+    assert [(e.sequence.arrival, e.num_tokens) for e in engine.runner.steps[-1]] == [(1, 64)]
+    with pytest.raises(ValueError, match="65 tokens, more than max_num_batched_tokens=64"):
+        add(engine, 65, 5)
+    assert len(run_all(engine)) == 2
+
+
+def test_a_step_too_small_for_one_token_of_every_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) is less than max_num_seqs \(8\)"):
+        Scheduler(**ROOMY | {"max_num_batched_tokens": 7})
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_finish():
+    engine = make_engine(**ROOMY)
+    add(engine, 5, 5)
+    with pytest.raises(ValueError, match="801 tokens and the whole KV cache holds 800"):
+        add(engine, 801, 5)
+    assert len(run_all(engine)) == 1
+
+
+def test_a_sequence_alone_that_outgrows_the_pool_ends_with_length():
+    engine = make_engine(**ROOMY | {"num_blocks": 5})
+    request_id = add(engine, 7, 100)
+    [output] = run_all(engine).values()
+    assert output["finish_reason"] == "length"
+    assert len(output["token_ids"]) == 20 + 1 - 7, "the last token needs no slot"
+    assert engine.counters.num_preemptions == 0
+    assert not engine.knows(request_id)
+
+
+def test_outgrowing_the_pool_ends_a_request_at_the_same_token_in_company():
+    engine = make_engine(**ROOMY | {"num_blocks": 5})
+    for i in range(4):
+        add(engine, 7, 100, phrase=i + 1)
+    lengths = {len(output["token_ids"]) for output in run_all(engine).values()}
+    assert lengths == {14}
+
+
+def test_a_tight_pool_costs_bounded_recomputation():
+    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    requests = [make_request(i, prompt_of(8, i + 1), 60, ignore_eos=True) for i in range(16)]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    outputs = run_all(engine)
+    assert [outputs[i]["token_ids"] for i in range(16)] == [answer_alone(r, 161)[0] for r in requests]
+    stats = engine.stats()
+    assert stats["num_preemptions"] > 0, "or the pool is not tight"
+    useful = 16 * (8 + 59)
+    assert stats["num_recomputed_tokens"] <= useful // 2
+    assert stats["num_preemptions"] <= 16
+
+
+def test_a_preempted_sequence_finds_its_own_prefix_again():
+    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    requests = [make_request(i, prompt_of(12, i + 1), 20, ignore_eos=True) for i in range(2)]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    outputs = run_all(engine)
+    assert engine.counters.num_preemptions == 1
+    resumed = [step for step in engine.runner.steps if step.admitted and step.number > 0]
+    assert resumed[-1].starts[-1] > 0, "its first pages were still in the cache"
+    assert outputs[1]["token_ids"] == answer_alone(requests[1], 49)[0]
+
+
+def test_the_latest_arrival_is_preempted_and_the_step_says_why():
+    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    for i in range(2):
+        add(engine, 12, 20, phrase=i + 1)
+    while not (preempted := engine.runner.steps[-1].preempted if engine.runner.steps else []):
+        engine.step()
+    [preemption] = preempted
+    assert preemption.sequence.arrival == 1
+    assert preemption.reason == "sequence 0 needs a page and none is free"
+    assert "preempted 1" in str(engine.runner.steps[-1])
+    assert engine.runner.steps[-1].sequences, "the step still runs someone"
+
+
+def test_an_idle_step_says_why():
+    engine = make_engine(**ROOMY)
+    assert engine.scheduler.schedule().idle_reason == "nothing to do"
+    late = make_engine(**ROOMY, late=True)
+    add(late, 4, 1)
+    late.step()
+    assert late.scheduler.schedule().idle_reason == "every token in flight must arrive first"
+
+
+def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
+    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    add(engine, 60, 90)
+    engine.step()
+    long = add(engine, 120, 4, phrase=2)
+    finished = []
+    for i in range(60):
+        add(engine, 4, 3, phrase=3 + i % 7)
+        finished += [event.request_id for event in engine.step() if event.output]
+    finished += run_all(engine)
+    admitted = [sequence.arrival for step in engine.runner.steps for sequence in step.admitted]
+    overtakers = admitted[: admitted.index(long)][1:]
+    assert len(overtakers) == MAX_OVERTAKES
+    assert len(finished) == 62
+
+
+def test_identical_prompts_of_one_step_share_their_pages():
+    engine = make_engine(**ROOMY)
+    for _ in range(3):
+        add(engine, 17, 4)
+    engine.step()
+    tables = [s.block_table for s in engine.scheduler.decoding]
+    assert tables[0][:4] == tables[1][:4] == tables[2][:4]
+    assert len({table[4] for table in tables}) == 3
+    outputs = run_all(engine)
+    assert len({tuple(o["token_ids"]) for o in outputs.values()}) == 1
+    assert [o["metrics"]["num_cached_tokens"] for o in outputs.values()] == [0, 16, 16]
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "preempted"])
+def test_a_request_is_aborted_at_any_moment_and_only_once(moment):
+    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    other = add(engine, 12, 20)
+    victim = add(engine, 16, 10, phrase=2)
+    sequence = engine.scheduler.unfinished[1]
+    wanted = State.WAITING if moment == "preempted" else State(moment)
+    while sequence.state is not wanted or (moment == "preempted") != (sequence.num_preemptions > 0):
+        engine.step()
+    assert engine.abort(victim)
+    assert not engine.abort(victim)
+    assert not engine.abort(12345)
+    assert list(run_all(engine)) == [other]
+    assert engine.stats()["num_used_pages"] == 0
+    assert engine.stats()["num_aborted"] == 1
+
+
+def test_a_step_that_fails_costs_recomputation_and_no_request():
+    engine = make_engine(**ROOMY, fail_at=frozenset({2, 6}))
+    requests = [make_request(i, prompt_of(9, i + 1), 12) for i in range(3)]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    outputs = {}
+    for _ in range(100):
+        try:
+            outputs |= {e.request_id: e.output["token_ids"] for e in engine.step() if e.output}
+        except RuntimeError:
+            assert engine.stats()["num_running"] == 0
+    assert outputs == {i: answer_alone(request, 4096)[0] for i, request in enumerate(requests)}
+
+
+def test_a_late_engine_runs_no_token_past_a_known_end():
+    engine = make_engine(**ROOMY, late=True)
+    for i in range(3):
+        add(engine, 5, 6, phrase=i + 1)
+    run_all(engine)
+    assert engine.runner.num_tokens_run == 3 * (5 + 5), "lengths are known in advance: no surplus step"
+
+
+def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
+    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    engine.trace = Trace(tmp_path / "trace.jsonl")
+    for i in range(2):
+        add(engine, 12, 20, phrase=i + 1)
+    run_all(engine)
+    records = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert len(records) == engine.counters.num_steps
+    assert sum(record["num_tokens"] for record in records) == engine.runner.num_tokens_run
+    assert [p["id"] for record in records for p in record["preempted"]] == [1]
+    assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
+    assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "pages": 3}
+    timeline.draw(tmp_path / "trace.jsonl", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
