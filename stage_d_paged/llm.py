@@ -9,6 +9,7 @@ length is what the next stage is about.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from os import PathLike
@@ -70,6 +71,8 @@ class LLM(Frontend):
         self.tokenizer = load_tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
+        for note in self.runtime.notes:
+            print(f"[{__package__}] {note}", file=sys.stderr)
         self.vocab_size = self.runtime.config.vocab_size
         self.max_model_len = self.runtime.max_model_len
         self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))

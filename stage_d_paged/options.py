@@ -7,7 +7,6 @@ it runs here after changing its import line.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 
 
@@ -26,6 +25,7 @@ class EngineOptions:
         num_kvcache_blocks: pages in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
         enable_prefix_caching: share the pages of equal prefixes.
         attention_backend: `auto`, `reference`, `triton` or `flash`.
+        fused_mlp: stage C's operator for steps of a few tokens: `auto` (on a GPU, if it was built), `on` or `off`.
     """
 
     max_num_batched_tokens: int = 16384
@@ -38,6 +38,7 @@ class EngineOptions:
     num_kvcache_blocks: int = -1
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    fused_mlp: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -57,17 +58,8 @@ class EngineOptions:
             raise ValueError(f"kvcache_block_size must be None or 1 or more, got {self.kvcache_block_size!r}")
         if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
             raise ValueError(f"num_kvcache_blocks must be -1 (automatic) or 1 or more, got {self.num_kvcache_blocks!r}")
-
-
-def model_len(options: EngineOptions, max_position_embeddings: int) -> int:
-    """The engine's `max_model_len`: what was asked for, but no more than the model has positions for; says so."""
-    if options.max_model_len > max_position_embeddings:
-        print(
-            f"max_model_len={options.max_model_len} is lowered to {max_position_embeddings}, "
-            "the positions that the model has",
-            file=sys.stderr,
-        )
-    return min(options.max_model_len, max_position_embeddings)
+        if self.fused_mlp not in ("auto", "on", "off"):
+            raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -79,6 +71,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kvcache-block-size", type=int, help="tokens in a page (default: what the backend prefers)")
     group.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization)
     group.add_argument("--attention-backend", default="auto", help="auto | reference | triton | flash")
+    group.add_argument("--fused-mlp", default="auto", help="stage C's operator: auto | on | off")
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",

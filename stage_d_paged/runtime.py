@@ -10,10 +10,11 @@ from stage_a_naive.loading import ModelSource
 from stage_d_paged.attention import AttentionBackend, pick_backend
 from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig
+from stage_d_paged.fused_mlp import use_fused_mlp
 from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks, kv_bytes_per_token
 from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.options import EngineOptions, model_len
+from stage_d_paged.options import EngineOptions
 from stage_d_paged.weights import weight_loader
 
 
@@ -28,6 +29,7 @@ class Runtime:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    notes: tuple[str, ...]  # what was chosen and why, a line each
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,11 +54,16 @@ def load_runtime(
     """Pick the attention backend, build the model on the device and fill in its weights."""
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
-    length = model_len(options, config.max_position_embeddings)
-    model = DecoderModel(config, backend, factory(config, dtype, device), length)
+    max_model_len = min(options.max_model_len, config.max_position_embeddings)
+    model = DecoderModel(config, backend, factory(config, dtype, device), max_model_len)
     model.load(weight_loader(source, seed, dtype, device))
+    notes = [f"attention: {backend.name} ({backend.reason})"]
+    if factory is LayerFactory:  # the operator adds the residual, which shards may do only once all of them are summed
+        notes.append(use_fused_mlp(model, options.fused_mlp, device))
+    if max_model_len < options.max_model_len:
+        notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
     block_size = options.kvcache_block_size or backend.preferred_block_size
-    return Runtime(config, backend, model.eval(), length, block_size, dtype, device)
+    return Runtime(config, backend, model.eval(), max_model_len, block_size, dtype, device, tuple(notes))
 
 
 def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:

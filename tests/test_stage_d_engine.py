@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stage_a_naive import LLM as NaiveLLM
-from stage_d_paged import LLM, SamplingParams
+from stage_c_fused_mlp.extension import ExtensionError, plan
+from stage_d_paged import LLM, SamplingParams, fused_mlp
 from stage_d_paged.kv_cache import CPU_POOL_BYTES, cpu_num_blocks, pages_that_fit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -221,6 +222,7 @@ def test_the_memory_report_shows_the_last_batch(llm: LLM):
         ({"gpu_memory_utilization": 1.5}, ValueError, "at most 1, got 1.5"),
         ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks must be"),
         ({"kvcache_block_size": 0}, ValueError, "kvcache_block_size must be"),
+        ({"fused_mlp": "maybe"}, ValueError, "fused_mlp must be 'auto', 'on' or 'off', got 'maybe'"),
         ({"attention_backend": "magic"}, ValueError, "magic"),
         ({"attention_backend": "flash"}, ValueError, "flash"),
     ],
@@ -234,7 +236,28 @@ def test_an_option_that_is_unknown_or_cannot_be_honoured_is_refused(options: dic
 def test_max_model_len_is_lowered_to_the_models_positions_in_one_line(capfd: pytest.CaptureFixture[str]):
     llm = LLM("random:qwen2-tiny", device="cpu", max_model_len=5000)
     assert llm.max_model_len == 4096
-    assert "max_model_len=5000 is lowered to 4096" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "max_model_len=5000 is lowered to 4096" in said
+    assert "attention: reference" in said and "MLP: PyTorch's kernels" in said
+
+
+@pytest.mark.skipif(
+    shutil.which("c++") is None or not plan().library.exists(), reason="stage C's operator is not built"
+)
+@pytest.mark.parametrize("family", ["qwen2-tiny", "llama-tiny"])
+def test_stage_cs_operator_in_the_mlp_changes_no_token(family: str):
+    fused = LLM(f"random:{family}", device="cpu", fused_mlp="on")
+    assert fused.runtime.model.layers[0].most_fused_rows == 16
+    assert ids_of(fused, prompts()) == ids_of(LLM(f"random:{family}", device="cpu"), prompts())
+
+
+def test_a_machine_that_cannot_build_the_operator_says_so_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    def cannot() -> None:
+        raise ExtensionError("no compiler here")
+
+    monkeypatch.setattr(fused_mlp, "load_operators", cannot)
+    with pytest.raises(ExtensionError, match="no compiler here"):
+        LLM("random:qwen2-tiny", device="cpu", fused_mlp="on")
 
 
 def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
