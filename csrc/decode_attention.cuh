@@ -1,0 +1,398 @@
+// Attention of one decode step, without shared memory and without a barrier: the unit of work is a warp.
+//
+// First kernel half: a warp takes (row, KV head, split): up to 8 query heads that share the KV head, against 16 cached
+// tokens at a time (flash attention's running maximum and sum, Dao et al. 2022), and publishes its unnormalised part.
+// Second half: a warp takes (row, head, 8 dimensions) and merges the splits (flash-decoding).
+//
+// Layouts follow the matrix instruction. With g = lane / 4, q = lane % 4: queries and keys are loaded as 16 bytes,
+// columns 32 s + 8 q, of head or token g (the same reordering of columns as in decode_gemv.cuh). Rotary pairs (d, d + D/2)
+// then lie in one lane, and a head's norm is a sum over the 4 lanes of a quad. The probabilities come out of the first
+// product in the layout in which the second wants them.
+#pragma once
+
+#include "decode_gemv.cuh"
+
+namespace six_engines {
+
+struct AttentionItem {
+  int row, kv_head, split, begin, end, chunks, context, first_block;  // chunks [begin, end) of 16 tokens
+  bool exists;
+};
+
+// Per row in shared memory: context length (0 for a padding row), chunks a split, splits.
+__device__ __forceinline__ const int* row_table(const Worker& w) { return w.shared<int>(w.plan->sums_at) + kWarps; }
+
+__device__ __forceinline__ int block_of(const Worker& w, int row, int chunk) {
+  return w.step->block_tables[row * w.step->max_blocks + chunk * kAttentionChunk / w.step->block_size];
+}
+
+// Chunks of cached tokens; this step's own token is the last split's first, and needs a split even if it is alone.
+__device__ __forceinline__ int cached_chunks(int context) {
+  return context == 0 ? 0 : max(1, ceil_div(context - 1, kAttentionChunk));
+}
+
+__device__ __forceinline__ AttentionItem attention_item(const Worker& w, int index) {
+  const int* rows = row_table(w);
+  AttentionItem item{};
+  item.kv_head = index % w.step->kv_heads;
+  item.row = index / w.step->kv_heads % w.step->rows;
+  item.split = index / w.step->kv_heads / w.step->rows;
+  item.context = rows[item.row];
+  item.chunks = cached_chunks(item.context);
+  const int per_split = rows[kMaxDecodeRows + item.row];
+  item.begin = item.split * per_split;
+  item.end = min(item.begin + per_split, item.chunks);
+  item.exists = item.split < kMaxDecodeSplits && item.begin < item.end;
+  if (item.exists) item.first_block = block_of(w, item.row, item.begin);
+  return item;
+}
+
+// Element offset of a chunk's first token within K (add v_offset for V).
+template <int D>
+__device__ __forceinline__ long long chunk_offset(const Worker& w, const AttentionItem& item, int layer, int chunk) {
+  const DecodeStep& s = *w.step;
+  const int block = chunk == item.begin ? item.first_block : block_of(w, item.row, chunk);
+  const long long token = (static_cast<long long>(layer) * s.blocks + block) * s.block_size + chunk * kAttentionChunk % s.block_size;
+  return (token * s.kv_heads + item.kv_head) * D;
+}
+
+template <int D>
+__device__ __forceinline__ long long v_offset(const DecodeStep& s) {
+  return static_cast<long long>(s.layers) * s.blocks * s.block_size * s.kv_heads * D;
+}
+
+// A later layer's keys and values do not depend on this step: fetch them to L2 while there is time.
+template <typename T, int D>
+__device__ __forceinline__ void prefetch_item(const Worker& w, const AttentionItem& item, int layer) {
+  if (!item.exists || layer >= w.step->layers) return;
+  const T* cache = static_cast<const T*>(w.step->kv_cache) + (w.lane >= 16 ? v_offset<D>(*w.step) : 0);
+  for (int chunk = item.begin; chunk < item.end; ++chunk) {
+    const T* token = cache + chunk_offset<D>(w, item, layer, chunk) + (w.lane & 15) * w.step->kv_heads * D;
+    if (chunk * kAttentionChunk + (w.lane & 15) < item.context - 1) {
+      prefetch_l2(token);
+      if (D > 64) prefetch_l2(token + 64);
+    }
+  }
+}
+
+// Waits for a head's projected values (16-bit pairs, in the words from `words` on), applies the optional norm over the
+// head and the rotary embedding, and returns the lane's part: columns 32 s + 8 q .. + 7 for each s.
+template <typename T, int D>
+__device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const void* norm, int row, bool active,
+                       uint4 (&out)[D / 32]) {
+  constexpr int kSteps = D / 32;
+  const int q = w.lane & 3;
+  uint4 weight[kSteps] = {};
+  if (norm != nullptr) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) weight[s] = __ldg(static_cast<const uint4*>(norm) + s * 4 + q);
+  }
+  Word raw[kSteps][2][2] = {};
+  Patience patience;
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!active) continue;
+        peek2(words + s * 16 + q * 4 + half * 2, raw[s][half]);
+        ready = ready && has_tag(raw[s][half][0], w.tag) && has_tag(raw[s][half][1], w.tag);
+      }
+    }
+    if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
+    if (__any_sync(kAllLanes, patience.exhausted(w))) break;
+  }
+  float v[kSteps][8];
+  float squares = 0.0f;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const float2 pair = unpack_pair<T>(payload(raw[s][e / 4][e / 2 % 2]));
+      v[s][e] = pair.x;
+      v[s][e + 1] = pair.y;
+      squares += pair.x * pair.x + pair.y * pair.y;
+    }
+  }
+  if (norm != nullptr) {
+    squares += __shfl_xor_sync(kAllLanes, squares, 1);
+    squares += __shfl_xor_sync(kAllLanes, squares, 2);
+    const float scale = rsqrtf(squares / D + w.step->eps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const uint32_t pairs[4] = {weight[s].x, weight[s].y, weight[s].z, weight[s].w};
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        const float2 pair = unpack_pair<T>(pairs[e / 2]);
+        v[s][e] *= scale * pair.x;
+        v[s][e + 1] *= scale * pair.y;
+      }
+    }
+  }
+  const float* cosine = w.shared<float>(w.plan->rope_at) + row * D;
+#pragma unroll
+  for (int s = 0; s < kSteps / 2; ++s) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const float cos = cosine[s * 32 + q * 8 + e], sin = cosine[D / 2 + s * 32 + q * 8 + e];
+      const float low = v[s][e], high = v[s + kSteps / 2][e];
+      v[s][e] = low * cos - high * sin;
+      v[s + kSteps / 2][e] = high * cos + low * sin;
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+    out[s] = make_uint4(pack_pair<T>(v[s][0], v[s][1]), pack_pair<T>(v[s][2], v[s][3]),
+              pack_pair<T>(v[s][4], v[s][5]), pack_pair<T>(v[s][6], v[s][7]));
+}
+
+// The new token's V in the layout of the accumulators: dimensions 64 set + 16 q .. + 15, as pairs.
+template <int D>
+__device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32_t (&out)[D / 64][8]) {
+  const int q = w.lane & 3;
+  Word raw[D / 64][4][2];
+  Patience patience;
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (int set = 0; set < D / 64; ++set) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        peek2(words + set * 32 + q * 8 + i * 2, raw[set][i]);
+        ready = ready && has_tag(raw[set][i][0], w.tag) && has_tag(raw[set][i][1], w.tag);
+      }
+    }
+    if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
+    if (__any_sync(kAllLanes, patience.exhausted(w))) break;
+  }
+#pragma unroll
+  for (int set = 0; set < D / 64; ++set) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[set][i] = payload(raw[set][i / 2][i % 2]);
+  }
+}
+
+// This step's own token, straight from the projection: it starts the running maximum and sum, and goes into the cache.
+template <typename T, int D>
+__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer, const void* k_norm,
+                       const Word* projected, const uint4 (&query)[D / 32], float scale,
+                       float& largest, float& sum, float (&acc)[D / 64][8][2]) {
+  const DecodeStep& s = *w.step;
+  const int g = w.lane >> 2, q = w.lane & 3;
+  const long long token = static_cast<long long>(layer) * s.blocks * s.block_size + s.slot_mapping[item.row];
+  T* keys = static_cast<T*>(s.kv_cache) + (token * s.kv_heads + item.kv_head) * D;
+  uint4 key[D / 32];
+  rotated_head<T, D>(w, projected + (s.heads + item.kv_head) * (D / 2), k_norm, item.row, true, key);
+  float score = 0.0f;
+#pragma unroll
+  for (int step = 0; step < D / 32; ++step) {
+    const uint32_t a[4] = {query[step].x, query[step].y, query[step].z, query[step].w};
+    const uint32_t b[4] = {key[step].x, key[step].y, key[step].z, key[step].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_pair<T>(a[i]), y = unpack_pair<T>(b[i]);
+      score += x.x * y.x + x.y * y.y;
+    }
+    if (g == 0) *reinterpret_cast<uint4*>(keys + step * 32 + q * 8) = key[step];
+  }
+  score += __shfl_xor_sync(kAllLanes, score, 1);
+  score += __shfl_xor_sync(kAllLanes, score, 2);
+  largest = score * scale;
+  sum = q == 0 ? 1.0f : 0.0f;  // summed over the quad at the end
+  uint32_t value[D / 64][8];
+  fresh_value<D>(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2), value);
+#pragma unroll
+  for (int set = 0; set < D / 64; ++set) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 pair = unpack_pair<T>(value[set][i]);
+      acc[set][i % 4 * 2][i / 4] = pair.x;
+      acc[set][i % 4 * 2 + 1][i / 4] = pair.y;
+    }
+    auto* cell = reinterpret_cast<uint4*>(keys + v_offset<D>(s) + set * 64 + q * 16);
+    if (g == 0) {
+      cell[0] = make_uint4(value[set][0], value[set][1], value[set][2], value[set][3]);
+      cell[1] = make_uint4(value[set][4], value[set][5], value[set][6], value[set][7]);
+    }
+  }
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int layer, const LayerWeights& weights) {
+  constexpr int kSteps = D / 32, kSets = D / 64;
+  const DecodeStep& s = *w.step;
+  const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
+  const long long token_stride = static_cast<long long>(s.kv_heads) * D;
+  T* keys = static_cast<T*>(s.kv_cache);
+  T* values = keys + v_offset<D>(s);
+  const int qkv_words = (s.heads + 2 * s.kv_heads) * D / 2;
+  const Word* projected = vector_copy(w, w.plan->qkv_words, qkv_words, w.parity, 0, item.row);
+
+  uint4 k[2][kSteps], v[kSets][4], query[kSteps];
+  const auto load_keys = [&](int chunk) {
+    const T* base = keys + chunk_offset<D>(w, item, layer, chunk);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool cached = chunk * kAttentionChunk + i * 8 + g < item.context - 1;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        k[i][step] = make_uint4(0, 0, 0, 0);
+        if (cached) k[i][step] = *reinterpret_cast<const uint4*>(base + (i * 8 + g) * token_stride + step * 32 + q * 8);
+      }
+    }
+  };
+  load_keys(item.begin);
+  rotated_head<T, D>(w, projected + (item.kv_head * group + g) * (D / 2), weights.q_norm, item.row, g < group, query);
+
+  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
+  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
+  if (item.end == item.chunks)
+    attend_fresh<T, D>(w, item, layer, weights.k_norm, projected, query, scale, largest, sum, acc);
+  for (int chunk = item.begin; chunk < item.end; ++chunk) {
+    if (chunk > item.begin) load_keys(chunk);
+    const long long base = chunk_offset<D>(w, item, layer, chunk);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 2 * q + (i & 1) + (i & 2) * 4;
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        v[set][i] = make_uint4(0, 0, 0, 0);
+        if (chunk * kAttentionChunk + token < item.context - 1)
+          v[set][i] = *reinterpret_cast<const uint4*>(values + base + token * token_stride + set * 64 + g * 8);
+      }
+    }
+    float p[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        mma<T>(p[i], query[step].x, 0u, query[step].y, 0u, k[i][step].x, k[i][step].y);
+        mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, k[i][step].z, k[i][step].w);
+      }
+    }
+    float top = largest;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& score = p[i / 2][i % 2];
+      const int token = chunk * kAttentionChunk + i / 2 * 8 + 2 * q + i % 2;
+      score = token < item.context - 1 ? score * scale : -INFINITY;
+      top = fmaxf(top, score);
+    }
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+    const float shrink = exp2f(largest - top);
+    largest = top;
+    sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& score = p[i / 2][i % 2];
+      score = exp2f(score - top);
+      sum += score;
+    }
+    const uint32_t p_low = pack_pair<T>(p[0][0], p[0][1]), p_high = pack_pair<T>(p[1][0], p[1][1]);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {  // column n of tile j is dimension 8 n + j of the set
+        const auto pick = [&](const uint4& x) { return j / 2 == 0 ? x.x : j / 2 == 1 ? x.y : j / 2 == 2 ? x.z : x.w; };
+        constexpr uint32_t kEven = 0x5410, kOdd = 0x7632;
+        const uint32_t b0 = __byte_perm(pick(v[set][0]), pick(v[set][1]), j % 2 ? kOdd : kEven);
+        const uint32_t b1 = __byte_perm(pick(v[set][2]), pick(v[set][3]), j % 2 ? kOdd : kEven);
+        float c[4] = {acc[set][j][0] * shrink, acc[set][j][1] * shrink, 0.0f, 0.0f};
+        mma<T>(c, p_low, 0u, p_high, 0u, b0, b1);
+        acc[set][j][0] = c[0];
+        acc[set][j][1] = c[1];
+      }
+    }
+  }
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  sum += __shfl_xor_sync(kAllLanes, sum, 2);
+  if (g >= group) return;
+  Word* part = w.words + w.plan->split_words +
+         (static_cast<long long>(item.row * s.heads + item.kv_head * group + g) * kMaxDecodeSplits + item.split) * (D + 2);
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2)
+        publish2(part + set * 64 + (2 * q + n) * 8 + j, tagged(__float_as_uint(acc[set][j][n]), w.tag),
+             tagged(__float_as_uint(acc[set][j + 1][n]), w.tag));
+    }
+  }
+  if (q == 0) publish2(part + D, tagged(__float_as_uint(largest), w.tag), tagged(__float_as_uint(sum), w.tag));
+}
+
+// Merges the splits of 8 dimensions of one head: 8 lanes groups take every eighth split, 4 lanes two dimensions each.
+template <typename T, int D>
+__device__ __forceinline__ void merge_splits(Worker& w, int unit) {
+  const DecodeStep& s = *w.step;
+  const int slice = unit % (D / 8), head = unit / (D / 8) % s.heads, row = unit / (D / 8) / s.heads;
+  const int g = w.lane >> 2, q = w.lane & 3, splits = row_table(w)[2 * kMaxDecodeRows + row];
+  const Word* parts = w.words + w.plan->split_words + static_cast<long long>(row * s.heads + head) * kMaxDecodeSplits * (D + 2);
+  float largest = -INFINITY, sum = 0.0f, x = 0.0f, y = 0.0f;
+  const auto merge = [&](float other_largest, float other_sum, float other_x, float other_y) {
+    const float top = fmaxf(largest, other_largest);
+    const float mine = largest == -INFINITY ? 0.0f : exp2f(largest - top);
+    const float theirs = other_largest == -INFINITY ? 0.0f : exp2f(other_largest - top);
+    largest = top;
+    sum = sum * mine + other_sum * theirs;
+    x = x * mine + other_x * theirs;
+    y = y * mine + other_y * theirs;
+  };
+  for (int from = 0; from < splits; from += 32) {
+    Word value[4][2] = {}, state[4][2] = {};
+    Patience patience;
+    for (;;) {
+      bool ready = true;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int split = from + i * 8 + g;
+        if (split >= splits) continue;
+        peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
+        peek2(parts + split * (D + 2) + D, state[i]);
+        ready = ready && has_tag(value[i][0], w.tag) && has_tag(value[i][1], w.tag) && has_tag(state[i][0], w.tag) &&
+            has_tag(state[i][1], w.tag);
+      }
+      if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
+      if (__any_sync(kAllLanes, patience.exhausted(w))) break;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (from + i * 8 + g < splits)
+        merge(__uint_as_float(payload(state[i][0])), __uint_as_float(payload(state[i][1])),
+            __uint_as_float(payload(value[i][0])), __uint_as_float(payload(value[i][1])));
+  }
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) {
+    const float a = __shfl_xor_sync(kAllLanes, largest, offset), b = __shfl_xor_sync(kAllLanes, sum, offset);
+    const float c = __shfl_xor_sync(kAllLanes, x, offset), d = __shfl_xor_sync(kAllLanes, y, offset);
+    merge(a, b, c, d);
+  }
+  const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;  // a padding row has no split: it gets zeros
+  if (g < w.plan->replicas)
+    publish(vector_copy(w, w.plan->attention_words, s.heads * D / 2, w.parity, g, row) + head * (D / 2) + slice * 4 + q,
+        tagged(pack_pair<T>(x * inverse, y * inverse), w.tag));
+}
+
+// Both halves, for the units that fall to this warp. Splits are dealt from warp 0 up, merges from the last warp down.
+// Returns whether some wait was given up. Not inlined, and the worker by value: its registers are needed only here.
+template <typename T, int D>
+__device__ __noinline__ bool attention_phase(Worker w, int layer, const LayerWeights& weights) {
+  const int grid = gridDim.x, items = row_table(w)[3 * kMaxDecodeRows];
+  const AttentionItem first = w.shared<AttentionItem>(w.plan->items_at)[w.warp];
+  if (first.exists) {
+    attend<T, D>(w, first, layer, weights);
+    prefetch_item<T, D>(w, first, layer + 1);
+  }
+  for (int index = blockIdx.x + grid * (w.warp + kWarps); index < items; index += grid * kWarps) {
+    const AttentionItem item = attention_item(w, index);
+    if (item.exists) attend<T, D>(w, item, layer, weights);
+  }
+  const int merges = w.step->rows * w.step->heads * (D / 8);
+  for (int unit = blockIdx.x + grid * (kWarps - 1 - w.warp); unit < merges; unit += grid * kWarps) merge_splits<T, D>(w, unit);
+  return w.gave_up;
+}
+
+}  // namespace six_engines

@@ -1,0 +1,130 @@
+// How one decode step is divided: rows of every matrix over multiprocessors, rows and columns over slots of the ring,
+// bytes of shared memory and of the workspace. Computed on the host, read by every block.
+//
+// A matrix is divided by output rows, evenly, so each block owns a contiguous slice of it in every layer and the bytes
+// that stream into one multiprocessor are the same as into any other, to within a row. A slice is cut into tiles of at
+// most 16 rows (the m of the matrix instruction), a tile into chunks of columns where its rows are too long for a slot.
+#pragma once
+
+#include <algorithm>
+
+#include "decode_primitives.cuh"
+
+namespace six_engines {
+
+#ifndef DECODE_WARPS
+#define DECODE_WARPS 8
+#endif
+constexpr int kWarps = DECODE_WARPS;          // warps that compute; one more streams
+constexpr int kWorkers = kWarps * 32;
+constexpr int kThreads = kWorkers + 32;
+constexpr int kStepColumns = 32;              // columns a warp takes in one step: two matrix instructions
+constexpr int kAttentionChunk = 16;           // tokens a warp attends to at once
+constexpr int kUnitsOneRow = 2048 / kWorkers; // pairs of hidden values a lane can hold: hidden up to 4096 for one row,
+constexpr int kUnits = 256 / kWarps;          // 4096 for up to 4 rows and 2048 for 8
+
+struct MatrixPlan {
+  int rows;         // output rows of the matrix (gate_up: output columns of the MLP, each a gate row and an up row)
+  int granule;      // rows are dealt out in multiples of this (2 where two outputs travel in one word)
+  int steps;        // input columns / 32
+  int chunk_steps, chunks;
+  int tile_rows;
+  int stride;       // bytes between rows in a slot: an odd multiple of 64, so that 8 lanes never share a bank
+};
+
+struct DecodePlan {
+  MatrixPlan qkv, o, gate_up, down, lm_head;
+  int grid, slots, slot_bytes;
+  int padded_rows, row_bits, partial_tiles, replicas, max_splits;
+  int items_at, act_at, partial_at, own_at, bias_at, rope_at, sums_at, best_at, table_at, barriers_at, smem_bytes;
+  long long o_words, down_words, attention_words, act_words, qkv_words, split_words, candidates, total_words;
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int slot_stride(int steps) { return steps * 64 + (steps % 2 == 0 ? 64 : 0); }
+
+// The slice of a matrix that a block owns.
+__device__ __forceinline__ void own_slice(const MatrixPlan& m, int& first, int& count) {
+  const long long units = m.rows / m.granule;
+  first = static_cast<int>(units * blockIdx.x / gridDim.x) * m.granule;
+  count = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x) * m.granule - first;
+}
+
+inline int most_rows(const MatrixPlan& m, int grid) { return ceil_div(m.rows / m.granule, grid) * m.granule; }
+
+inline MatrixPlan plan_matrix(int rows, int granule, int columns, int grid, int slot_target) {
+  MatrixPlan m{};
+  m.rows = rows;
+  m.granule = granule;
+  m.steps = columns / kStepColumns;
+  const int most = most_rows(m, grid);
+  int tile = std::min(16, slot_target / slot_stride(m.steps)) / granule * granule;
+  const bool whole = tile >= std::min(most, 8);  // whole rows fit: the longest possible copies
+  tile = std::min(whole ? tile : 16, most);
+  m.tile_rows = ceil_div(ceil_div(most, ceil_div(most, tile)), granule) * granule;
+  const int fits = whole ? m.steps : std::max(1, (slot_target / m.tile_rows - 64) / 64);
+  m.chunks = ceil_div(m.steps, std::min(fits, m.steps));
+  m.chunk_steps = ceil_div(m.steps, m.chunks);
+  m.stride = slot_stride(m.chunk_steps);
+  return m;
+}
+
+// Words are laid out for kMaxDecodeRows whatever the launch's rows, so that every row count can share one workspace.
+inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
+  const long long copies = 2LL * kMaxDecodeReplicas * kMaxDecodeRows;  // 2: even and odd layers
+  long long at = 64;                                                   // the control words
+  const auto take = [&at](long long words) { const long long here = at; at += (words + 15) / 16 * 16; return here; };
+  plan.candidates = take(1024LL * kMaxDecodeRows);
+  plan.o_words = take(copies * s.hidden);
+  plan.down_words = take(copies * s.hidden);
+  plan.attention_words = take(copies * s.heads * s.head_dim / 2);
+  plan.act_words = take(copies * s.intermediate / 2);
+  plan.qkv_words = take(copies * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);
+  plan.split_words = take(1LL * kMaxDecodeRows * s.heads * kMaxDecodeSplits * (s.head_dim + 2));
+  plan.total_words = at;
+}
+
+// Returns null or what does not fit.
+inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_limit, DecodePlan& plan) {
+  plan = DecodePlan{};
+  plan.grid = std::min(multiprocessors, s.intermediate / 2);  // every block owns part of the MLP: see consume()
+  const int attention = s.heads * s.head_dim;
+  plan.qkv = plan_matrix(attention + 2 * s.kv_heads * s.head_dim, 2, s.hidden, plan.grid, s.slot_bytes);
+  plan.o = plan_matrix(s.hidden, 1, attention, plan.grid, s.slot_bytes);
+  plan.gate_up = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, s.slot_bytes);
+  plan.down = plan_matrix(s.hidden, 1, s.intermediate, plan.grid, s.slot_bytes);
+  plan.lm_head = plan_matrix(s.vocab, 1, s.hidden, plan.grid, s.slot_bytes);
+  for (const MatrixPlan* m : {&plan.qkv, &plan.o, &plan.gate_up, &plan.down, &plan.lm_head})
+    plan.slot_bytes = std::max(plan.slot_bytes, (m->tile_rows * m->stride + 127) / 128 * 128);
+  plan.padded_rows = s.rows == 1 ? 1 : s.rows == 2 ? 2 : s.rows <= 4 ? 4 : 8;
+  while (1 << plan.row_bits < plan.padded_rows) ++plan.row_bits;
+  plan.partial_tiles = plan.padded_rows == 1 ? 8 : 16 / plan.padded_rows;
+  plan.replicas = s.replicas;
+  plan.max_splits = s.max_splits;
+  plan_workspace(s, plan);
+
+  int at = 0;
+  const auto take = [&at](int bytes) { const int here = at; at += (bytes + 127) / 128 * 128; return here; };
+  const int longest = std::max({s.hidden, attention, s.intermediate});
+  plan.act_at = take(s.rows * slot_stride(longest / kStepColumns));
+  plan.partial_at = take(plan.partial_tiles * plan.padded_rows * kWarps * 16 * 4);
+  plan.own_at = take(most_rows(plan.o, plan.grid) * kMaxDecodeRows * 4);
+  plan.bias_at = take(most_rows(plan.qkv, plan.grid) * 4);
+  plan.rope_at = take(s.rows * s.head_dim * 4);
+  plan.sums_at = take(kWarps * 4 + (3 * kMaxDecodeRows + 1) * 4);
+  plan.items_at = take(kWarps * 40);
+  plan.best_at = take(kWarps * 8 + 16);
+  plan.table_at = take(s.layers * static_cast<int>(sizeof(LayerWeights)));
+  plan.barriers_at = take(64 * 16);
+  plan.slots = std::min(64, (smem_limit - at) / plan.slot_bytes);
+  if (plan.slots < 3) return "shared memory holds fewer than 3 slots of weights: use fewer rows";
+  const int ring = plan.slots * plan.slot_bytes;  // the ring comes first; everything else moves behind it
+  for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at, &plan.items_at,
+            &plan.best_at, &plan.table_at, &plan.barriers_at})
+    *offset += ring;
+  plan.smem_bytes = ring + at;
+  if (most_rows(plan.qkv, plan.grid) > kWorkers) return "more rows of the QKV projection a block than threads";
+  return nullptr;
+}
+
+}  // namespace six_engines

@@ -1,0 +1,139 @@
+// The hardware's words that the decode kernel is written in: 16-bit pairs, the matrix instruction, the mbarrier with
+// its bulk copy, and the tagged word through which multiprocessors hand each other activations.
+#pragma once
+
+#include <cstdint>
+
+#include "decode_step.h"
+#include "kernel_common.cuh"
+
+namespace six_engines {
+
+// ---- 16-bit pairs and matrix instructions --------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], float32 accumulators. With g = lane / 4 and q = lane % 4 a lane holds
+// a: (row g, k 2q..), (row g + 8, k 2q..), (row g, k 2q + 8..), (row g + 8, k 2q + 8..);  b: (k 2q.., col g), (k 2q + 8.., col g);
+// c: (row g, cols 2q, 2q + 1), (row g + 8, the same columns).
+template <typename T>
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                  uint32_t b1);
+template <>
+__device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                           uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<__half>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                      uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- shared memory -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// ---- mbarrier and bulk copy ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile(
+    "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+    : "=r"(passed)
+    : "r"(barrier), "r"(parity)
+    : "memory");
+  return passed != 0;
+}
+
+// Weights are read once a step, so they should be the first to leave L2 (the exchanged words and the KV stay).
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier,
+                      uint64_t policy) {
+  asm volatile(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+      shared),
+    "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+    : "memory");
+}
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// ---- tagged words: the value and the proof that it is this layer's, in one 8-byte store ------------------------------
+// (The idea of NCCL's LL protocol.) A barrier would cost a fence, an atomic, a poll, and then the read of the data;
+// a tagged word costs the store and the poll, which is already the read. No fence is needed, because nothing else is
+// published by it, and 8-byte stores are never torn.
+
+using Word = unsigned long long;
+
+__device__ __forceinline__ Word tagged(uint32_t payload, uint32_t tag) {
+  return static_cast<Word>(tag) << 32 | payload;
+}
+__device__ __forceinline__ bool has_tag(Word word, uint32_t tag) { return static_cast<uint32_t>(word >> 32) == tag; }
+__device__ __forceinline__ uint32_t payload(Word word) { return static_cast<uint32_t>(word); }
+
+__device__ __forceinline__ void publish(Word* address, Word word) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
+}
+__device__ __forceinline__ void publish2(Word* address, Word first, Word second) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(address), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void peek2(const Word* address, Word (&words)[2]) {
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(address) : "memory");
+}
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+}  // namespace six_engines

@@ -1,0 +1,52 @@
+// The host side of the decode kernel: what is supported, which instantiation, the launch.
+#include <cuda_runtime.h>
+
+#include "decode_plan.cuh"
+#include "decode_step_instances.h"
+
+namespace six_engines {
+
+namespace {
+
+const char* unsupported(const DecodeStep& s) {
+  if (s.rows < 1 || s.rows > kMaxDecodeRows) return "rows must be 1 to 8";
+  if (s.head_dim != 64 && s.head_dim != 128) return "head_dim must be 64 or 128";
+  if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8) return "heads must be a multiple of kv_heads, at most 8 to one";
+  if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0) return "hidden and intermediate must be multiples of 32";
+  if (s.hidden > (s.rows <= 4 ? 4096 : 2048)) return "hidden is too large for this many rows";
+  if (s.block_size % kAttentionChunk != 0) return "block_size must be a multiple of 16";
+  if (s.max_splits < 1 || s.max_splits > kMaxDecodeSplits) return "max_splits must be 1 to 64";
+  if (s.replicas < 1 || s.replicas > kMaxDecodeReplicas) return "replicas must be 1 to 8";
+  return nullptr;
+}
+
+}  // namespace
+
+std::int64_t decode_workspace_bytes(const DecodeStep& step) {
+  DecodePlan plan{};
+  plan_workspace(step, plan);
+  return plan.total_words * static_cast<std::int64_t>(sizeof(Word));
+}
+
+const char* launch_decode_step(const DecodeStep& step, void* stream) {
+  if (const char* problem = unsupported(step)) return problem;
+  int device = 0, multiprocessors = 0, smem_limit = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  DecodePlan plan;
+  if (const char* problem = plan_step(step, multiprocessors, smem_limit, plan)) return problem;
+  const void* kernel = step.half ? decode_kernel_f16(step.head_dim, step.rows == 1)
+                                 : decode_kernel_bf16(step.head_dim, step.rows == 1);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  DecodeStep arguments = step;
+  void* parameters[] = {&arguments, &plan};
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  error = step.flags & kPlainLaunch
+        ? cudaLaunchKernel(kernel, plan.grid, kThreads, parameters, plan.smem_bytes, cuda_stream)
+        : cudaLaunchCooperativeKernel(kernel, plan.grid, kThreads, parameters, plan.smem_bytes, cuda_stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace six_engines

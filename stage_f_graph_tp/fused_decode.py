@@ -1,0 +1,172 @@
+"""A whole decode step as one kernel launch: the Python side of `csrc/decode_step_kernel.cuh`.
+
+At small batch a step is the weights, read once, and almost no arithmetic. Layer by layer that read stops and starts
+some ten times; the kernel keeps it going from the embedding to the LM head. Here its arguments are gathered from
+a stage D model: the addresses of the weights in one table, rotary tables in float32, outputs, and the workspace through
+which the multiprocessors hand each other activations.
+
+Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stage_c_fused_mlp.extension import Extension, load_extension
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.model import DecoderLayer, DecoderModel
+
+MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel divides its work; the defaults are what `benchmarks.decode_kernel` found fastest.
+
+    Attributes:
+        max_splits: pieces one attention may be cut into, 1 to 64.
+        replicas: copies of every exchanged vector, 1 to 8: 132 readers of one copy queue at the same lines of L2.
+        backoff_ns: pause between two looks at a word that is not there yet.
+        slot_bytes: size of a slot of the weight ring, about.
+        flags: what a measurement leaves out (`kSkip…` in csrc/decode_step.h); 0 for right results.
+        timeout_ms: a wait longer than this ends in an error instead of a hang.
+    """
+
+    max_splits: int = 64
+    replicas: int = 4
+    backoff_ns: int = 0
+    slot_bytes: int = 18560
+    flags: int = 0
+    timeout_ms: int = 2000
+
+
+@functools.cache
+def load_operator() -> Extension:
+    """Load `torch.ops.six_engines.decode_step`.
+
+    Raises:
+        ExtensionError: it cannot be built here.
+    """
+    extension = load_extension("decode_step")
+
+    @torch.library.register_fake("six_engines::decode_step")
+    def _(*args: object) -> None:
+        return None
+
+    return extension
+
+
+def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, rows: int) -> str:
+    """The reason why the kernel cannot run a step of `rows` requests, or "" if it can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the dtype is {dtype}; the kernel has float16 and bfloat16"
+    if config.head_dim not in (64, 128):
+        return f"head_dim is {config.head_dim}; the kernel has 64 and 128"
+    if config.num_heads > 8 * config.num_kv_heads:
+        return f"{config.num_heads} heads share {config.num_kv_heads} KV heads; the kernel has up to 8 to one"
+    if config.hidden_size % 32 or config.intermediate_size % 32:
+        return f"hidden size {config.hidden_size} and MLP size {config.intermediate_size} must be multiples of 32"
+    if block_size % 16:
+        return f"the page size is {block_size}; the kernel needs a multiple of 16"
+    if rows > MAX_ROWS:
+        return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
+    limit = 4096 if rows <= 4 else 2048
+    if config.hidden_size > limit:
+        return f"the hidden size is {config.hidden_size}; for {rows} requests the kernel takes up to {limit}"
+    return ""
+
+
+class FusedDecode:
+    """One decode step of a stage D model in one launch, for 1 to 8 requests.
+
+    Holds references to the model's weights (their addresses are in a table on the device), not copies: a weight that is
+    replaced, not overwritten, needs a new `FusedDecode`.
+
+    Args:
+        model: on a CUDA device, loaded, not sharded.
+        tuning: how the kernel divides its work.
+
+    Raises:
+        ExtensionError: the kernel cannot be built here.
+    """
+
+    def __init__(self, model: DecoderModel, tuning: Tuning = Tuning()) -> None:  # noqa: B008 (frozen)
+        load_operator().require_cuda()
+        self.config = model.config
+        self.model = model
+        self.tuning = tuning
+        config, weight = model.config, model.embed_tokens.weight
+        table = [_pointers(layer, config.num_heads) for layer in model.layers]
+        self.layer_table = torch.tensor(table, dtype=torch.int64, device=weight.device)  # [layers, 9]
+        # The model's tables hold both halves, sin with its sign; the kernel takes [positions, head_dim / 2] of each.
+        self.cos = model.rotary.cos[:, 0].float().contiguous()
+        self.sin = model.rotary.sin[:, 1].float().contiguous()
+        size = torch.ops.six_engines.decode_workspace_bytes(
+            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+        )
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+
+    def outputs(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Buffers for `step`: logits `[rows, vocab]` float32 and greedy ids `[rows]` int64."""
+        device = self.workspace.device
+        logits = torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=device)
+        return logits, torch.empty(rows, dtype=torch.int64, device=device)
+
+    def step(
+        self,
+        token_ids: Tensor,  # int64 [rows]
+        positions: Tensor,  # int64 [rows]
+        slot_mapping: Tensor,  # int64 [rows]; -1: a padding row, for which no KV is read or written
+        block_tables: Tensor,  # int32 [rows, max_blocks]
+        context_lens: Tensor,  # int32 [rows], this step's token included
+        kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
+        logits: Tensor,  # float32 [rows, vocab], written
+        greedy: Tensor,  # int64 [rows], written: argmax of the logits, the lowest id among equals
+        trace: Tensor | None = None,  # int64 [multiprocessors, 9 * layers + 3]: clocks at the ends of the phases
+    ) -> None:
+        """Enqueue one step on the current stream; can be captured in a CUDA graph.
+
+        Steps of one `FusedDecode` must not run at the same time on two streams: they share the workspace.
+
+        Raises:
+            ValueError, TypeError: a shape or dtype that does not fit, or a shape that the kernel does not have.
+        """
+        model, tuning = self.model, self.tuning
+        torch.ops.six_engines.decode_step(
+            self.layer_table, model.embed_tokens.weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin,
+            kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, greedy, self.workspace,
+            trace, self.config.num_heads, self.config.intermediate_size, self.config.rms_norm_eps, tuning.max_splits,
+            tuning.replicas, tuning.backoff_ns, tuning.slot_bytes, tuning.flags, tuning.timeout_ms,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Wait for the device, and raise a `RuntimeError` if some step gave up a wait since the last `reset`."""
+        place = int(self.workspace[8:12].view(torch.int32).item())
+        if place:
+            layer, phase = divmod(place - 1, 16)
+            raise RuntimeError(
+                f"the decode kernel waited longer than {self.tuning.timeout_ms} ms in layer {layer}, phase {phase}; "
+                "its results since then are wrong. Call reset(), and see that nothing else occupies the device's "
+                "multiprocessors for that long"
+            )
+
+    def reset(self) -> None:
+        """Make the workspace as new: after an error, or after a launch that was killed half-way."""
+        self.workspace.zero_()
+
+
+def _pointers(layer: DecoderLayer, num_heads: int) -> list[int]:
+    """Addresses of a layer's weights, in the order of `LayerWeights` in csrc/decode_step.h; 0 where there is none."""
+    attention, mlp = layer.self_attn, layer.mlp
+    norms: list[Tensor | None] = [None, None]
+    if attention.qk_norm is not None:
+        norms = [attention.qk_norm.weight[0], attention.qk_norm.weight[num_heads]]  # every head's row is the same
+    tensors = [
+        layer.input_layernorm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, *norms,
+        attention.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight,
+    ]  # fmt: skip
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
