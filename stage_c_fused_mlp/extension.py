@@ -35,6 +35,7 @@ STILL_WORKS = "Stages A, B, D and E need no extension."
 # Extension -> its sources in csrc/; those that end in .cu are compiled where there is nvcc and a GPU.
 SOURCES: dict[str, tuple[str, ...]] = {
     "fused_mlp": ("fused_mlp.cpp", "fused_mlp_cpu.cpp", "fused_mlp_kernel.cu", "fused_mlp_persistent.cu"),
+    "decode_step": ("decode_step.cpp", "decode_step_kernel.cu", "decode_step_bf16.cu", "decode_step_f16.cu"),
 }
 
 
