@@ -85,6 +85,7 @@ class LLM(NaiveLLM):
         self.decode_step = DecodeStep(self.model)
         self._step: Step = compiled(self.decode_step, self.device) if compile else self.decode_step
         self._work: dict[int, tuple[StaticKVCache | None, TokenLog]] = {}  # by cache length
+        self._warm_steps: set[int] = set()  # cache lengths whose decode step has run
 
     def _model_options(self) -> dict[str, object]:
         return {"attn_implementation": ATTENTION_NAME if self.sdpa else "eager"}
@@ -111,34 +112,38 @@ class LLM(NaiveLLM):
 
     # Before the clock ------------------------------------------------------------------------------------------------
 
+    def _most_tokens(self, request: Request) -> int:
+        """How many tokens a request can generate at most."""
+        return min(request.params.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+
     def _length(self, request: Request) -> int:
-        """The cache length that a request needs at most."""
-        prompt = len(request.prompt_token_ids)
-        return cache_length(min(prompt + request.params.max_tokens, self.max_model_len))
+        """The cache length for a request."""
+        return cache_length(len(request.prompt_token_ids) + self._most_tokens(request))
 
     def _prepare(self, request: Request) -> None:
         """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
-        length = self._length(request)
-        if length in self._work:
-            return
         start = time.perf_counter()
-        cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
-        work = cache, TokenLog(length, self.device, self.buffers, self.pinned)
-        if self.warmup:
-            self._warm_up(*work, min(len(request.prompt_token_ids), length - WARMUP_STEPS))
-        self._work[length] = work
+        length, prompt_len = self._length(request), len(request.prompt_token_ids)
+        if length not in self._work:
+            cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
+            self._work[length] = cache, TokenLog(length, self.device, self.buffers, self.pinned)
+            if self.warmup:
+                self._warm_up(length, prompt_len, steps=0)
+        if self.warmup and length not in self._warm_steps and self._most_tokens(request) > 1:
+            self._warm_up(length, min(prompt_len, length - WARMUP_STEPS), steps=WARMUP_STEPS)
+            self._warm_steps.add(length)
         self.build_time += synchronized_time(self.device) - start
 
-    def _warm_up(self, static_cache: StaticKVCache | None, log: TokenLog, prompt_len: int) -> None:
-        """A request of this prompt length, thrown away: kernels are loaded, workspaces allocated, programs compiled."""
+    def _warm_up(self, length: int, prompt_len: int, steps: int) -> None:
+        """A request that is thrown away: kernels are loaded, workspaces allocated, programs compiled."""
+        static_cache, log = self._work[length]
+        log.clear()
         cache = self._fresh_cache(static_cache)
-        logits = self._prefill([0] * prompt_len, cache)
-        for _ in range(WARMUP_STEPS):
-            log.write(logits.argmax(-1))
-            logits = self._step(log.next_input, cache)
+        log.write(self._prefill([0] * prompt_len, cache).argmax(-1))
+        for _ in range(steps):
+            log.write(self._step(log.next_input, cache).argmax(-1))
         log.send()
         log.receive(max_in_flight=0)
-        log.clear()
 
     def _fresh_cache(self, static_cache: StaticKVCache | None) -> Cache:
         if static_cache is None:
@@ -149,7 +154,7 @@ class LLM(NaiveLLM):
     # On the clock ----------------------------------------------------------------------------------------------------
 
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
-        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len)
+        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)
         static_cache, log = self._work[self._length(request)]
         log.clear()
         start = synchronized_time(self.device)

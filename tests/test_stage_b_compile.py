@@ -1,0 +1,95 @@
+"""The compiled decode step: the same tokens, one program a cache length, and a clear word where it cannot work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive import SamplingParams
+from stage_b_decode_step import LLM
+from stage_b_decode_step.decode_step import check_compiler
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+
+
+@needs_compiler
+def test_a_compiled_step_gives_the_same_tokens_and_compiles_once_a_cache_length() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    naive = NaiveLLM("random:qwen2-tiny", device="cpu")
+    llm = LLM("random:qwen2-tiny", device="cpu", compile=True)
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    prompts = [[5], [6] * 30, [7] * 200]
+    for params in (GREEDY, SamplingParams(temperature=0.8, seed=1, max_tokens=12)):
+        expected = [o["token_ids"] for o in naive.generate(prompts, params, use_tqdm=False)]
+        assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler.*looked for g\+\+"):
+        LLM("random:qwen2-tiny", device="cpu", compile=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="needs a C compiler.*gcc, clang, cc"):
+        check_compiler(torch.device("cuda"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Triton"):
+        check_compiler(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_switch_gives_the_tutors_tokens() -> None:
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    params = SamplingParams(0.0, max_tokens=128)
+    expected = NaiveLLM("tutor", device="cpu").chat(question, params, use_tqdm=False)[0]
+    for options in (
+        {}, {"static_cache": False}, {"pinned": False}, {"buffers": False}, {"async_eos": False}, {"sync_every": 3},
+        {"sdpa": False}, {"warmup": False}, {"dtype": "float32"},
+    ):  # fmt: skip
+        [output] = LLM("tutor", device="cuda", **options).chat(question, params, use_tqdm=False)
+        assert (output["token_ids"], output["text"]) == (expected["token_ids"], expected["text"]), options
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_compiled_step_is_recorded_once_a_cache_length_and_gives_the_tutors_tokens() -> None:
+    questions = [[{"role": "user", "content": q}] for q in ("What is a KV cache?", "What is prefill?", "你好")]
+    llm = LLM("tutor", device="cuda", compile=True)
+    torch._dynamo.reset()
+    counters.clear()
+    naive = NaiveLLM("tutor", device="cuda")
+    for params in (SamplingParams(0.0, max_tokens=100), SamplingParams(0.0, max_tokens=40, logprobs=2)):
+        expected = naive.chat(questions, params, use_tqdm=False)
+        outputs = llm.chat(questions, params, use_tqdm=False)
+        assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]
+    lengths = len(llm._work)
+    assert counters["stats"]["unique_graphs"] == lengths
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_sampling_waits_for_nothing() -> None:
+    llm = LLM("random:qwen2-tiny", device="cuda")
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3, max_tokens=8)
+    llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    choose = llm._pick
+
+    def refused_to_wait(*args: object, **kwargs: object) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return choose(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    llm._pick = refused_to_wait
+    [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output["token_ids"]) <= 8

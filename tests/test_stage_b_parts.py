@@ -1,0 +1,125 @@
+"""The parts of stage B by themselves: the static cache, attention over it, the token log."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from stage_a_naive.presets import preset_configs
+from stage_b_decode_step.attention import attention_and_matmul_settings, grouped_sdpa
+from stage_b_decode_step.static_cache import StaticKVCache, cache_length
+from stage_b_decode_step.token_log import TokenLog
+
+CPU = torch.device("cpu")
+
+
+def test_cache_sizes_hold_what_is_asked_with_little_to_spare_and_are_few() -> None:
+    sizes = [cache_length(n) for n in range(1, 40000)]
+    assert sizes[0] == 256 and cache_length(640) == 768 and cache_length(1025) == 1536 and cache_length(4097) == 6144
+    for needed, size in enumerate(sizes, start=1):
+        assert needed <= size and size % 256 == 0 and (size == 256 or size < 2 * needed)
+        assert needed <= 512 or size < 1.5 * needed
+    assert len(set(sizes)) == 15
+
+
+def make_cache(length: int = 256) -> StaticKVCache:
+    return StaticKVCache(preset_configs()["qwen2-tiny"], length, torch.float32, CPU)
+
+
+def test_the_cache_stores_by_position_and_shows_what_is_filled() -> None:
+    cache = make_cache()
+    prompt, token = torch.randn(1, 2, 5, 32), torch.randn(1, 2, 1, 32)  # [1, kv_heads, tokens, head_dim]
+    assert cache.update(prompt, -prompt, 1)[0] is prompt
+    cache.end_prefill(5)
+    cache.begin_step()
+    keys, values = cache.update(token, -token, 1)
+    assert keys.shape == (1, 2, 256, 32)
+    assert torch.equal(keys[:, :, :6], torch.cat([prompt, token], 2)) and torch.equal(values, -keys)
+    assert cache.mask[0, 0, 0].tolist() == [0.0] * 6 + [-torch.inf] * 250
+    cache.end_step()
+    assert cache.position.tolist() == [6]
+    addresses = [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reset()
+    assert cache.position.tolist() == [0] and not keys.any() and cache.mask.max() == -torch.inf
+    assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(StaticKVCache, "early_initialization", full)
+    with pytest.raises(ValueError, match=r"KV cache of 1048576 positions takes 1\.00 GiB.*lower max_tokens"):
+        make_cache(2**20)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 14])
+def test_queries_of_a_group_as_rows_give_what_repeated_keys_give(heads: int) -> None:
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(1, heads, 1, 32), torch.randn(2, 1, 2, 64, 32)
+    mask = torch.full((1, 1, 1, 64), -torch.inf)
+    mask[..., :40] = 0
+    out, _ = grouped_sdpa(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    repeated = [t[:, :, :40].repeat_interleave(heads // 2, 1) for t in (key, value)]
+    expected = scaled_dot_product_attention(query, *repeated, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_prompt_is_attended_to_causally() -> None:
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(1, 4, 6, 32), torch.randn(2, 1, 2, 6, 32)
+    out, _ = grouped_sdpa(torch.nn.Module(), query, key, value, None)
+    last, _ = grouped_sdpa(torch.nn.Module(), query[:, :, 3:4], key[:, :, :4], value[:, :, :4], None)
+    torch.testing.assert_close(out[:, 3:4], last)
+
+
+def test_settings_are_put_back_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError, match="inside"), attention_and_matmul_settings("medium"):
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+        raise RuntimeError("inside")
+    assert torch.get_float32_matmul_precision() == before and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+class Arrival:
+    """Stands for a CUDA event."""
+
+    def __init__(self) -> None:
+        self.done, self.waited_for = False, False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = self.waited_for = True
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_log_gives_ids_in_order_and_waits_only_as_it_is_told(reuse: bool) -> None:
+    log = TokenLog(16, CPU, reuse=reuse, pinned=False)
+    arrivals = []
+    for first in (10, 20, 30):
+        for token_id in (first, first + 1):
+            log.write(torch.tensor([token_id]))
+            assert log.next_input.tolist() == [[token_id]]
+        log.send()
+        arrivals.append(Arrival())
+        log._in_flight[-1] = (log._in_flight[-1][0], arrivals[-1])
+    arrivals[0].done = True
+    assert log.receive(max_in_flight=2) == [10, 11] and not arrivals[1].waited_for
+    assert log.receive(max_in_flight=1) == [20, 21] and arrivals[1].waited_for and not arrivals[2].waited_for
+    assert log.receive(max_in_flight=1) == []
+    assert log.receive(max_in_flight=0) == [30, 31] and arrivals[2].waited_for
+    log.clear()
+    log.write(torch.tensor([7]))
+    log.send()
+    assert log.receive(max_in_flight=0) == [7]
+
+
+def test_buffers_stay_where_they_are() -> None:
+    log = TokenLog(4, CPU, reuse=True, pinned=False)
+    address = log.next_input.data_ptr()
+    log.write(torch.tensor([3]))
+    assert log.next_input.data_ptr() == address and log.generated[0] == 3
