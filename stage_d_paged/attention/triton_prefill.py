@@ -35,11 +35,11 @@ class PrefillConfig:
     num_stages: int
 
 
-def choose_prefill_config(head_dim: int, element_size: int, hopper: bool = True) -> PrefillConfig:
+def choose_prefill_config(element_size: int, hopper: bool) -> PrefillConfig:
     """The fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
     if element_size == 4:  # float32 at full precision has no matrix unit: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
-    return PrefillConfig(block_m=64 if head_dim > 64 else 128, block_n=64, num_warps=4, num_stages=3 if hopper else 2)
+    return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3 if hopper else 2)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def prefill(
     page, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
-    config = config or choose_prefill_config(head_dim, query.element_size(), hopper)
+    config = config or choose_prefill_config(query.element_size(), hopper)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = (_descriptor(cache, config.block_n) for cache in (k_cache, v_cache))
     tiles = tokens // (block_m // group) + seqs
