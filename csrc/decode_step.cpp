@@ -6,8 +6,11 @@
 #include "decode_step.h"
 
 #ifdef SIX_ENGINES_CUDA
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <optional>
 #endif
 
 namespace six_engines {
@@ -90,7 +93,9 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   s.workspace = workspace.data_ptr<uint8_t>();
   s.trace_marks = 9 * layers + 3;
   if (trace.has_value()) {
-    check("trace", *trace, kv_cache, at::kLong, {at::cuda::getCurrentDeviceProperties()->multiProcessorCount, s.trace_marks});
+    int multiprocessors = 0;
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, kv_cache.get_device());
+    check("trace", *trace, kv_cache, at::kLong, {multiprocessors, s.trace_marks});
     s.trace = reinterpret_cast<long long*>(trace->data_ptr<int64_t>());
   }
   s.max_splits = max_splits;
@@ -103,7 +108,7 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
                     decode_workspace_bytes(s));
 
   const c10::cuda::CUDAGuard guard(kv_cache.device());
-  const char* problem = launch_decode_step(s, at::cuda::getCurrentCUDAStream().stream());
+  const char* problem = launch_decode_step(s, c10::cuda::getCurrentCUDAStream().stream());
   TORCH_CHECK_VALUE(problem == nullptr, "the decode step was not launched: ", problem);
 }
 
