@@ -164,7 +164,11 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
 def gumbel_noise(seed: int, step: int, vocab_size: int, device: torch.device) -> Tensor:
     """Gumbel(0, 1) noise `[vocab]`, float32: a pure function of (seed, step, token id)."""
     ids = torch.arange(vocab_size, device=device)
-    bits = _mix(_mix(ids) ^ noise_key(seed, step))
+    return gumbel_from_bits(mix32(mix32(ids) ^ noise_key(seed, step)))
+
+
+def gumbel_from_bits(bits: Tensor) -> Tensor:
+    """Random 32-bit integers -> Gumbel(0, 1) noise, float32."""
     # 23 bits and a half fit a float32 exactly, so the uniform number is never 0 or 1 and the logarithms are finite.
     uniform = ((bits >> 9).float() + 0.5) * 2**-23
     return -torch.log(-torch.log(uniform))
@@ -172,12 +176,12 @@ def gumbel_noise(seed: int, step: int, vocab_size: int, device: torch.device) ->
 
 def noise_key(seed: int, step: int) -> int:
     """The 32-bit key of one draw: seed and step hashed together."""
-    key = _mix(_mix(_mix(seed & _MASK32) ^ (seed >> 32)) ^ (step & _MASK32))
+    key = mix32(mix32(mix32(seed & _MASK32) ^ (seed >> 32)) ^ (step & _MASK32))
     assert isinstance(key, int)
     return key
 
 
-def _mix(x: Tensor | int) -> Tensor | int:
+def mix32(x: Tensor | int) -> Tensor | int:
     """A 32-bit integer hash (Wellons' "lowbias32"); works alike on Python integers and on int64 tensors below 2**32."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK32
