@@ -45,8 +45,8 @@ def choose_decode_config(head_dim: int, element_size: int, pairs: int, sm_count:
         return DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=6, split_keys=64)
     # Enough programs to hide one another's waits: one warp each, which never waits for other warps.
     if head_dim > 64:
-        return DecodeConfig(block_n=16, num_warps=1, num_stages=3, programs_per_sm=8, split_keys=64)
-    return DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=6, split_keys=64)
+        return DecodeConfig(block_n=16, num_warps=1, num_stages=3, programs_per_sm=4, split_keys=64)
+    return DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=4, split_keys=64)
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def decode(
     page, kv_heads = k_cache.shape[1:3]
     seqs = metadata.context_lens.shape[0]
     config = config or choose_decode_config(head_dim, query.element_size(), seqs * kv_heads, sm_count)
-    wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads)
+    wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads) + 1  # one more evens out unequal lengths
     split_keys = max(config.split_keys, config.block_n)
     num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(metadata.max_context_len, split_keys)))
     partial = torch.empty(seqs * heads * num_splits * (head_dim + 1), dtype=torch.float32, device=query.device)
