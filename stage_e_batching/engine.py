@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from stage_a_naive.outputs import Completion, GenerationOutput, Request
 from stage_d_paged.llm import output_of
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_e_batching.trace import Trace
 
 
@@ -92,9 +92,6 @@ class Engine:
         # "length", alone or in company: never because of what else happens to run.
         self._max_total_len = min(max_model_len, scheduler.capacity + 1)
         self.trace = trace
-        self._sequences: dict[int, BatchSequence] = {}
-        self._mailboxes: dict[int, deque[Event]] = {}
-        self._arrival_times: dict[int, float] = {}
 
     def add_request(self, request: Request, mailbox: deque[Event] | None = None, streams: bool = True) -> int:
         """Queue a request; returns its id.
@@ -108,31 +105,37 @@ class Engine:
         """
         self.scheduler.check_prompt(len(request.prompt_token_ids))
         completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
-        total = len(request.prompt_token_ids) + completion.num_remaining_tokens
-        sequence = BatchSequence(request, completion, max_total_tokens=total)
+        sequence = BatchSequence(
+            request,
+            completion,
+            max_total_tokens=len(request.prompt_token_ids) + completion.num_remaining_tokens,
+            arrival_time=time.perf_counter(),
+            mailbox=mailbox,
+        )
         self.scheduler.add(sequence)
-        request_id = sequence.arrival
-        self._sequences[request_id] = sequence
-        self._arrival_times[request_id] = time.perf_counter()
-        if mailbox is not None:
-            self._mailboxes[request_id] = mailbox
-        return request_id
+        return sequence.arrival
 
     def abort(self, request_id: int) -> bool:
         """Drop a request wherever it is, and free its pages. False if it was already gone."""
-        sequence = self._sequences.get(request_id)
+        sequence = self.scheduler.find(request_id)
         if sequence is None:
             return False
-        self._forget(sequence)
+        self.scheduler.remove(sequence)
         self.counters.num_aborted += 1
         return True
 
+    def abort_all(self, mailbox: deque[Event]) -> None:
+        """Drop all requests whose events go to `mailbox`."""
+        for sequence in self.scheduler.unfinished:
+            if sequence.mailbox is mailbox:
+                self.abort(sequence.arrival)
+
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        return self.scheduler.has_unfinished()
 
     def knows(self, request_id: int) -> bool:
         """Whether a request still waits or runs."""
-        return request_id in self._sequences
+        return self.scheduler.find(request_id) is not None
 
     def step(self) -> list[Event]:
         """Run one step; returns what there is to tell about any request."""
@@ -147,9 +150,9 @@ class Engine:
             yield
         except BaseException:  # Ctrl-C as well
             self.scheduler.recover()
-            for sequence in list(self._sequences.values()):
+            for sequence in self.scheduler.unfinished:
                 if sequence.is_finished:  # interrupted between its last token and its release
-                    self._forget(sequence)
+                    self.scheduler.remove(sequence)
             raise
 
     def postprocess(self, step: ScheduledStep, sampled: Sampled) -> list[Event]:
@@ -168,41 +171,31 @@ class Engine:
         logprobs = sampled.logprobs or [None] * len(sampling)
         for sequence, token_id, logprob in zip(sampling, sampled.token_ids, logprobs, strict=True):
             sequence.num_pending_tokens -= 1
-            completion = sequence.completion
-            if sequence.arrival not in self._sequences:
+            if sequence.state is State.FINISHED:
                 continue
-            piece = completion.append(token_id, logprob)
+            completion = sequence.completion
+            text = completion.append(token_id, logprob)
             sequence.token_ids.append(token_id)
-            if completion.finish_reason is not None:
-                ended.append(sequence)
-            elif piece:
-                events.append(Event(sequence.arrival, piece, None))
             if sequence.first_token_time == 0.0:
                 sequence.first_token_time = now
             if completion.finish_reason is not None:
                 sequence.finish_time = now
-                output = output_of(sequence, self._arrival_times[sequence.arrival])
-                events.append(Event(sequence.arrival, piece, output))
-        self._deliver(events)
+                ended.append(sequence)
+                events.append(Event(sequence.arrival, text, output_of(sequence, sequence.arrival_time)))
+            elif text:
+                events.append(Event(sequence.arrival, text, None))
+            else:
+                continue
+            if sequence.mailbox is not None:
+                sequence.mailbox.append(events[-1])
         for sequence in ended:
-            self._forget(sequence)
+            self.scheduler.remove(sequence)
         self.counters.num_finished += len(ended)
         if self.trace:
             self.trace.write(step, pages, ended, self.scheduler, now)
-        if not self._sequences:
+        if not self.has_unfinished():
             self._check_idle()
         return events
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            mailbox = self._mailboxes.get(event.request_id)
-            if mailbox is not None:
-                mailbox.append(event)
-
-    def _forget(self, sequence: BatchSequence) -> None:
-        self.scheduler.remove(sequence)
-        for table in (self._sequences, self._mailboxes, self._arrival_times):
-            table.pop(sequence.arrival, None)
 
     def _count(self, step: ScheduledStep) -> None:
         counters = self.counters
@@ -216,7 +209,7 @@ class Engine:
     def _check_idle(self) -> None:
         """Nothing runs and nothing waits, so every page must be free: a leak is found where it happened."""
         used = self.scheduler.block_manager.num_used
-        if used or self.scheduler.has_unfinished():
+        if used:
             raise RuntimeError(f"the engine is idle but {used} pages of KV cache are in use")
 
     def stats(self) -> dict[str, int]:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from contextlib import suppress
 from operator import attrgetter
 
 from stage_d_paged.block_manager import BlockManager
@@ -102,6 +103,9 @@ class Scheduler:
         """All that wait or run, by arrival."""
         return list(self._unfinished.values())
 
+    def find(self, arrival: int) -> BatchSequence | None:
+        return self._unfinished.get(arrival)
+
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
 
@@ -142,7 +146,8 @@ class Scheduler:
         queue = {
             State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
         }[sequence.state]  # fmt: skip
-        queue.remove(sequence)
+        with suppress(ValueError):  # an interrupt while it arrived may have kept it out of the queue
+            queue.remove(sequence)
         self.block_manager.index_computed(sequence)
         self._vacate(sequence)
         sequence.state = State.FINISHED

@@ -12,6 +12,7 @@ would be built and torn down every few milliseconds, and the columns become nump
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,8 @@ class BatchSequence(Sequence):
     num_pending_tokens: int = 0  # tokens of scheduled steps whose values are not known yet
     highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
+    arrival_time: float = 0.0  # seconds on the monotonic clock
+    mailbox: deque | None = None  # where the engine puts what there is to tell about it
 
     @property
     def num_total_tokens(self) -> int:

@@ -1,0 +1,147 @@
+"""Continuous batching behind the same `generate` and `chat`, and `stream`.
+
+    prompts -> token ids -> queue -> [schedule -> run -> postprocess] -> text
+
+Stage D prefilled a batch, decoded it to the end of its longest answer, and only then let others in. Here the engine
+decides anew at every step who runs: an answer that is done makes room at once, and a prompt that comes in shares its
+steps with the decodes of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from os import PathLike
+
+import torch
+from tqdm import tqdm
+
+from stage_a_naive.frontend import Frontend, OnText, Prompts
+from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.runtime import choose_num_blocks, load_runtime
+from stage_e_batching.engine import Engine, Event
+from stage_e_batching.model_runner import ModelRunner
+from stage_e_batching.options import BatchingOptions
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.streaming import Rates, serve
+from stage_e_batching.trace import Trace
+
+
+class LLM(Frontend):
+    """The model of stage D behind an engine that batches continuously.
+
+    Args:
+        model: `tutor`, a directory, a hub id, or `random:<preset>`.
+        device, dtype, seed: as in stage A.
+        options: those of `BatchingOptions`, by name.
+
+    Raises:
+        ModelError: the model cannot be loaded or is not supported.
+        TypeError: an option is unknown.
+        ValueError: an option is out of range.
+        MemoryError: there is no room for one page of KV cache.
+        OSError: the trace file cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        **options: object,
+    ) -> None:
+        super().__init__(seed)
+        start = time.perf_counter()
+        self.options = BatchingOptions(**options)
+        if self.options.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.options.tensor_parallel_size}: this stage runs on one GPU; "
+                "several are what stage_f_graph_tp adds"
+            )
+        self.source = resolve(model)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.tokenizer = load_tokenizer(self.source)
+        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
+        self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
+        self.vocab_size = self.runtime.config.vocab_size
+        self.max_model_len = self.runtime.max_model_len
+        self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))
+        limits = {
+            "max_num_seqs": self.options.max_num_seqs,
+            "max_num_batched_tokens": self.options.max_num_batched_tokens,
+        }
+        scheduler = Scheduler(
+            num_blocks=self.kv_cache.num_blocks,
+            block_size=self.kv_cache.block_size,
+            enable_prefix_caching=self.options.enable_prefix_caching,
+            enable_chunked_prefill=self.options.enable_chunked_prefill,
+            **limits,
+        )
+        self.runner = ModelRunner(self.runtime, self.kv_cache, **limits)
+        self.engine = Engine(
+            scheduler,
+            self.runner,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            trace=Trace(self.options.trace) if self.options.trace else None,
+        )
+        self.build_time = time.perf_counter() - start
+
+    def stream(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """Complete prompts, yielding pieces of text as they become known.
+
+        The pieces of a prompt join to exactly the text that `generate` returns. Stop reading to abort what is left.
+
+        Returns:
+            for one string, its pieces; for a list, pairs of the prompt's index and a piece.
+
+        Raises:
+            ValueError: at the call, as `generate`.
+        """
+        requests = self._requests(prompts, sampling_params)
+        pieces = self._stream(requests)
+        return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
+
+    def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
+        with closing(self._serve(requests, streams=True)) as events:
+            for request, event in events:
+                if event.text:
+                    yield request.index, event.text
+
+    def close(self) -> None:
+        """Close the trace file, if there is one."""
+        if self.engine.trace is not None:
+            self.engine.trace.close()
+
+    def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
+        request = super()._request(index, prompt, params)
+        self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
+        return request
+
+    def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
+        outputs: dict[int, GenerationOutput] = {}
+        with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as progress:
+            rates = Rates(progress, self.engine.counters)
+            with closing(self._serve(requests, on_text is not None, rates)) as events:
+                for request, event in events:
+                    if event.text and on_text is not None:
+                        on_text(request.index, event.text)
+                    if event.output is not None:
+                        outputs[request.index] = event.output
+                        progress.update()
+        return [outputs[request.index] for request in requests]
+
+    def _serve(
+        self, requests: list[Request], streams: bool, rates: Rates | None = None
+    ) -> Iterator[tuple[Request, Event]]:
+        self.runner.sampler.sampling_fn = self.sampling_fn
+        return serve(self.engine, requests, streams, rates)

@@ -1,0 +1,35 @@
+"""The options that this stage adds to stage D's, and all of them on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.options import add_options as add_paged_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions(EngineOptions):
+    """Options of `LLM` from this stage on.
+
+    Attributes:
+        enable_chunked_prefill: cut prompts into chunks that share steps with decodes; False keeps them whole, in steps
+            of their own.
+        trace: write a record of every step to this file (JSON lines).
+    """
+
+    enable_chunked_prefill: bool = True
+    trace: str | None = None
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """The options on the command line."""
+    add_paged_options(group)
+    group.add_argument(
+        "--no-chunked-prefill",
+        dest="enable_chunked_prefill",
+        action="store_false",
+        help="keep prompts whole, in steps of their own",
+    )
+    group.add_argument("--trace", metavar="FILE", help="write a record of every step (benchmarks.timeline draws it)")

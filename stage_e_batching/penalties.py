@@ -1,0 +1,84 @@
+"""Penalties for many requests at once: counts of the tokens used, kept on the device.
+
+Stage A looks through a request's tokens at every step. Here each request that asks for a penalty has a row in two
+tables on the device, how often each token was generated and which tokens its prompt holds, and a step adds its own
+token to them. The token need not pass through the CPU for that. Requests without penalties have no row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.step import BatchSequence
+
+
+class PenaltyState:
+    """Token counts of the seats that need them.
+
+    Args:
+        num_seats: sequences that can run at the same time.
+        vocab_size: columns of the tables.
+        device: where the tables live; they are made when first needed, and grow by doubling.
+    """
+
+    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._row_of_seat = np.full(num_seats, -1, np.int64)
+        self._free_rows: list[int] = []
+        self._strengths = np.zeros((num_seats, 3), np.float32)  # repetition, presence, frequency
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # generated, by token
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+
+    def seat(self, sequence: BatchSequence, params: SamplingParams) -> None:
+        """A sequence took a seat (perhaps after a preemption): count what it has so far."""
+        seat = sequence.row
+        if self._row_of_seat[seat] >= 0:  # the seat's last owner is gone
+            self._free_rows.append(int(self._row_of_seat[seat]))
+            self._row_of_seat[seat] = -1
+        if not params.needs_penalties:
+            return
+        if not self._free_rows:
+            self._grow()
+        row = self._row_of_seat[seat] = self._free_rows.pop()
+        self._strengths[seat] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._device)
+        output = torch.tensor(sequence.token_ids[len(prompt) :], dtype=torch.int64, device=self._device)
+        self._in_prompt[row] = False
+        self._in_prompt[row, prompt] = True
+        self._counts[row] = torch.bincount(output, minlength=self._counts.shape[1])
+
+    def _grow(self) -> None:
+        old = len(self._counts)
+        new = max(1, 2 * old)
+        self._counts = torch.cat([self._counts, self._counts.new_zeros(new - old, self._counts.shape[1])])
+        self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(new - old, self._counts.shape[1])])
+        self._free_rows += range(old, new)
+
+    def apply(self, logits: Tensor, seats: np.ndarray) -> Tensor:
+        """New logits `[rows, vocab]`, float32, of sequences in these seats; rows without penalties are as they were."""
+        asking = np.flatnonzero(self._row_of_seat[seats] >= 0)
+        at = torch.from_numpy(asking).to(self._device)
+        counts, seen = self._tables_of(seats[asking])
+        strengths = torch.from_numpy(self._strengths[seats[asking]]).to(self._device)
+        repetition, presence, frequency = strengths.T.unsqueeze(-1)  # each [asking, 1]
+        logits = logits.float().clone()
+        scores = logits[at]  # [asking, vocab]
+        scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
+        logits[at] = torch.where(counts > 0, scores - (presence + frequency * counts), scores)
+        return logits
+
+    def _tables_of(self, seats: np.ndarray) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(self._row_of_seat[seats]).to(self._device)
+        counts = self._counts[rows]  # [asking, vocab]
+        return counts, self._in_prompt[rows] | (counts > 0)
+
+    def count(self, seats: np.ndarray, ids: Tensor) -> None:
+        """Add the tokens `[rows]` just drawn for these seats."""
+        asking = np.flatnonzero(self._row_of_seat[seats] >= 0)
+        rows = torch.from_numpy(self._row_of_seat[seats[asking]]).to(self._device)
+        drawn = ids[torch.from_numpy(asking).to(self._device)]
+        one = torch.ones((), dtype=torch.int32, device=self._device)
+        self._counts.index_put_((rows, drawn), one, accumulate=True)

@@ -1,0 +1,200 @@
+"""From the logits of a batch to its next tokens, all rows at once.
+
+What is computed is stage A's `sample`, row for row and bit for bit on a CPU; only how differs:
+
+* a batch's requests are looked at once, for what any of them needs. All greedy: one argmax. Plain temperature beside
+  greedy: noise and argmax in one pass. Only rows with top-k, top-p or min-p are filtered, and only those with top-p are
+  sorted, which is the one expensive operation here;
+* what a request brings (its parameters, its seed) is put into numpy columns when it is seated, and a step picks rows;
+* a row's noise is a hash of its own seed and step, so a row draws the same token in any company.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_a_naive.frontend import checked_ids
+from stage_a_naive.sampling import SamplingFunction, SamplingParams, gumbel_from_bits, mix32
+from stage_e_batching.penalties import PenaltyState
+from stage_e_batching.step import BatchSequence
+
+DRAWN, FILTERED, PENALISED, LOGPROBS = 1, 2, 4, 8  # what a row needs; 0 is greedy
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """A step's tokens, still on the device."""
+
+    ids: Tensor  # int64 [rows]
+    logprobs: RowLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probabilities of the rows that ask for them."""
+
+    rows: list[int]
+    counts: list[int]  # how many of the likeliest each row asks for
+    ids: Tensor  # [asking, most]
+    values: Tensor  # [asking, most], likeliest first
+    chosen: Tensor  # [asking]: of the token drawn
+
+    def to_host(self, num_rows: int, token_ids: list[int]) -> list[dict[int, float] | None]:
+        """A dictionary for each row that asks, in stage A's order: the likeliest first, then the token drawn."""
+        result: list[dict[int, float] | None] = [None] * num_rows
+        ids, values, chosen = self.ids.tolist(), self.values.tolist(), self.chosen.tolist()
+        for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            found = dict(zip(ids[i][:count], values[i][:count], strict=True))
+            found.setdefault(token_ids[row], chosen[i])
+            result[row] = found
+        return result
+
+
+class Sampler:
+    """Chooses tokens for the sequences in the seats.
+
+    Attributes:
+        sampling_fn: replaces the draw, as in `Frontend`; None is the built-in one.
+    """
+
+    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+        self.sampling_fn: SamplingFunction | None = None
+        self._device = device
+        self._vocab_size = vocab_size
+        self._params: list[SamplingParams | None] = [None] * num_seats
+        self._needs = np.zeros(num_seats, np.uint8)
+        self._temperatures = np.zeros(num_seats, np.float32)
+        self._seed_keys = np.zeros(num_seats, np.int64)
+        self._filters = np.zeros((num_seats, 3), np.float32)  # top_k, top_p, log(min_p)
+        self._penalties = PenaltyState(num_seats, vocab_size, device)
+        self._mixed_ids: Tensor | None = None  # the hash of every token id, computed once
+
+    def seat(self, sequence: BatchSequence) -> None:
+        """Note what a sequence that took a seat asks for."""
+        seat, params, seed = sequence.row, sequence.request.params, sequence.request.seed
+        drawn = params.temperature > 0
+        top_k = params.top_k if params.top_k < self._vocab_size else 0
+        filtered = drawn and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._needs[seat] = (
+            DRAWN * drawn
+            | FILTERED * filtered
+            | PENALISED * params.needs_penalties
+            | LOGPROBS * (params.logprobs is not None)
+        )
+        self._params[seat] = params
+        self._temperatures[seat] = params.temperature
+        self._seed_keys[seat] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
+        self._filters[seat] = top_k, params.top_p, math.log(params.min_p) if params.min_p else -math.inf
+        self._penalties.seat(sequence, params)
+
+    def fill(self, seats: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray) -> None:
+        """Write the temperature and the noise key (`noise_key(seed, step)`) of each row into a step's input."""
+        np.take(self._temperatures, seats, out=temperatures)
+        noise_keys[:] = mix32(self._seed_keys[seats] ^ steps).astype(np.uint32).view(np.int32)
+
+    def needs(self, seats: np.ndarray) -> int:
+        """What the rows of a step need, all together."""
+        return int(np.bitwise_or.reduce(self._needs[seats]))
+
+    def __call__(self, logits: Tensor, seats: np.ndarray, temperatures: Tensor, noise_keys: Tensor) -> DrawnTokens:
+        """Choose a token for every row.
+
+        Args:
+            logits: `[rows, vocab]`, in the model's dtype.
+            seats: the row's sequences, int64 `[rows]`, on the host.
+            temperatures, noise_keys: what `fill` wrote, on the device.
+
+        Raises:
+            ValueError: a replaced `sampling_fn` did not return one id a row.
+        """
+        needs = self.needs(seats)
+        scores = self._penalties.apply(logits, seats) if needs & PENALISED else logits
+        if self.sampling_fn is not None:
+            scores = scores.float()
+            ids = checked_ids(self.sampling_fn(scores, [self._params[seat] for seat in seats.tolist()]), scores)
+        elif not needs & DRAWN:
+            ids = scores.argmax(-1)
+        else:
+            if needs & FILTERED:
+                scores, temperatures = self._filter(scores, seats, temperatures)
+            ids = self._draw(scores, temperatures, noise_keys)
+        if needs & PENALISED:
+            self._penalties.count(seats, ids)
+        return DrawnTokens(ids, self._logprobs(logits, seats, ids) if needs & LOGPROBS else None)
+
+    def _draw(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
+        if scores.device.type == "cuda":
+            from stage_e_batching.sampler_kernels import draw
+
+            return draw(scores, temperatures, noise_keys)
+        if self._mixed_ids is None:
+            self._mixed_ids = mix32(torch.arange(self._vocab_size, device=self._device))
+        return draw_reference(scores, temperatures, noise_keys, self._mixed_ids)
+
+    def _filter(self, scores: Tensor, seats: np.ndarray, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        """Filter the rows that ask for it. They come back divided by their temperature, which then counts as 1."""
+        asking = np.flatnonzero(self._needs[seats] & FILTERED)
+        top_k, top_p, log_min_p = self._filters[seats[asking]].T
+        at = torch.from_numpy(asking).to(self._device)
+        scores, temperatures = scores.float().clone(), temperatures.clone()
+        rows = scores[at]  # [asking, vocab]
+        rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[at, None]
+        if (top_k > 0).any():
+            rows = _keep_top_k(rows, top_k.astype(np.int64))
+        if (top_p < 1).any():
+            sort = np.flatnonzero(top_p < 1)
+            sorting = torch.from_numpy(sort).to(self._device)
+            rows[sorting] = _keep_top_p(rows[sorting], torch.from_numpy(top_p[sort]).to(self._device))
+        rows = rows.masked_fill(rows < torch.from_numpy(log_min_p).to(self._device)[:, None], -math.inf)
+        scores[at], temperatures[at] = rows, 1.0
+        return scores, temperatures
+
+    def _logprobs(self, logits: Tensor, seats: np.ndarray, ids: Tensor) -> RowLogprobs:
+        rows = np.flatnonzero(self._needs[seats] & LOGPROBS)
+        counts = [min(self._params[seat].logprobs, self._vocab_size) for seat in seats[rows].tolist()]
+        at = torch.from_numpy(rows).to(self._device)
+        logprobs = logits[at].float().log_softmax(-1)  # [asking, vocab], of the model, without penalties
+        best = logprobs.topk(max(counts))
+        chosen = logprobs.gather(1, ids[at, None])[:, 0]
+        return RowLogprobs(rows.tolist(), counts, best.indices, best.values, chosen)
+
+
+def _keep_top_k(rows: Tensor, top_k: np.ndarray) -> Tensor:
+    """Rows `[rows, vocab]` with all but the k highest at -inf; ties with the k-th stay; k = 0 keeps all."""
+    highest = rows.topk(int(top_k.max())).values  # [rows, most]
+    last = torch.from_numpy(np.maximum(top_k - 1, 0)).to(rows.device)[:, None]
+    kth_value = highest.gather(1, last)
+    kth_value = kth_value.masked_fill(torch.from_numpy(top_k == 0).to(rows.device)[:, None], -math.inf)
+    return rows.masked_fill(rows < kth_value, -math.inf)
+
+
+def _keep_top_p(rows: Tensor, top_p: Tensor) -> Tensor:
+    """Rows with all at -inf but the smallest set of likeliest tokens whose probability reaches p."""
+    ordered, order = rows.sort(descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    surplus = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, mass_before >= top_p[:, None])
+    return rows.masked_fill(surplus, -math.inf)
+
+
+def draw_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:
+    """Gumbel-max over `scores / temperature`, and argmax where the temperature is 0: the definition, in PyTorch.
+
+    Args:
+        scores: `[rows, vocab]`.
+        temperatures: float32 `[rows]`.
+        noise_keys: int32 `[rows]`, the bits of `noise_key(seed, step)`.
+        mixed_ids: `mix32` of every token id, int64 `[vocab]`.
+    """
+    ids = scores.argmax(-1)
+    drawn = temperatures.nonzero()[:, 0]
+    rows = scores[drawn].float()
+    rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[drawn, None]
+    keys = noise_keys[drawn, None].long() & 0xFFFFFFFF
+    ids[drawn] = (rows + gumbel_from_bits(mix32(mixed_ids ^ keys))).argmax(-1)
+    return ids
