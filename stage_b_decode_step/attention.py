@@ -4,9 +4,10 @@ PyTorch has one function, `scaled_dot_product_attention`, and several kernels be
 dtype and mask. Which one runs is no detail: the one that PyTorch prefers for one shape may plan and allocate anew for
 every other. So the stage names the kernels it wants.
 
-In grouped-query attention (Ainslie et al., "GQA", 2023) several query heads share one head of keys and values. With a mask,
-transformers copies every key and value once for each query head before it calls SDPA. A decode step has only one query per
-head, so it can do better: the queries of one group become the *rows* of one head, and keys and values are read as they lie.
+In grouped-query attention (Ainslie et al., "GQA", 2023) several query heads share one head of keys and values. With a
+mask, transformers copies every key and value once for each query head before it calls SDPA. A decode step has only one
+query per head, so it can do better: the queries of one group become the *rows* of one head, and keys and values are
+read as they lie.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "grouped_sdpa"
 
-# Flash takes no mask, so it serves the prefill; "efficient" (xFormers) takes one and serves decoding with a padded cache;
-# "math" is plain PyTorch, for what the others cannot take (odd head sizes). cuDNN is left out: it makes a plan for every
-# new shape, and a prompt has a new shape almost every time.
+# Flash takes no mask, so it serves the prefill. "Efficient" (xFormers) takes one, so it serves decoding with a padded
+# cache. "Math" is plain PyTorch, for what the others cannot take (float32 with grouped heads, odd head sizes). cuDNN is
+# left out: it makes a plan for every new shape, and a prompt has a new shape almost every time.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -71,8 +72,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 def attention_and_matmul_settings(matmul_precision: str) -> Iterator[None]:
     """Name the SDPA kernels and the float32 matmul precision for the time of a block, and put both back after it.
 
-    `high` lets a GPU multiply float32 matrices in TF32 (10 bits of mantissa instead of 23) on its tensor cores; bfloat16
-    and float16 are not touched by it. Both settings belong to the whole process, hence the putting back.
+    `high` lets a GPU multiply float32 matrices in TF32 (10 bits of mantissa instead of 23) on its tensor cores;
+    bfloat16 and float16 are not touched by it. Both settings belong to the whole process, hence the putting back.
     """
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(matmul_precision)

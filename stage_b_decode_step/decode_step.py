@@ -1,13 +1,14 @@
 """One decode step as a function: token and cache in, logits of the next token out.
 
-Generating text runs this function again and again. Once it is a module with fixed shapes, everything that makes a function fast can
-be done to it: it can be compiled, captured in a CUDA graph, measured alone. For that, nothing in it may depend on *which* step
-it is: no Python number that grows, no tensor that changes its shape. The position is a tensor on the device, which the
-step itself advances.
+Generating text runs this function again and again. Once it is a module with fixed shapes, everything that makes a
+function fast can be done to it: it can be compiled, captured in a CUDA graph, measured alone. For that, nothing in it
+may depend on *which* step it is: no Python number that grows, no tensor that changes its shape. The position is a
+tensor on the device, which the step itself advances.
 
-`torch.compile` does two things with it. It fuses the many small operations (norms, rotary embedding, activations, residuals)
-into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one graph instead of
-hundreds of kernels: where a launch takes longer than the work, as with one row of tokens, that is most of the gain.
+`torch.compile` does two things with it. It fuses the many small operations (norms, rotary embedding, activations,
+residuals) into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one
+graph instead of hundreds of kernels: where a launch takes longer than the work, as with one row of tokens, that is most
+of the gain.
 """
 
 from __future__ import annotations

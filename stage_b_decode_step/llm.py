@@ -2,9 +2,9 @@
 
     prompt -> token ids -> prefill -> sample -> DecodeStep -> sample -> DecodeStep -> ... -> text
 
-The path of a token is stage A's. What is new is *when* things happen: memory is allocated and programs are compiled before
-the clock starts, the CPU orders steps without waiting for their tokens, and looks at the tokens when they arrive. Each idea has
-a switch, so that its worth can be measured; with all of them off the loop is stage A's again.
+The path of a token is stage A's. What is new is *when* things happen: memory is allocated and programs are compiled
+before the clock starts, the CPU orders steps without waiting for their tokens, and looks at the tokens when they
+arrive. Each idea has a switch, so that its worth can be measured; with all of them off the loop is stage A's again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LLM(NaiveLLM):
         pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
         buffers: write each step's token into buffers allocated once instead of new tensors.
         async_eos: find the end of sequence a few steps late instead of waiting for the device at every step.
-        sync_every: with `async_eos`, send tokens to the host every so many steps; None is 8 on a GPU, and 1 on a CPU, where
-            nothing runs behind Python's back. At most twice as many steps are computed in vain.
+        sync_every: with `async_eos`, send tokens to the host every so many steps; None is 8 on a GPU, and 1 on a CPU,
+            where nothing runs behind Python's back. At most twice as many steps are computed in vain.
         sdpa: fused attention kernels, chosen by name, instead of attention written out.
         matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
         warmup: run each cache size once before its first request is timed.

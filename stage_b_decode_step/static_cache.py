@@ -1,9 +1,10 @@
 """A KV cache that never moves.
 
-Stage A's cache grows: every step allocates one a token longer, in every layer, and copies the old one into it. Each step is
-then a different program, on tensors of another shape at another address, and nothing of one step can be kept for the
-next. A static cache is allocated once, longer than needed. A step writes one position and reads all of them, with a mask
-over those that are not filled yet. What changes from step to step is one number, and that number is a tensor on the device.
+Stage A's cache grows: every step allocates one a token longer, in every layer, and copies the old one into it. Each
+step is then a different program, on tensors of another shape at another address, and nothing of one step can be kept
+for the next. A static cache is allocated once, longer than needed. A step writes one position and reads all of them,
+with a mask over those that are not filled yet. What changes from step to step is one number, and that number is a
+tensor on the device.
 
 The price is the padding: attention reads the unfilled positions too. So cache lengths come in sizes, not far above
 what a request needs, and few enough for each to be compiled.

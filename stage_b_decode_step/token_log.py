@@ -1,14 +1,12 @@
 """The generated tokens: written on the device at every step, read on the host a little later.
 
-Stage A asks the device for each token before it orders the next step, so the device idles while Python thinks, and Python
-idles while the device works. But the next step does not need the host to know the token: it reads it from where the last
-step wrote it, on the device. Only the host wants to know, to detokenise and to notice the end. So the tokens go to the
-host in chunks, by copies that nobody waits for; an event says when a chunk has arrived.
+Stage A asks the device for each token before it orders the next step, so the device idles while Python thinks, and
+Python idles while the device works. But the next step does not need the host to know the token: it reads it from where
+the last step wrote it, on the device. Only the host wants to know, to detokenise and to notice the end. So the tokens
+go to the host in chunks, by copies that nobody waits for; an event says when a chunk has arrived.
 
-                 order steps 1-8    order 9-16         order 17-24
-        CPU  ----|##################|##################|##################|----
-        GPU  ------|==== 1-8 ====|==== 9-16 ====|==== 17-24 ====|
-                                 \\ copy 1-8 arrives, is read while 9-16 runs
+        CPU  |order 1-8|order 9-16| wait |read 1-8|order 17-24| wait |read 9-16|order 25-32| …
+        GPU    |===== steps 1-8 =====|===== steps 9-16 =====|===== steps 17-24 =====| …
 
 For the copy to run behind the CPU's back, its target must be pinned memory: pages that the system may not move.
 """

@@ -13,7 +13,7 @@ from stage_b_decode_step import LLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TINY = ["random:qwen2-tiny", "random:qwen3-tiny", "random:llama-tiny"]
-PROMPTS = [[17], list(range(100, 130)), [7 * i % 4000 for i in range(290)]]  # a single token; short; beyond a cache size
+PROMPTS = [[17], list(range(100, 130)), [7 * i % 4000 for i in range(290)]]  # one token; short; beyond 256
 REQUESTS = {
     "greedy": GREEDY,
     "seeded": SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=3, max_tokens=20),
