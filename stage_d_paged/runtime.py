@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,12 @@ def load_runtime(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    factory: type[LayerFactory] = LayerFactory,
+    factory: Callable[[ModelConfig, torch.dtype, torch.device], LayerFactory] = LayerFactory,
 ) -> Runtime:
-    """Pick the attention backend, build the model on the device and fill in its weights."""
+    """Pick the attention backend, build the model on the device and fill in its weights.
+
+    `factory` makes the layers: whole ones, or a rank's shards.
+    """
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
@@ -60,6 +64,8 @@ def load_runtime(
     notes = [f"attention: {backend.name} ({backend.reason})"]
     if factory is LayerFactory:  # the operator adds the residual, which shards may do only once all of them are summed
         notes.append(use_fused_mlp(model, options.fused_mlp, device))
+    elif options.fused_mlp == "on":
+        raise ValueError("fused_mlp='on' needs whole layers; these are sharded over several ranks")
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
     block_size = options.kvcache_block_size or backend.preferred_block_size
