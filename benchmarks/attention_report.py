@@ -9,12 +9,12 @@ BEGIN, END = "<!-- attention-table -->", "<!-- /attention-table -->"
 COLOURS = {"reference": "#9aa0a6", "triton": "#1a73e8", "flash": "#e8710a"}
 
 
-def write_report(result: dict) -> None:
-    """Write `stage_d_paged/attention.png`, and the table between its markers in the stage's README."""
+def write_report(result: dict, folder: Path = STAGE) -> None:
+    """Write `attention.png` into `folder`, and the table between its markers in the README there."""
     table = markdown(result)
     print(table)
-    draw(result, STAGE / "attention.png")
-    readme = STAGE / "README.md"
+    draw(result, folder / "attention.png")
+    readme = folder / "README.md"
     if not readme.is_file() or BEGIN not in readme.read_text(encoding="utf-8"):
         return
     before, rest = readme.read_text(encoding="utf-8").split(BEGIN, 1)
@@ -40,7 +40,7 @@ def markdown(result: dict) -> str:
         cells = [achieved(by_page(result, name)[page], result) for page in pages]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     where, top = result["environment"], result["ceilings"]
-    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "triton", "flash-attn"))
+    versions = ", ".join(f"{name} {where['versions'].get(name)}" for name in ("torch", "triton", "flash-attn"))
     copy, matmul = top["copy_bytes_per_s"] / 1e12, top["matmul_operations_per_s"] / 1e12
     lines += [
         "",
