@@ -41,6 +41,7 @@ class Engine:
         package: must be importable for the row to exist.
         one_at_a_time: serves requests one after another, so a workload of many takes the sum of their times.
         sized: takes `max_model_len`, because it reserves memory or records graphs by it.
+        small: options that keep its memory small, so that several can be asked for their answers side by side.
         needs_compiler: does not work without a C++ compiler.
         min_gpus: does not work with fewer.
     """
@@ -51,12 +52,20 @@ class Engine:
     options: Mapping[str, object] = field(default_factory=dict)
     one_at_a_time: bool = False
     sized: bool = False
+    small: Mapping[str, object] = field(default_factory=dict)
     needs_compiler: bool = False
     min_gpus: int = 0
 
 
 def _stage(name: str, package: str, options: Mapping[str, object] | None = None, **properties: object) -> Engine:
     return Engine(name, f"{package}:LLM", package, options or {}, **properties)
+
+
+def _paged(name: str, package: str, options: Mapping[str, object] | None = None, **properties: object) -> Engine:
+    return _stage(name, package, options, sized=True, small={"num_kvcache_blocks": 256}, **properties)
+
+
+_PEER = {"sized": True, "small": {"gpu_memory_utilization": 0.3}, "min_gpus": 1}
 
 
 REFERENCE = "A"  # the parity gate compares every engine's tokens with this one's
@@ -67,13 +76,13 @@ ENGINES = (
     _stage("B", "stage_b_decode_step", one_at_a_time=True),
     _stage("B compiled", "stage_b_decode_step", {"compile": True}, one_at_a_time=True, needs_compiler=True),
     _stage("C", "stage_c_fused_mlp", one_at_a_time=True, needs_compiler=True),
-    _stage("D", "stage_d_paged", sized=True),
-    _stage("E", "stage_e_batching", sized=True),
-    _stage("F eager", "stage_f_graph_tp", {"enforce_eager": True}, sized=True),
-    _stage("F", "stage_f_graph_tp", sized=True),
-    _stage("F, 2 GPUs", "stage_f_graph_tp", {"tensor_parallel_size": 2}, sized=True, min_gpus=2),
-    Engine("nano-vllm", "benchmarks.peers:NanoVLLMEngine", "nanovllm", sized=True, min_gpus=1),
-    Engine("vllm", "benchmarks.peers:VLLMEngine", "vllm", sized=True, min_gpus=1),
+    _paged("D", "stage_d_paged"),
+    _paged("E", "stage_e_batching"),
+    _paged("F eager", "stage_f_graph_tp", {"enforce_eager": True}),
+    _paged("F", "stage_f_graph_tp"),
+    _paged("F, 2 GPUs", "stage_f_graph_tp", {"tensor_parallel_size": 2}, min_gpus=2),
+    Engine("nano-vllm", "benchmarks.peers:NanoVLLMEngine", "nanovllm", **_PEER),
+    Engine("vllm", "benchmarks.peers:VLLMEngine", "vllm", **_PEER),
 )
 
 

@@ -8,11 +8,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.engines import Engine
 from benchmarks.environment import ROOT
 
 LOG_LINES = 12  # of a failed process's last words
+
+
+def engine_job(kind: str, engine: Engine, **more: object) -> dict:
+    """A job for one engine, ready for JSON."""
+    return {"kind": kind, "engine": asdict(engine), **more}
 
 
 def run_job(job: dict, timeout: float) -> dict:
@@ -37,8 +44,9 @@ def run_job(job: dict, timeout: float) -> dict:
                 _kill_group(process)
         result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
         if not result.get("complete"):
-            last_words = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            result["error"] = "\n".join([how, *last_words])
+            log = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+            last_words = f"; its last words: {log[-1]}" if log else ""
+            result["error"] = "\n".join([how + last_words, *log])
         return result
 
 

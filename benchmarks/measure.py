@@ -14,7 +14,7 @@ import json
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ def parity(job: dict) -> dict:
         tokenizer.encode(render_chat(tokenizer, [{"role": "user", "content": question}]), add_special_tokens=False)
         for question in PARITY_QUESTIONS
     ]
+    engine = replace(engine, options={**engine.small, **engine.options})
     llm = build(engine, job["model"], job["device"], job["dtype"])
     params = [SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS)] * len(prompts)
     return {"answers": [list(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False)]}

@@ -1,4 +1,4 @@
-"""One model's measurement, growing into a results file: probe the device, compare the tokens, time, write.
+"""One model's measurement, growing into a results file: probe the device, time every engine, write.
 
 The file is written anew after every process, so an interrupted run keeps what it has.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.engines import ENGINES, REFERENCE, Engine, unmet_need
+from benchmarks.engines import REFERENCE, Engine
 from benchmarks.figures import summarise
 from benchmarks.floor import Ceilings, ModelCost, floors, percent_of_floor
-from benchmarks.launch import run_job
+from benchmarks.launch import engine_job, run_job
+from benchmarks.parity import Refusals
 from benchmarks.results import SCHEMA
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import resolve
@@ -31,7 +31,8 @@ class Measurement:
         self.samples: dict[tuple[str, str], list[dict]] = {}  # (engine, workload) -> a dict of figures a round
         self.peaks: dict[tuple[str, str], dict] = {}
         self.reasons: dict[tuple[str, str], dict] = {}  # why there are no samples: {"not_run" | "error": text}
-        self.builds: dict[str, list[float]] = {}
+        self.builds: dict[str, list[float]] = {}  # engine -> seconds, one a process
+        self.model_lens: dict[str, int] = {}  # engine -> max_model_len, of those that are sized by it
         self.payload: dict = {
             "kind": "engines",
             "schema": SCHEMA,
@@ -41,16 +42,6 @@ class Measurement:
             "limits": {"round_seconds": args.round_seconds, "max_seconds": args.max_seconds, "timeout": args.timeout},
         }
 
-    def measure(self) -> None:
-        """The whole of it."""
-        self.say(f"{self.model}, size {self.args.size}: {', '.join(engine.name for engine in self.engines)}")
-        self.probe()
-        self.parity_gate()
-        self.write()
-        self.time_all()
-        self.write()
-        self.say(f"written: {self.path}")
-
     @property
     def has_failed(self) -> bool:
         """Whether an engine failed or answered differently; one that was not run has not failed."""
@@ -59,13 +50,9 @@ class Measurement:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.0f} s] {text}", flush=True)
 
-    def job(self, kind: str, engine: Engine | None = None, **more: object) -> dict:
-        job = {"kind": kind, "device": self.args.device, "dtype": self.args.dtype, "model": self.model, **more}
-        return job if engine is None else {**job, "engine": {**asdict(engine), "options": dict(engine.options)}}
-
-    def probe(self) -> None:
-        """Learn what the machine is and what it can do at best; compute the floors from it."""
-        found = run_job(self.job("probe"), self.args.timeout)
+    def probe(self) -> int:
+        """Learn what the machine is and what it can do at best; compute the floors. Returns the number of GPUs."""
+        found = run_job({"kind": "probe", "device": self.args.device, "dtype": self.args.dtype}, self.args.timeout)
         if "error" in found:
             raise SystemExit(f"the device cannot be measured: {found['error']}")
         self.payload |= {key: found[key] for key in ("environment", "dtype", "ceilings")}
@@ -90,53 +77,35 @@ class Measurement:
         )
         if environment["commit"] is None:
             self.say("warning: no commit is known, so the report will refuse this file; set BENCH_COMMIT")
+        return environment["device"].get("count", 0)
 
-    def parity_gate(self) -> None:
-        """Compare every engine's greedy answers with the reference's, and refuse those that differ."""
-        model = self.args.parity_model
-        gate: dict = {"model": model, "reference": REFERENCE, "equal": []}
-        self.payload["parity"] = gate
-        [reference] = [engine for engine in ENGINES if engine.name == REFERENCE]
-        expected = run_job(self.job("parity", reference, model=model), self.args.timeout)
-        if "error" in expected:
-            raise SystemExit(f"the reference engine {REFERENCE} does not answer: {expected['error']}")
-        num_gpus = self.payload["environment"]["device"].get("count", 0)
-        for engine in self.engines:
-            need = unmet_need(engine, num_gpus)
-            if need is not None:
-                self.refuse(engine, "not_run", need)
-                continue
-            found = expected
-            if engine != reference:
-                found = run_job(self.job("parity", engine, model=model), self.args.timeout)
-            if "error" in found:
-                self.refuse(engine, "error", f"no answers: {found['error']}")
-            elif found["answers"] != expected["answers"]:
-                self.refuse(engine, "error", "parity gate: " + difference(expected["answers"], found["answers"]))
-            else:
-                gate["equal"].append(engine.name)
-                self.say(f"parity: {engine.name} answers as {REFERENCE} does")
-
-    def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
-        for workload in self.args.workloads:
-            self.reasons[engine.name, workload] = {outcome: reason}
-        self.say(f"{engine.name}: {outcome.replace('_', ' ')}: {reason}")
+    def refuse(self, refusals: Refusals, parity_model: str) -> None:
+        """Keep the engines out that did not pass the parity gate."""
+        for name, reason in refusals.items():
+            self.reasons |= {(name, workload): dict(reason) for workload in self.args.workloads}
+        equal = [engine.name for engine in self.engines if engine.name not in refusals]
+        self.payload["parity"] = {"model": parity_model, "reference": REFERENCE, "equal": equal}
 
     def time_all(self) -> None:
         """Every repeat of every engine, writing what there is after each process."""
-        for repeat in range(self.args.repeats):
+        args = self.args
+        what = {"model": self.model, "size": args.size, "device": args.device, "dtype": args.dtype}
+        limits = {"round_seconds": args.round_seconds, "max_seconds": args.max_seconds}
+        self.write()
+        for repeat in range(args.repeats):
             for engine in in_alternating_order(self.engines, repeat):
-                names = [name for name in self.args.workloads if (engine.name, name) not in self.reasons]
+                names = [name for name in args.workloads if (engine.name, name) not in self.reasons]
                 if not names:
                     continue
-                limits = {"round_seconds": self.args.round_seconds, "max_seconds": self.args.max_seconds}
-                job = self.job("timing", engine, size=self.args.size, workloads=names, **limits)
-                self.take(engine, repeat, names, run_job(job, self.args.timeout))
+                job = engine_job("timing", engine, workloads=names, **what, **limits)
+                self.take(engine, repeat, names, run_job(job, args.timeout))
                 self.write()
 
     def take(self, engine: Engine, repeat: int, names: list[str], found: dict) -> None:
         """Add one process's results to the rows."""
         self.builds.setdefault(engine.name, []).extend([found["build_seconds"]] if "build_seconds" in found else [])
+        if engine.sized and "max_model_len" in found:
+            self.model_lens[engine.name] = engine.options.get("max_model_len", found["max_model_len"])
         for name in names:
             key, measured = (engine.name, name), found.get("workloads", {}).get(name)
             if measured is None:
@@ -169,6 +138,7 @@ class Measurement:
             "samples": self.samples[key],
             "peak_memory": self.peaks[key],
             "build_seconds": self.builds[engine.name],
+            "max_model_len": self.model_lens.get(engine.name),
         }
 
     def write(self) -> None:
@@ -182,14 +152,3 @@ class Measurement:
 def in_alternating_order(engines: list[Engine], repeat: int) -> list[Engine]:
     """A B C, then C B A, then A B C, …"""
     return engines[::-1] if repeat % 2 else list(engines)
-
-
-def difference(expected: list[list[int]], found: list[list[int]]) -> str:
-    """Where two lists of answers part, for the error message."""
-    for question, (want, got) in enumerate(zip(expected, found, strict=True)):
-        if want != got:
-            differing = (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
-            at = next(differing, min(len(want), len(got)))
-            parts = f"answer {question} parts from {REFERENCE}'s at token {at}"
-            return f"{parts}: {want[at : at + 5]} became {got[at : at + 5]}"
-    return "the answers are equal"

@@ -16,11 +16,14 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.engines import select
+import torch
+
+from benchmarks.engines import Engine, select
 from benchmarks.measurement import Measurement
+from benchmarks.parity import parity_gate
 from benchmarks.results import RESULTS_DIRECTORY
 from benchmarks.workloads import SIZES, workload_names
-from stage_a_naive.loading import ModelError, resolve
+from stage_a_naive.loading import resolve
 
 MODELS = {"cpu": ["tutor"], "gpu": ["random:qwen2.5-0.5b", "random:qwen3-0.6b"], "tiny": ["tutor"]}
 
@@ -44,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 LIMITS = {  # size: seconds of --round-seconds, --max-seconds, --timeout
-    "cpu": (1.0, 30.0, 300.0),
+    "cpu": (1.0, 60.0, 400.0),
     "gpu": (5.0, 90.0, 400.0),
     "tiny": (0.0, 30.0, 120.0),
 }
@@ -67,18 +70,36 @@ def main(argv: list[str] | None = None) -> int:
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
     models = args.model or MODELS[args.size]
     try:
+        if args.size == "gpu" and args.device == "auto" and not torch.cuda.is_available():
+            raise ValueError("size 'gpu' needs a GPU, and PyTorch sees none; use --size cpu or --device cpu")
         engines = select(args.engines, args.engine_options)
-        runs = [
-            Measurement(args, model, engines, results_path(args.output, args.size, model, len(models) > 1))
-            for model in models if resolve(model)
-        ]
-    except (ValueError, ModelError) as error:
+        paths = [results_path(args.output, args.size, model, len(models) > 1) for model in models if resolve(model)]
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        return measure_all(args, engines, dict(zip(models, paths, strict=True)))
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is in the results file", file=sys.stderr)
+        return 130
+
+
+def measure_all(args: argparse.Namespace, engines: list[Engine], models: dict[str, Path]) -> int:
+    """All models, each into its file; the parity gate once for all of them."""
+    refusals = None
     failed = False
-    for run in runs:
-        run.measure()
-        failed |= run.has_failed
+    for model, path in models.items():
+        measurement = Measurement(args, model, engines, path)
+        say = measurement.say
+        say(f"{model}, size {args.size}: {', '.join(engine.name for engine in engines)}")
+        num_gpus = measurement.probe()
+        if refusals is None:
+            where = (args.parity_model, args.device, args.dtype)
+            refusals = parity_gate(engines, *where, num_gpus, args.timeout, say)
+        measurement.refuse(refusals, args.parity_model)
+        measurement.time_all()
+        say(f"written: {path}")
+        failed |= measurement.has_failed
     return 1 if failed else 0
 
 

@@ -166,7 +166,7 @@ def _prefix(size: str, num_ids: int, rng: random.Random) -> Workload:
 
 
 def _ttft(size: str, num_ids: int, rng: random.Random) -> Workload:
-    lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((256, 2048), 3), "tiny": ((16, 64), 1)}[size]
+    lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
     text = f"prompts of {' and '.join(map(str, lengths))} tokens, one token out"
     return Workload("ttft", size, text, num_ids, tuple(
         tuple(Call(str(length), (_ids(rng, length, num_ids),), (1,)) for length in lengths) for _ in range(rounds)
@@ -176,7 +176,7 @@ def _ttft(size: str, num_ids: int, rng: random.Random) -> Workload:
 def _context(size: str, num_ids: int, rng: random.Random) -> Workload:
     lengths, output, rounds = {
         "gpu": ((128, 1024, 4096, 8192), 33, 3),
-        "cpu": ((64, 512, 1024, 2048), 17, 2),
+        "cpu": ((64, 256, 512, 1024), 33, 2),
         "tiny": ((8, 32), 3, 1),
     }[size]
     text = f"1 request, {', '.join(map(str, lengths))} in / {output} out, greedy: a decode step over the context length"

@@ -17,7 +17,8 @@ from benchmarks.environment import ROOT
 from benchmarks.figures import TimedCall
 from benchmarks.launch import run_job
 from benchmarks.measure import run_workload, timed_call
-from benchmarks.measurement import difference, in_alternating_order
+from benchmarks.measurement import in_alternating_order
+from benchmarks.parity import difference
 from benchmarks.peers import TransformersEngine
 from benchmarks.run import main, results_path
 from benchmarks.warmup import estimate, warm_up
