@@ -44,6 +44,10 @@ def markdown(result: dict) -> str:
         errors = {e["generation"]: e["error"] for e in result["errors"] if (e["operator"], e["dtype"]) == (operator, dtype)}
         cells = " | ".join(f"{errors[name]:.1e}" for name in COLOURS)
         lines.append(f"| {operator}, {dtype.removeprefix('torch.')} | {cells} |")
+    if result["end_to_end"]:
+        lines += ["", "One request end to end, both compiled, 128 tokens in and 256 out, shapes of qwen2.5-0.5b:", ""]
+        lines += ["| stage | ms a token |", "|---|---|"]
+        lines += [f"| {entry['stage']} | {entry['seconds_a_token'] * 1e3:.3f} |" for entry in result["end_to_end"]]
     versions = result["versions"]
     lines += [
         "",

@@ -119,7 +119,7 @@ Tensor run_cuda(const Arguments& a, const std::string& generation) {
   problem.scratch = scratch.mutable_data_ptr();
 
   const int per_launch = fused_rows_per_launch(problem);
-  TORCH_CHECK_NOT_IMPLEMENTED(generation != "fused" || per_launch > 0, "the fused kernel needs compute capability 9.0 and "
+  TORCH_CHECK_VALUE(generation != "fused" || per_launch > 0, "the fused kernel needs compute capability 9.0 and "
                               "one row of ", hidden, " numbers in shared memory; use 'warp' here");
   const auto stream = at::cuda::getCurrentCUDAStream();
   const bool fused = generation == "fused" || (automatic && per_launch >= rows);

@@ -2,246 +2,253 @@
 //
 // A block owns a run of intermediate neurons and a run of outputs. It walks through its weights as one list of steps,
 // first its rows of w_in, then its rows of w_out, slab by slab. The copy engine fills a ring of slots in shared memory
-// as far ahead as the ring is long; the warps multiply what has arrived. The weights do not depend on x, so the ring
-// runs on into w_out while the norm is worked out and while the grid waits for the last neuron: memory never idles.
+// as far ahead as the ring is long, and the warps multiply what has arrived, each for itself, without waiting for one
+// another. The weights do not depend on x, so the ring runs on into w_out while the norm is worked out and while the
+// grid waits for the last neuron: memory does not idle.
 //
 //   copy engine   | w_in slabs ............ | w_out slabs .......... |
 //   warps          norm | multiply w_in ......| grid barrier | multiply w_out | + residual
 #include "async_copy.cuh"
 #include "fused_mlp.h"
+#include "fused_plan.h"
 #include "kernel_common.cuh"
 #include "tile_dot.cuh"
-
-#include <cooperative_groups.h>
-
-#include <algorithm>
 
 namespace six_engines {
 namespace {
 
-constexpr int kWarps = 16;
-constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kMaxSlots = 16;
-constexpr int kMinSlots = 3;  // fewer could not keep the memory busy
+constexpr int kThreads = kFusedWarps * kWarpSize;
+constexpr int kInSlices = kFusedWarps / 2;  // half of the warps take the first tile of a slot, half the second
+constexpr int kOutSlices = kFusedWarps;
 
-// How the rows of one matrix are cut into slabs of columns.
-struct Slabs {
-  int width;  // columns of a slab; the last one may be narrower
-  int count;  // slabs a row
-  int pitch;  // bytes from one row of a slab to the next
+// One counter a device is enough: the grid fills the GPU, so only one grid of this kind runs at a time.
+__device__ unsigned grid_counter;
+
+// All blocks of the grid arrive before any leaves. The first block adds 2^31 less the others' ones, so each round flips
+// the top bit and leaves the rest at zero: nothing to reset, and a replayed graph needs no fresh counter.
+__device__ __forceinline__ void grid_barrier() {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const unsigned add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
+    unsigned before, now;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(&grid_counter), "r"(add) : "memory");
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&grid_counter) : "memory");
+    } while (((before ^ now) & 0x80000000u) == 0);
+  }
+  __syncthreads();
+}
+
+// Where a step's data are: the slot, and how often that slot has been used before (modulo 2).
+struct Cursor {
+  int step, slot, parity;
+  __device__ __forceinline__ void advance(int slots) {
+    ++step;
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
 };
-
-struct Plan {
-  Slabs in, out;
-  int x_pitch;  // bytes between the normalised rows of x
-  int slots, slot_bytes;
-  int x_offset, partial_offset, barrier_offset, shared_bytes;  // bytes, after the ring
-};
-
-// Rows 64 bytes apart, modulo the 128 bytes of all banks: two rows read side by side share no bank.
-constexpr int padded(int bytes) { return (bytes - 64 + 127) / 128 * 128 + 64; }
 
 template <typename T, bool kGated, int kRows>
 class Block {
  public:
-  using Dot = TileDot<T, kRows, kWarps>;
+  using Dot = TileDot<T, kRows>;
+  static constexpr int kNeurons = kGated ? kTileRows : 2 * kTileRows;  // a slot: gate and up rows, or two tiles of up
 
-  __device__ Block(const MlpProblem& problem, const Plan& layout, char* shared) : p(problem), plan(layout), ring(shared) {
+  __device__ __forceinline__ Block(const MlpProblem& problem, const Plan& layout, char* memory)
+      : p(problem), plan(layout), shared(memory), warp(threadIdx.x / kWarpSize), lane(threadIdx.x % kWarpSize) {
     neuron_begin = int(int64_t(p.inter) * blockIdx.x / gridDim.x);
     neuron_end = int(int64_t(p.inter) * (blockIdx.x + 1) / gridDim.x);
     output_begin = int(int64_t(p.hidden) * blockIdx.x / gridDim.x);
     output_end = int(int64_t(p.hidden) * (blockIdx.x + 1) / gridDim.x);
-    in_steps = tiles(neuron_begin, neuron_end) * plan.in.count;
-    steps = in_steps + tiles(output_begin, output_end) * plan.out.count;
-    barriers = reinterpret_cast<uint64_t*>(shared + plan.barrier_offset);
+    in_tiles = (neuron_end - neuron_begin + kNeurons - 1) / kNeurons;
+    out_tiles = (output_end - output_begin + kTileRows - 1) / kTileRows;
+    in_steps = in_tiles * plan.in.count;
+    steps = in_steps + out_tiles * plan.out.count;
+    full = reinterpret_cast<uint64_t*>(shared + plan.barrier_offset);
+    readers = reinterpret_cast<int*>(full + kMaxSlots);
   }
 
-  __device__ void run() {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
-      for (int slot = 0; slot < plan.slots; ++slot) barrier_init(&barriers[slot]);
-      barrier_init_fence();
+  __device__ __forceinline__ void run() {
+    if (warp < plan.slots) {  // each warp prepares one slot and asks for its data at once
+      if (lane == 0) {
+        barrier_init(&full[warp]);
+        barrier_init_fence();
+        readers[warp] = 0;
+      }
+      __syncwarp();
+      if (warp < steps) request(warp, warp);
     }
-    __syncthreads();
-    if (warp() < min(plan.slots, steps)) request(warp());
     normalise();
     __syncthreads();
-    up();
-    cooperative_groups::this_grid().sync();
-    down();
-#endif
+    Cursor cursor{0, 0, 0};
+    up(cursor);
+    grid_barrier();
+    down(cursor);
   }
 
  private:
-  static __device__ int warp() { return threadIdx.x / kWarpSize; }
-  static __device__ int lane() { return threadIdx.x % kWarpSize; }
-  static __device__ int tiles(int begin, int end) { return (end - begin + kTileRows - 1) / kTileRows; }
-
   // One warp asks for the weights of a step: a copy a row, each issued by its own lane.
-  __device__ void request(int step) {
-#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ void request(int step, int slot) {
     const bool in = step < in_steps;
     const Slabs& slabs = in ? plan.in : plan.out;
-    const int columns = in ? p.hidden : p.inter;
-    const int index = in ? step : step - in_steps;
-    const int first = (in ? neuron_begin : output_begin) + index / slabs.count * kTileRows;
-    const int rows = min(kTileRows, (in ? neuron_end : output_end) - first);
-    const int start = index % slabs.count * slabs.width;
+    const int columns = in ? p.hidden : p.inter, index = in ? step : step - in_steps;
+    const int tile = index / slabs.count, start = (index - tile * slabs.count) * slabs.width;
+    const int half = lane / kTileRows;  // 1: up rows, or the second tile of neurons
+    const bool up_row = in && kGated && half == 1;
+    const int first = in ? neuron_begin + tile * kNeurons : output_begin + tile * kTileRows;
+    const int row = first + lane % kTileRows + (in && !kGated ? half * kTileRows : 0);
+    const bool mine = half < (in ? 2 : 1) && row < (in ? neuron_end : output_end);
     const uint32_t bytes = min(slabs.width, columns - start) * sizeof(T);
-    const int tile = lane() / kTileRows, row = lane() % kTileRows;  // tile 1: the up rows
-    const int tile_count = in && kGated ? 2 : 1;
-    uint64_t* barrier = &barriers[step % plan.slots];
-    if (lane() == 0) barrier_expect(barrier, bytes * rows * tile_count);
+    const int copies = __popc(__ballot_sync(kAllLanes, mine));
+    if (lane == 0) barrier_expect(&full[slot], bytes * copies);
     __syncwarp();
-    if (tile < tile_count && row < rows) {
+    if (mine) {
       const T* weights = static_cast<const T*>(in ? p.w_in : p.w_out);
-      const size_t source = size_t(first + row + tile * p.inter) * columns + start;
-      copy_bulk(slot(step) + lane() * slabs.pitch, weights + source, bytes, barrier);
+      const size_t source = (size_t(row) + (up_row ? p.inter : 0)) * columns + start;
+      copy_bulk(shared + slot * plan.slot_bytes + lane * slabs.pitch, weights + source, bytes, &full[slot]);
     }
-#endif
   }
 
-  __device__ char* slot(int step) { return ring + size_t(step % plan.slots) * plan.slot_bytes; }
+  // This warp has read the slot. The last of the 16 to say so asks for the slot's next data.
+  __device__ __forceinline__ void release(const Cursor& cursor) {
+    if (cursor.step + plan.slots >= steps) return;
+    int before = 0;
+    __syncwarp();
+    if (lane == 0) {
+      __threadfence_block();
+      before = atomicAdd(&readers[cursor.slot], 1);
+      if (before == kFusedWarps - 1) {
+        readers[cursor.slot] = 0;
+        __threadfence_block();
+      }
+    }
+    if (__shfl_sync(kAllLanes, before, 0) == kFusedWarps - 1) request(cursor.step + plan.slots, cursor.slot);
+  }
 
   // The normalised x of all rows, into shared memory. Every block does it again: x is a few KB in the L2 cache.
-  __device__ void normalise() {
+  __device__ __forceinline__ void normalise() {
     constexpr int kCount = Vec16<T>::kCount;
-    for (int r = warp(); r < p.rows; r += kWarps) {
+    const T *weight = static_cast<const T*>(p.norm_weight), *bias = static_cast<const T*>(p.norm_bias);
+    for (int r = kFusedWarps - 1 - warp; r < p.rows; r += kFusedWarps) {  // the last warps ask for no data
       const T* row = static_cast<const T*>(p.x) + size_t(r) * p.hidden;
       const RowStats stats = row_stats<T, !kGated>(row, p.hidden, p.eps);
-      for (int k = lane() * kCount; k < p.hidden; k += kWarpSize * kCount) {
-        store16(x_row(r) + k, normalise16<T, !kGated>(load16(row + k), stats, static_cast<const T*>(p.norm_weight) + k,
-                                                      static_cast<const T*>(p.norm_bias) + k));
+      T* target = reinterpret_cast<T*>(shared + plan.x_offset + r * plan.x_pitch);
+#pragma unroll 4
+      for (int k = lane * kCount; k < p.hidden; k += kWarpSize * kCount) {
+        store16(target + k, normalise16<T, !kGated>(load16(row + k), stats, weight + k, bias + k));
       }
     }
   }
 
-  __device__ T* x_row(int r) { return reinterpret_cast<T*>(ring + plan.x_offset + r * plan.x_pitch); }
-
-  // [kWarps, rows, 16] partial sums; two of them in turns, so that one tile is added up while the next is multiplied.
-  __device__ float* partials(int tile) {
-    return reinterpret_cast<float*>(ring + plan.partial_offset) + tile % 2 * kWarps * p.rows * 2 * kTileRows;
+  // [batch, warps, rows, 8] partial sums.
+  __device__ __forceinline__ float* partial(int tile, int of_warp) {
+    float* all = reinterpret_cast<float*>(shared + plan.partial_offset);
+    return all + tile * plan.tile_floats + of_warp * p.rows * kTileRows;
   }
 
-  // Ends a step: the slot may be filled again, and the partial sums are visible.
-  __device__ void finish(int step) {
-    __syncthreads();
-    if (step + plan.slots < steps && warp() == step % kWarps) request(step + plan.slots);
-  }
-
-  __device__ void arrived(int step) {
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(&barriers[step % plan.slots], step / plan.slots % 2);
-#endif
-  }
-
-  __device__ float sum_of_warps(const float* partial, int r, int column) {
+  template <int kCount>
+  __device__ __forceinline__ float sum_partials(int tile, int first_warp, int r, int column) {
+    const float* values = partial(tile, first_warp) + r * kTileRows + column;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += partial[(w * p.rows + r) * 2 * kTileRows + column];
+    for (int w = 0; w < kCount; ++w) sum += values[w * p.rows * kTileRows];
     return sum;
   }
 
-  __device__ void up() {
-    constexpr int kTiles = kGated ? 2 : 1;
+  // neurons = act(x @ w_in.T) of this block, into scratch.
+  __device__ __forceinline__ void up(Cursor& cursor) {
+    const int half = warp / kInSlices, slice = warp % kInSlices;
+    const T* x = reinterpret_cast<const T*>(shared + plan.x_offset);
+    T* neurons = static_cast<T*>(p.scratch);
     Dot dot;
-    for (int step = 0; step < in_steps; ++step) {
-      const int tile = step / plan.in.count, slab = step % plan.in.count;
-      const int start = slab * plan.in.width, width = min(plan.in.width, p.hidden - start);
-      if (slab == 0) dot.clear();
-      typename Dot::Input input;
-      Dot::template load<false>(input, x_row(0) + start, plan.x_pitch / sizeof(T), p.rows, width);
-      arrived(step);
-      dot.template multiply<kTiles>(input, slot(step), plan.in.pitch, width, p.rows);
-      const bool last = slab == plan.in.count - 1;
-      if (last) dot.template store<kTiles>(partials(tile) + warp() * p.rows * 2 * kTileRows, p.rows);
-      finish(step);
-      const int r = threadIdx.x / kTileRows, j = threadIdx.x % kTileRows;
-      const int neuron = neuron_begin + tile * kTileRows + j;
-      if (last && r < p.rows && neuron < neuron_end) {
-        float value = silu(sum_of_warps(partials(tile), r, j));
-        if (kGated) value *= sum_of_warps(partials(tile), r, kTileRows + j);
-        static_cast<T*>(p.scratch)[size_t(r) * p.inter + neuron] = from_float<T>(value);
+    typename Dot::Input input;
+    for (int begin = 0; begin < in_tiles; begin += plan.batch) {
+      const int count = min(plan.batch, in_tiles - begin);
+      for (int tile = 0; tile < count; ++tile) {
+        dot.clear();
+        for (int slab = 0; slab < plan.in.count; ++slab, cursor.advance(plan.slots)) {
+          const int start = slab * plan.in.width, width = min(plan.in.width, p.hidden - start);
+          if (plan.in.count > 1 || cursor.step == 0) {  // one slab: the input stays in registers
+            Dot::template load<kInSlices, false>(input, x + start, plan.x_pitch / int(sizeof(T)), p.rows, width, slice);
+          }
+          barrier_wait(&full[cursor.slot], cursor.parity);
+          const char* weights = shared + cursor.slot * plan.slot_bytes + half * kTileRows * plan.in.pitch;
+          dot.template multiply<kInSlices>(input, weights, plan.in.pitch, width, p.rows, slice);
+          release(cursor);
+        }
+        dot.store(partial(tile, warp), p.rows);
       }
+      __syncthreads();
+      const int first = neuron_begin + begin * kNeurons, found = min(count * kNeurons, neuron_end - first);
+      for (int i = threadIdx.x; i < found * p.rows; i += kThreads) {
+        const int r = p.rows == 1 ? 0 : i / found, n = i - r * found;
+        const int tile = n / kNeurons, column = n % kTileRows;
+        const int source = kGated || n % kNeurons < kTileRows ? 0 : kInSlices;
+        float value = silu(sum_partials<kInSlices>(tile, source, r, column));
+        if (kGated) value *= sum_partials<kInSlices>(tile, kInSlices, r, column);
+        neurons[size_t(r) * p.inter + first + n] = from_float<T>(value);
+      }
+      if (begin + count < in_tiles) __syncthreads();
     }
   }
 
-  __device__ void down() {
-    const T* neurons = static_cast<const T*>(p.scratch);
-    auto load = [&](typename Dot::Input& input, int step) {
-      const int start = (step - in_steps) % plan.out.count * plan.out.width;
-      Dot::template load<true>(input, neurons + start, p.inter, p.rows, min(plan.out.width, p.inter - start));
+  // out = neurons @ w_out.T + residual, for this block's outputs.
+  __device__ __forceinline__ void down(Cursor& cursor) {
+    const T *neurons = static_cast<const T*>(p.scratch), *residual = static_cast<const T*>(p.residual);
+    T* out = static_cast<T*>(p.out);
+    auto load = [&](typename Dot::Input& input, int slab) {
+      const int start = slab * plan.out.width, width = min(plan.out.width, p.inter - start);
+      Dot::template load<kOutSlices, true>(input, neurons + start, p.inter, p.rows, width, warp);
     };
     Dot dot;
     typename Dot::Input input, next;
-    load(next, in_steps);
-    for (int step = in_steps; step < steps; ++step) {
-      const int tile = (step - in_steps) / plan.out.count, slab = (step - in_steps) % plan.out.count;
-      const int width = min(plan.out.width, p.inter - slab * plan.out.width);
-      const int r = threadIdx.x / kTileRows;
-      const int output = output_begin + tile * kTileRows + int(threadIdx.x) % kTileRows;
-      const bool writes = slab == plan.out.count - 1 && r < p.rows && output < output_end;
-      const size_t index = size_t(r) * p.hidden + output;
-      if (slab == 0) dot.clear();
-      input = next;
-      if (step + 1 < steps) load(next, step + 1);  // in flight during this step
-      float value = kGated && writes ? to_float(static_cast<const T*>(p.residual)[index]) : 0.0f;
-      arrived(step);
-      dot.template multiply<1>(input, slot(step), plan.out.pitch, width, p.rows);
-      if (slab == plan.out.count - 1) {
-        dot.template store<1>(partials(tile) + warp() * p.rows * 2 * kTileRows, p.rows);
+    load(next, 0);
+    for (int begin = 0; begin < out_tiles; begin += plan.batch) {
+      const int count = min(plan.batch, out_tiles - begin);
+      for (int tile = 0; tile < count; ++tile) {
+        dot.clear();
+        for (int slab = 0; slab < plan.out.count; ++slab, cursor.advance(plan.slots)) {
+          const int width = min(plan.out.width, p.inter - slab * plan.out.width);
+          input = next;
+          load(next, slab + 1 < plan.out.count ? slab + 1 : 0);  // on its way during this step
+          barrier_wait(&full[cursor.slot], cursor.parity);
+          const char* weights = shared + cursor.slot * plan.slot_bytes;
+          dot.template multiply<kOutSlices>(input, weights, plan.out.pitch, width, p.rows, warp);
+          release(cursor);
+        }
+        dot.store(partial(tile, warp), p.rows);
       }
-      finish(step);
-      if (writes) {
-        value += sum_of_warps(partials(tile), r, threadIdx.x % kTileRows);
-        static_cast<T*>(p.out)[index] = from_float<T>(value);
+      __syncthreads();
+      const int first = output_begin + begin * kTileRows, found = min(count * kTileRows, output_end - first);
+      for (int i = threadIdx.x; i < found * p.rows; i += kThreads) {
+        const int r = p.rows == 1 ? 0 : i / found, n = i - r * found;
+        const size_t index = size_t(r) * p.hidden + first + n;
+        const float skip = kGated ? to_float(residual[index]) : 0.0f;
+        out[index] = from_float<T>(skip + sum_partials<kOutSlices>(n / kTileRows, 0, r, n % kTileRows));
       }
+      if (begin + count < out_tiles) __syncthreads();
     }
   }
 
   const MlpProblem& p;
   const Plan& plan;
-  char* ring;
-  uint64_t* barriers;
-  int neuron_begin, neuron_end, output_begin, output_end, in_steps, steps;
+  char* shared;
+  uint64_t* full;  // a barrier a slot: its data are there
+  int* readers;    // how many warps have read the slot
+  int warp, lane;
+  int neuron_begin, neuron_end, output_begin, output_end, in_tiles, out_tiles, in_steps, steps;
 };
 
 template <typename T, bool kGated, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_kernel(const __grid_constant__ MlpProblem problem, const __grid_constant__ Plan plan) {
+#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
   Block<T, kGated, kRows>(problem, plan, shared).run();
-}
-
-Slabs cut(int columns, int max_width, int element_bytes) {
-  Slabs slabs;
-  slabs.count = (columns + max_width - 1) / max_width;
-  slabs.width = std::min(columns, ((columns + slabs.count - 1) / slabs.count + 31) / 32 * 32);
-  slabs.count = (columns + slabs.width - 1) / slabs.width;
-  slabs.pitch = padded(slabs.width * element_bytes);
-  return slabs;
-}
-
-// The layout of shared memory for rows rows; slots is 0 where it does not fit.
-Plan make_plan(const MlpProblem& p, int rows, int shared_limit) {
-  const int element = p.dtype == DType::kFloat32 ? 4 : 2;
-  const int max_width = kStepsPerSlab * kWarps * 64 / element;  // what TileDot takes: 64 bytes a warp and step
-  Plan plan;
-  const int tiles_in = p.gated ? 2 : 1;
-  plan.in = cut(p.hidden, max_width / tiles_in, element);
-  plan.slot_bytes = std::max(tiles_in * kTileRows * plan.in.pitch, 16 * 1024);
-  plan.out = cut(p.inter, std::min(max_width, (plan.slot_bytes / kTileRows - 128) / element / 32 * 32), element);
-  plan.x_pitch = padded(p.hidden * element);
-  const int64_t x_bytes = int64_t(rows) * plan.x_pitch;
-  const int partial_bytes = 2 * kWarps * rows * 2 * kTileRows * int(sizeof(float));
-  const int64_t ring_bytes = shared_limit - x_bytes - partial_bytes - kMaxSlots * int(sizeof(uint64_t)) - 256;
-  plan.slots = int(std::min<int64_t>(kMaxSlots, std::max<int64_t>(0, ring_bytes / plan.slot_bytes)));
-  if (plan.slots < kMinSlots) plan.slots = 0;
-  plan.x_offset = plan.slots * plan.slot_bytes;
-  plan.partial_offset = plan.x_offset + int((x_bytes + 127) / 128 * 128);
-  plan.barrier_offset = plan.partial_offset + partial_bytes;
-  plan.shared_bytes = plan.barrier_offset + kMaxSlots * int(sizeof(uint64_t));
-  return plan;
+#endif
 }
 
 struct Device {
@@ -256,15 +263,19 @@ cudaError_t describe(Device& device) {
   return cudaDeviceGetAttribute(&device.shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
 }
 
+Plan plan_for(const MlpProblem& p, int rows, const Device& device) {
+  return make_plan(p, rows, kStepsPerSlab * kBytesPerStep, kTileRows, device.shared_limit);
+}
+
 template <typename T, bool kGated, int kRows>
-cudaError_t launch(const MlpProblem& p, const Device& device, cudaStream_t stream) {
-  Plan plan = make_plan(p, p.rows, device.shared_limit);
-  MlpProblem problem = p;
-  auto kernel = fused_kernel<T, kGated, kRows>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  if (error != cudaSuccess) return error;
-  void* arguments[] = {&problem, &plan};
-  // Cooperative: the driver starts all blocks at once or none, so two such kernels cannot wait for each other's place.
+cudaError_t launch(MlpProblem p, const Device& device, cudaStream_t stream) {
+  Plan plan = plan_for(p, p.rows, device);
+  const auto kernel = fused_kernel<T, kGated, kRows>;
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes)) {
+    return error;
+  }
+  void* arguments[] = {&p, &plan};
+  // Cooperative: the driver starts all blocks at once or none, so two such grids cannot each hold half of the GPU.
   return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(device.multiprocessors), dim3(kThreads),
                                      arguments, plan.shared_bytes, stream);
 }
@@ -281,7 +292,7 @@ int fused_rows_per_launch(const MlpProblem& p) {
   Device device;
   if (describe(device) != cudaSuccess || device.major < 9) return 0;
   int rows = kRowsPerLaunch;
-  while (rows > 0 && make_plan(p, rows, device.shared_limit).slots == 0) rows /= 2;
+  while (rows > 0 && plan_for(p, rows, device).slots == 0) rows /= 2;
   return rows;
 }
 

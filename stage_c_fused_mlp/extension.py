@@ -39,7 +39,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-class ExtensionError(RuntimeError):
+class ExtensionError(OSError):
     """The extension cannot be built or has no CUDA part; the message says what is missing and what still works."""
 
 

@@ -19,6 +19,9 @@ from stage_c_fused_mlp.extension import Extension, load_extension
 # auto: by the number of rows, what the table in the README measured. library: PyTorch's own kernels, as one operator.
 GENERATIONS = ("auto", "naive", "warp", "fused", "library")
 
+# From more rows on "auto" is "library": the switch point of the table in the README, the same as in fused_mlp.cpp.
+MOST_ROWS_FUSED = 16
+
 
 def ln_mlp_reference(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
     """LayerNorm (Ba et al. 2016), then the two-matrix block with SiLU; shapes as in `fused_ln_mlp`."""

@@ -15,7 +15,7 @@ from stage_c_fused_mlp.fused_mlp import (
 )
 
 EPS = 1e-5
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 SIZES = [(1, 8, 8), (1, 64, 176), (3, 104, 328), (5, 56, 40), (16, 256, 136), (17, 72, 200)]  # rows, hidden, intermediate
 OPERATORS = [(fused_ln_mlp, ln_mlp_reference), (fused_swiglu_mlp, swiglu_mlp_reference)]
 

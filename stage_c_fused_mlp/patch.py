@@ -1,0 +1,157 @@
+"""Put the fused MLP block into a model of transformers, and take it out again.
+
+A decoder layer of Qwen or Llama ends with `x + mlp(norm(x))`. The patch gives each layer a `forward` of its own that ends with
+one call of `fused_swiglu_mlp` instead, for as many rows as that kernel is made for; a prefill, with its many rows, goes
+through the layer's own `forward` and cuBLAS as before.
+
+The kernel wants gate and up in one matrix. Both together are two thirds of an MLP's weights, so there must not be a second
+copy: the patch packs them and makes the old parameters views of the packed matrix, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
+
+
+class PatchError(ValueError):
+    """The model's MLP is not of the kind that the kernel computes; the message names the layer and what is different."""
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What a patch did.
+
+    Attributes:
+        layers: how many were patched.
+        bytes_before, bytes_after: of the model's parameters; storage that two parameters share counts once.
+    """
+
+    layers: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        mega = 1e6
+        return (
+            f"{self.layers} MLP blocks replaced; weights {self.bytes_before / mega:.1f} MB before, "
+            f"{self.bytes_after / mega:.1f} MB after"
+        )
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of the storage under all parameters and buffers, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def replace_mlp_in_qwen(model: nn.Module, generation: str = "auto") -> PatchReport:
+    """Replace the MLP block of every layer. Qwen2, Qwen3 and Llama models of transformers have the same block.
+
+    All layers are checked before the first is changed.
+
+    Args:
+        model: a causal language model, float32, float16 or bfloat16, on one device. Inference only: no gradients.
+        generation: of `fused_swiglu_mlp`.
+
+    Raises:
+        PatchError: a block is not the gated kind, or the model is patched already.
+        ExtensionError: the extension cannot be built, or has no CUDA part and the model is on a GPU.
+    """
+    layers = list(_layers(model))
+    for index, layer in enumerate(layers):
+        _check(layer, index)
+    extension = load_operators()
+    if next(model.parameters()).is_cuda:
+        extension.require_cuda()
+    before = parameter_bytes(model)
+    for layer in layers:
+        _pack(layer.mlp)
+        layer.forward = MethodType(functools.partial(_fused_forward, generation=generation), layer)
+    return PatchReport(len(layers), before, parameter_bytes(model))
+
+
+def restore_mlp(model: nn.Module) -> None:
+    """Undo `replace_mlp_in_qwen`: every layer has its own `forward` and separate gate and up weights again.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    layers = list(_layers(model))
+    for index, layer in enumerate(layers):
+        if not _is_patched(layer):
+            raise PatchError(f"layer {index} is not patched, so there is nothing to restore")
+    for layer in layers:
+        del layer.forward  # the class's own comes to light
+        del layer.mlp.gate_up_proj
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            linear.weight.data = linear.weight.data.clone()
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    layers = getattr(getattr(model, "model", model), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        raise PatchError(f"{type(model).__name__} has no list of decoder layers; Qwen2, Qwen3 and Llama models have one")
+    yield from layers
+
+
+def _is_patched(layer: nn.Module) -> bool:
+    return "forward" in vars(layer)
+
+
+def _check(layer: nn.Module, index: int) -> None:
+    """Raise a `PatchError` unless the layer ends with RMSNorm and down(silu(gate(x)) * up(x)), without biases."""
+
+    def refuse(reason: str) -> None:
+        raise PatchError(f"layer {index} ({type(layer).__name__}) cannot be patched: {reason}")
+
+    if _is_patched(layer):
+        refuse("it is patched already; call restore_mlp first")
+    mlp, norm = getattr(layer, "mlp", None), getattr(layer, "post_attention_layernorm", None)
+    linears = {name: getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
+    missing = [name for name, linear in linears.items() if not isinstance(linear, nn.Linear)]
+    if missing:
+        refuse(f"its MLP has no linear layer {', '.join(missing)}, so it is not the gated kind")
+    biased = [name for name, linear in linears.items() if linear.bias is not None]
+    if biased:
+        refuse(f"{', '.join(biased)} has a bias")
+    activation = getattr(mlp, "act_fn", None)
+    probe = torch.linspace(-4, 4, 9)
+    if activation is None or not torch.allclose(activation(probe), nn.functional.silu(probe)):
+        refuse(f"its activation is {activation}, expected SiLU")
+    if not hasattr(norm, "variance_epsilon") or getattr(norm, "bias", None) is not None:
+        refuse(f"its norm before the MLP is {type(norm).__name__}, expected an RMSNorm")
+    if not hasattr(layer, "self_attn") or not hasattr(layer, "input_layernorm"):
+        refuse("it has no self_attn or no input_layernorm")
+    inter, hidden = linears["gate_proj"].weight.shape
+    if hidden % 8 or inter % 8:
+        refuse(f"sizes {hidden} and {inter}, expected multiples of 8")
+
+
+def _pack(mlp: nn.Module) -> None:
+    """Give the MLP `gate_up_proj`, `[2 * intermediate, hidden]`; gate and up become its halves and free their own memory."""
+    packed = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
+    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = packed.chunk(2)
+    # A buffer, so that a CUDA graph of torch.compile knows that it stays; not in the state_dict, which has both halves.
+    mlp.register_buffer("gate_up_proj", packed, persistent=False)
+
+
+def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, generation: str, **kwargs: object) -> Tensor:
+    """The layer's forward: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
+    batch, tokens, hidden = hidden_states.shape
+    if batch * tokens > MOST_ROWS_FUSED:
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    attended, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **kwargs)
+    rows = (hidden_states + attended).view(batch * tokens, hidden)
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    operator = torch.ops.six_engines.fused_swiglu_mlp
+    out = operator(rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, generation)
+    return out.view(batch, tokens, hidden)

@@ -1,0 +1,132 @@
+"""The patch of stage C: the same tokens, no second copy of the weights, and a way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from stage_a_naive.loading import load_hf_model, resolve
+from stage_b_decode_step import LLM as StageB
+from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
+from stage_c_fused_mlp.patch import PatchError, parameter_bytes
+
+TINY = ["random:qwen2-tiny", "random:qwen3-tiny", "random:llama-tiny"]
+CPU = torch.device("cpu")
+PROMPT = torch.arange(7)[None]
+
+
+def tiny(name, dtype=torch.float32):
+    return load_hf_model(resolve(name), CPU, dtype, 0).eval()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(name):
+    model = tiny(name)
+    with torch.no_grad():
+        before = model(PROMPT).logits
+        report = replace_mlp_in_qwen(model)
+        patched = model(PROMPT).logits
+        restore_mlp(model)
+        after = model(PROMPT).logits
+    assert report.layers == model.config.num_hidden_layers
+    torch.testing.assert_close(patched, before, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(patched, before)  # else nothing was replaced
+    assert torch.equal(after, before)
+
+
+def test_more_rows_than_the_kernel_takes_go_through_the_layer_as_before():
+    model = tiny(TINY[0])
+    prompt = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(prompt).logits
+        replace_mlp_in_qwen(model)
+        assert torch.equal(model(prompt).logits, before)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_weights_are_not_copied_twice_and_the_state_dict_stays(name):
+    model = tiny(name)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    size = parameter_bytes(model)
+    report = replace_mlp_in_qwen(model)
+    assert report.bytes_before == report.bytes_after == size == parameter_bytes(model)
+    assert f"{size / 1e6:.1f} MB before" in str(report)
+    for _ in range(2):
+        assert model.state_dict().keys() == weights.keys()
+        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+        if hasattr(model.model.layers[0].mlp, "gate_up_proj"):
+            restore_mlp(model)
+    assert parameter_bytes(model) == size
+
+
+def test_patching_twice_and_restoring_what_is_not_patched_are_refused():
+    model = tiny(TINY[0])
+    with pytest.raises(PatchError, match="layer 0 is not patched"):
+        restore_mlp(model)
+    replace_mlp_in_qwen(model)
+    with pytest.raises(PatchError, match="patched already; call restore_mlp first"):
+        replace_mlp_in_qwen(model)
+
+
+def llama(**changes):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=40)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | changes)))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_act": "gelu"}, "its activation is GELU.*expected SiLU"),
+        ({"mlp_bias": True}, "gate_proj, up_proj, down_proj has a bias"),
+        ({"intermediate_size": 44}, "sizes 32 and 44, expected multiples of 8"),
+    ],
+)
+def test_a_block_of_another_kind_is_refused_and_nothing_is_changed(changes, message):
+    model = llama(**changes)
+    with pytest.raises(PatchError, match=message):
+        replace_mlp_in_qwen(model)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_one_strange_layer_leaves_the_others_as_they_were():
+    model = llama()
+    model.model.layers[1].mlp.gate_proj = None
+    with pytest.raises(PatchError, match="layer 1 .* has no linear layer gate_proj, so it is not the gated kind"):
+        replace_mlp_in_qwen(model)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_a_model_without_decoder_layers_of_this_family_is_refused():
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20))
+    with pytest.raises(PatchError, match="GPT2LMHeadModel has no list of decoder layers"):
+        replace_mlp_in_qwen(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", TINY)
+def test_greedy_tokens_equal_those_of_stage_b(name, device):
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(40)), [9]]
+    options = {"device": device, "dtype": "float32"}
+    expected = StageB(name, **options).generate(prompts, params, use_tqdm=False)
+    found = LLM(name, **options).generate(prompts, params, use_tqdm=False)
+    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in expected]
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_with_graphs_gives_the_same_tokens():
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options = {"device": "cuda", "dtype": "float32"}
+    expected = StageB(TINY[0], **options).generate([[5, 6, 7]], params, use_tqdm=False)
+    found = LLM(TINY[0], compile=True, **options).generate([[5, 6, 7]], params, use_tqdm=False)
+    assert found[0]["token_ids"] == expected[0]["token_ids"]
+
+
+def test_kernels_that_the_device_does_not_have_are_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="mlp_kernel must be one of auto, naive, .* got 'quick'"):
+        LLM("no such model", mlp_kernel="quick")
+    with pytest.raises(ValueError, match="mlp_kernel='fused' is a CUDA kernel; on the CPU use 'auto' or 'library'"):
+        LLM("no such model", mlp_kernel="fused", device="cpu")
+    with pytest.raises(TypeError, match="no_such_option"):
+        LLM(TINY[0], device="cpu", no_such_option=1)
