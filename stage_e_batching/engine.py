@@ -149,11 +149,14 @@ class Engine:
         try:
             yield
         except BaseException:  # Ctrl-C as well
-            self.scheduler.recover()
-            for sequence in self.scheduler.unfinished:
-                if sequence.is_finished:  # interrupted between its last token and its release
-                    self.scheduler.remove(sequence)
+            self._recover()
             raise
+
+    def _recover(self) -> None:
+        self.scheduler.recover()
+        for sequence in self.scheduler.unfinished:
+            if sequence.is_finished:  # interrupted between its last token and its release
+                self.scheduler.remove(sequence)
 
     def postprocess(self, step: ScheduledStep, sampled: Sampled) -> list[Event]:
         """Give each sequence its token and let go of those that are done.

@@ -184,19 +184,33 @@ class StepBuffers:
 
     Two, because a buffer may not be written again before its copy to the device has been carried out: with one step in
     preparation while another runs, the copy before last certainly has.
+
+    Args:
+        num_bytes: the largest input.
+        device: where the model computes.
+        fixed: the device's views lie at the same place in every step, on a CPU too: a recorded step needs that.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, fixed: bool = False) -> None:
         pinned = device.type == "cuda"
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._arrays = [tensor.numpy() for tensor in self._host]
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned else None
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned or fixed else None
         self._turn = 0
 
     def next_host(self, shape: StepShape) -> StepInput:
         """Host views to fill in."""
         self._turn ^= 1
         return host_views(self._arrays[self._turn], shape)
+
+    def packed(self, shape: StepShape) -> bytes:
+        """What was filled in, for another process."""
+        return self._arrays[self._turn][: shape.num_bytes].tobytes()
+
+    def unpack(self, data: bytes) -> None:
+        """Take over what another process packed, as if it had been filled in here."""
+        self._turn ^= 1
+        self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
 
     def send(self, shape: StepShape) -> StepInput:
         """Copy what was filled in to the device, in one go, and return its views there."""

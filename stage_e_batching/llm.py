@@ -9,6 +9,7 @@ steps with the decodes of the others.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from stage_a_naive.frontend import Frontend, OnText, Prompts
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.sampling import SamplingParams
-from stage_d_paged.runtime import choose_num_blocks, load_runtime
+from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine, Event
 from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
@@ -46,6 +47,9 @@ class LLM(Frontend):
         OSError: the trace file cannot be written.
     """
 
+    options_class = BatchingOptions
+    engine_class = Engine
+
     def __init__(
         self,
         model: str | PathLike[str],
@@ -57,35 +61,20 @@ class LLM(Frontend):
     ) -> None:
         super().__init__(seed)
         start = time.perf_counter()
-        self.options = BatchingOptions(**options)
-        if self.options.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.options.tensor_parallel_size}: this stage runs on one GPU; "
-                "several are what stage_f_graph_tp adds"
-            )
+        self.options = self.options_class(**options)
         self.source = resolve(model)
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.device)
         self.tokenizer = load_tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
-        self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
+        self.runtime, self.runner = self._build(seed)
+        for note in self.runtime.notes:
+            print(f"[{type(self).__module__.split('.')[0]}] {note}", file=sys.stderr)
         self.vocab_size = self.runtime.config.vocab_size
         self.max_model_len = self.runtime.max_model_len
-        self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))
-        limits = {
-            "max_num_seqs": self.options.max_num_seqs,
-            "max_num_batched_tokens": self.options.max_num_batched_tokens,
-        }
-        scheduler = Scheduler(
-            num_blocks=self.kv_cache.num_blocks,
-            block_size=self.kv_cache.block_size,
-            enable_prefix_caching=self.options.enable_prefix_caching,
-            enable_chunked_prefill=self.options.enable_chunked_prefill,
-            **limits,
-        )
-        self.runner = ModelRunner(self.runtime, self.kv_cache, **limits)
-        self.engine = Engine(
-            scheduler,
+        self.kv_cache = self.runner.kv_cache
+        self.engine = self.engine_class(
+            self._scheduler(),
             self.runner,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -93,6 +82,28 @@ class LLM(Frontend):
             trace=Trace(self.options.trace) if self.options.trace else None,
         )
         self.build_time = time.perf_counter() - start
+
+    def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
+        """The model and what runs its steps, on this stage's one GPU."""
+        options = self.options
+        if options.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={options.tensor_parallel_size}: this stage runs on one GPU; "
+                "several are what stage_f_graph_tp adds"
+            )
+        runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
+        kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
+        return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(
+            num_blocks=self.kv_cache.num_blocks,
+            block_size=self.kv_cache.block_size,
+            max_num_seqs=self.options.max_num_seqs,
+            max_num_batched_tokens=self.options.max_num_batched_tokens,
+            enable_prefix_caching=self.options.enable_prefix_caching,
+            enable_chunked_prefill=self.options.enable_chunked_prefill,
+        )
 
     def stream(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,12 +79,35 @@ class ModelRunner:
         """Run a step and wait for its tokens."""
         return self.launch(step).wait()
 
-    @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> InFlight:
         """Order a step's work and the copy of its tokens to the host."""
         shape, host = self.prepare(step)
-        if shape is None:
-            return InFlight(None)
+        return InFlight(None) if shape is None else self.execute(shape, host.sample_seats)
+
+    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
+        """The host's part: bring the seats up to date and build the step's input in a host buffer."""
+        self.take_seats(step)
+        if not step.sequences:
+            return None, None
+        shape = self.batch.shape_of(step)
+        host = self.buffers.next_host(shape)
+        self.fill(step, host)
+        return shape, host
+
+    def take_seats(self, step: ScheduledStep) -> None:
+        """Note who was seated and whose block table has grown."""
+        for sequence in step.admitted:
+            self.sampler.seat(sequence)
+        self.batch.update(step)
+
+    def fill(self, step: ScheduledStep, host: StepInput) -> None:
+        """Write a step's input into host views."""
+        steps = self.batch.fill(step, host)
+        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
+
+    @torch.inference_mode()
+    def execute(self, shape: StepShape, sample_seats: np.ndarray) -> InFlight:
+        """The device's part: send the input that `prepare` built, run the model, draw the tokens."""
         inputs = self.buffers.send(shape)
         hidden = self.forward(inputs, shape)
         if shape.num_samples == 0:
@@ -91,22 +115,13 @@ class ModelRunner:
         if shape.num_samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens)
         logits = self.model.compute_logits(hidden)  # [samples, vocab]
-        drawn = self.sampler(logits, host.sample_seats, inputs.temperatures, inputs.noise_keys)
+        drawn = self.draw(logits, sample_seats, inputs)
         self.last_tokens.index_copy_(0, inputs.sample_seats, drawn.ids)
         return self.fetch(drawn)
 
-    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
-        """The host's part: bring the seats up to date and build the step's input in a host buffer."""
-        for sequence in step.admitted:
-            self.sampler.seat(sequence)
-        self.batch.update(step)
-        if not step.sequences:
-            return None, None
-        shape = self.batch.shape_of(step)
-        host = self.buffers.next_host(shape)
-        steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
-        return shape, host
+    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+        """Choose a token for every row of `logits`."""
+        return self.sampler(logits, sample_seats, inputs.temperatures, inputs.noise_keys)
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""

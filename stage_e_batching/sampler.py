@@ -122,12 +122,13 @@ class Sampler:
         else:
             if needs & FILTERED:
                 scores, temperatures = self._filter(scores, seats, temperatures)
-            ids = self._draw(scores, temperatures, noise_keys)
+            ids = self.draw_plain(scores, temperatures, noise_keys)
         if needs & PENALISED:
             self._penalties.count(seats, ids)
         return DrawnTokens(ids, self._logprobs(logits, seats, ids) if needs & LOGPROBS else None)
 
-    def _draw(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
+    def draw_plain(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
+        """Choose where nothing but each row's temperature counts: `[rows, vocab]` -> ids `[rows]`."""
         if scores.device.type == "cuda":
             from stage_e_batching.sampler_kernels import draw
 

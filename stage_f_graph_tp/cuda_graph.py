@@ -1,0 +1,138 @@
+"""CUDA graphs: the launches of a decode step recorded once and replayed as one.
+
+A decode step is a few hundred kernels, each of a few microseconds, and ordering one from Python costs about as much as
+running it. A CUDA graph is the recorded list of launches with all their arguments; replaying it costs one launch, and
+the kernels follow each other within about a microsecond.
+
+What is recorded is fixed: addresses, grid sizes, the number of rows. So
+
+* inputs lie at fixed places, and a step copies its own there before the replay;
+* there is a graph for each size of a *ladder* of batch sizes, and a batch is padded up to the next one. Padding rows
+  have a context of 0 and slot -1, so that they read no KV and write none, and a seat of their own, so that their tokens
+  go nowhere. Above the ladder, and in steps with prefill, the model runs eagerly;
+* lengths, positions and pages are read from device memory, so one graph serves every step of its size.
+
+All graphs share one memory pool: they never run at the same time.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from stage_e_batching.input_batch import StepInput, StepShape
+
+LARGEST_GRAPH = 512
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: small ones close together, then steps of 16, up to `max_num_seqs` or 512."""
+    top = min(max_num_seqs, LARGEST_GRAPH)
+    sizes = [size for size in (1, 2, 4, 8) if size < top] + list(range(16, top, 16))
+    return [*sizes, top]
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What a decode step leaves on the device, at fixed addresses under a graph."""
+
+    ids: Tensor  # int64 [rows]: the tokens, for rows that are greedy or at a plain temperature
+    hidden: Tensor | None = None  # [rows, hidden]: final states, where logits are made from them again
+    logits: Tensor | None = None  # [rows, vocab], where they are kept
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A decode step that can be repeated."""
+
+    replay: Callable[[], object]
+    result: DecodeResult
+
+
+Body = Callable[[], DecodeResult]
+Recorder = Callable[[Body], Recorded]
+
+
+class GraphRecorder:
+    """Records with CUDA graphs into one shared memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, body: Body) -> Recorded:
+        # Once without recording: kernels get compiled and libraries make their workspaces, which a graph cannot hold.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            body()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = body()
+        return Recorded(graph.replay, result)
+
+
+class DecodeGraphs:
+    """A recorded decode step for every size of the ladder.
+
+    Args:
+        sizes: batch sizes, ascending.
+        table_width: columns of the block tables: what `max_model_len` takes.
+        max_model_len: the longest context.
+        padding_seat: the seat of padding rows.
+    """
+
+    def __init__(self, sizes: list[int], table_width: int, max_model_len: int, padding_seat: int) -> None:
+        self._sizes = sizes
+        self._padding_seat = padding_seat
+        self._shapes = {size: StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes}
+        self._recorded: dict[int, Recorded] = {}
+        self.num_bytes = 0  # device memory that the graphs took
+
+    def capture(self, record: Recorder, body_of: Callable[[StepShape], Body], device: torch.device) -> None:
+        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        before = _used_bytes(device)
+        sizes = tqdm(reversed(self._sizes), "capture CUDA graphs", len(self._sizes), unit="graph", file=sys.stderr)
+        for size in sizes:
+            self._recorded[size] = record(body_of(self._shapes[size]))
+        self.num_bytes = _used_bytes(device) - before
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        if shape.num_decodes != shape.num_seqs or shape.num_seqs > self._sizes[-1]:
+            return shape
+        return self._shapes[self._sizes[bisect_left(self._sizes, shape.num_seqs)]]
+
+    def find(self, shape: StepShape) -> Recorded | None:
+        """The recorded step of exactly this shape."""
+        recorded = self._recorded.get(shape.num_seqs)
+        return recorded if recorded is not None and self._shapes[shape.num_seqs] == shape else None
+
+    def pad(self, host: StepInput, count: int) -> StepInput:
+        """Make all rows after the first `count` padding; returns views of the others, for the step to fill in."""
+        host.input_ids[count:] = 0
+        host.positions[count:] = 0
+        host.slot_mapping[count:] = -1
+        host.seats[count:] = self._padding_seat
+        host.sample_seats[count:] = self._padding_seat
+        host.sample_tokens[count:] = 0
+        host.cu_seqlens_q[:] = np.arange(len(host.cu_seqlens_q))
+        host.context_lens[count:] = 0
+        host.temperatures[count:] = 0
+        host.noise_keys[count:] = 0
+        host.block_tables[count:] = -1
+        live = StepInput(*(array[:count] for array in host))
+        return live._replace(cu_seqlens_q=host.cu_seqlens_q[: count + 1])
+
+
+def _used_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,0 +1,85 @@
+"""The engine with the CPU out of the loop, and more GPUs.
+
+    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (overlap.py)
+                      one graph replay, or eager with fused kernels           (model_runner.py, cuda_graph.py)
+                      on every rank                                           (parallel.py, worker.py)
+
+With one rank there is no process group, no NCCL and no other process.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+
+import torch
+
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_e_batching import llm as stage_e
+from stage_e_batching.engine import Engine
+from stage_f_graph_tp.model_runner import GraphModelRunner, Job, build_rank, build_worker
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.overlap import OverlappedEngine
+from stage_f_graph_tp.parallel import check_divisible
+from stage_f_graph_tp.worker import Ranks, rendezvous, serve
+
+
+class LLM(stage_e.LLM):
+    """Stage E's engine with CUDA graphs, overlapped scheduling, fused kernels and tensor parallelism.
+
+    `LLM(..., tensor_parallel_size=n)` starts its own workers. Under `torchrun` the processes are there already: every
+    one makes the same `LLM`; rank 0's returns, the others' work for it and end with the process when it closes.
+
+    Args:
+        model, device, dtype, seed: as in stage A.
+        options: those of `GraphOptions`, by name.
+
+    Raises:
+        ModelError, TypeError, ValueError, MemoryError, OSError: as in stage E.
+        ValueError: more ranks than GPUs, or a number of ranks that does not divide the model.
+        WorkerError: a worker failed while starting.
+    """
+
+    options_class = GraphOptions
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        return OverlappedEngine if self.options.overlap else Engine
+
+    def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+        size = self.options.tensor_parallel_size
+        self._close_ranks = _nothing
+        if size > 1:
+            return self._build_ranks(size, seed)
+        runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
+        kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
+        return runtime, GraphModelRunner(runtime, kv_cache, self.options)
+
+    def _build_ranks(self, size: int, seed: int) -> tuple[Runtime, GraphModelRunner]:
+        check_divisible(ModelConfig.from_hf(self.source.config), size)
+        meeting = rendezvous(size)
+        if self.device.type == "cuda" and not meeting.is_torchrun and size > torch.cuda.device_count():
+            raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
+        job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
+        if meeting.rank > 0:
+            serve(meeting, build_worker)
+        self.device = meeting.device(self.device)
+        ranks = Ranks(meeting)
+        # Also when the engine is dropped or the program ends without a call of close().
+        self._close_ranks = weakref.finalize(self, ranks.close)
+        try:
+            ranks.send(pickle.dumps(job))
+            return build_rank(job, meeting, ranks)
+        except RuntimeError:
+            ranks.explain()
+            raise
+
+    def close(self) -> None:
+        """End the workers, if there are any, and close the trace file. A second call does nothing."""
+        super().close()
+        self._close_ranks()
+
+
+def _nothing() -> None:
+    pass

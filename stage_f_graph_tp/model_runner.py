@@ -1,0 +1,271 @@
+"""Stage E's model runner with the CPU taken out: graphs for decode, fused kernels, several ranks.
+
+Where there is a graph for a step, its input is padded to the graph's size, sent in one copy, and the whole step, from
+the embedding to the drawn tokens, is one replay. Everything else (steps with prefill, batches above the ladder, a
+machine without a GPU) goes stage E's way.
+
+With several ranks, rank 0 prepares each step, sends its packed input to the others, and all execute it alike. Only
+rank 0 draws tokens (it alone knows the requests); the drawn ids are broadcast on the device, inside the graph too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stage_a_naive.loading import resolve
+from stage_c_fused_mlp.extension import ExtensionError
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_e_batching.engine import Sampled
+from stage_e_batching.input_batch import StepBuffers, StepInput, StepShape, largest_input
+from stage_e_batching.model_runner import InFlight, ModelRunner
+from stage_e_batching.sampler import DRAWN, DrawnTokens
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
+from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
+from stage_f_graph_tp.worker import Ranks, Rendezvous
+
+FUSED_DECODE_ROWS = 8  # up to so many rows the one-launch step was measured faster than the layers in a graph
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 tells the others to execute."""
+
+    shape: StepShape
+    num_live: int  # sampling rows that are not padding
+    needs: int  # what these rows need of the sampler
+    data: bytes  # the packed input
+
+
+class GraphModelRunner(ModelRunner):
+    """Runs steps on one rank.
+
+    Args:
+        runtime: the model, or this rank's share of it.
+        kv_cache: its pool.
+        options: which ideas are switched on, and the limits of a step.
+        group: the ranks; None if there is one.
+        ranks: rank 0's handle on the others; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        kv_cache: KVCache,
+        options: GraphOptions,
+        group: RankGroup | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
+        num_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs, self.batch.max_blocks)
+        self.buffers = StepBuffers(num_bytes, runtime.device, fixed=True)
+        self.group = group
+        self.ranks = ranks
+        self.graphs: DecodeGraphs | None = None
+        self.fused_decode: FusedDecode | None = None
+        self._is_cuda = runtime.device.type == "cuda"
+        self._max_model_len = runtime.max_model_len
+        # One seat more than there are: padding rows write their tokens there.
+        self.last_tokens = torch.zeros(options.max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
+        if options.fused and self._is_cuda:
+            self.fused_decode = _fused_decode(runtime) if group is None else None
+            from stage_f_graph_tp.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
+
+            fuse_layers(self.model)
+        if self._is_cuda and not options.enforce_eager:
+            self.capture(GraphRecorder(runtime.device), ladder(options.max_num_seqs))
+
+    # ---- graphs ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, record: Recorder, sizes: list[int]) -> None:
+        """Record a decode step for each batch size; says how much memory that took."""
+        padding_seat = len(self.last_tokens) - 1
+        graphs = DecodeGraphs(sizes, self.batch.max_blocks, self._max_model_len, padding_seat)
+        start = time.perf_counter()
+        graphs.capture(record, lambda shape: self._decode_body(graphs, shape), self.device)
+        self.graphs = graphs
+        if self._is_cuda and (self.group is None or self.group.rank == 0):
+            seconds = time.perf_counter() - start
+            print(f"{len(sizes)} CUDA graphs: {graphs.num_bytes / 2**20:.0f} MiB, {seconds:.1f} s", file=sys.stderr)
+
+    def _decode_body(self, graphs: DecodeGraphs, shape: StepShape) -> Body:
+        """A decode step of this shape, on inputs that are all padding while it is recorded."""
+        host = self.buffers.next_host(shape)
+        graphs.pad(host, 0)
+        inputs = self.buffers.send(shape)
+        decode = self._decode_fused if self._takes_fused(shape.num_seqs) else self._decode_layers
+        return lambda: decode(inputs, shape)
+
+    def _takes_fused(self, rows: int) -> bool:
+        return self.fused_decode is not None and rows <= FUSED_DECODE_ROWS
+
+    def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
+        hidden = self.forward(inputs, shape)
+        logits = self.model.compute_logits(hidden)
+        return DecodeResult(self._draw_plain(logits, inputs), hidden=hidden)
+
+    def _decode_fused(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
+        torch.index_select(self.last_tokens, 0, inputs.seats, out=inputs.input_ids)
+        logits, greedy = self.fused_decode.outputs(shape.num_seqs)
+        self.fused_decode.step(
+            inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
+            self.kv_cache.tensor, logits, greedy,
+        )  # fmt: skip
+        return DecodeResult(self._draw_plain(logits, inputs), logits=logits)
+
+    def _draw_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
+        """Draw for rows that are greedy or at a plain temperature, from what the input says alone."""
+        ids = self.sampler.draw_plain(logits, inputs.temperatures, inputs.noise_keys)
+        if self.group is not None:
+            self.group.broadcast(ids)
+        self.last_tokens.index_copy_(0, inputs.sample_seats, ids)
+        return ids
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def launch(self, step: ScheduledStep) -> InFlight:
+        """Order a step's work, on all ranks."""
+        shape, host = self.prepare(step)
+        if shape is None:
+            return InFlight(None)
+        seats = host.sample_seats
+        needs = self.sampler.needs(seats) if len(seats) else 0
+        if self.sampler.sampling_fn is not None:
+            needs |= ~DRAWN
+        if self.ranks is None:
+            return self.execute_order(shape, seats, needs)
+        order = Order(shape, len(seats), needs, self.buffers.packed(shape))
+        self.ranks.send(pickle.dumps(order))
+        try:
+            return WatchedInFlight(self.execute_order(shape, seats, needs), self.ranks)
+        except RuntimeError:
+            self.ranks.explain()  # a collective that broke because a rank died says so
+            raise
+
+    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
+        """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
+        if self.graphs is None or not step.sequences:
+            return super().prepare(step)
+        self.take_seats(step)
+        exact = self.batch.shape_of(step)
+        shape = self.graphs.padded(exact)
+        host = self.buffers.next_host(shape)
+        if shape is not exact:
+            host = self.graphs.pad(host, exact.num_seqs)
+        self.fill(step, host)
+        return shape, host
+
+    def execute_order(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+        """Execute a prepared step: by replaying its graph, or eagerly."""
+        recorded = self.graphs and self.graphs.find(shape)
+        return self._replay(recorded, shape, sample_seats, needs) if recorded else self.execute(shape, sample_seats)
+
+    @torch.inference_mode()
+    def _replay(self, recorded: Recorded, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+        inputs = self.buffers.send(shape)
+        recorded.replay()
+        count, result = len(sample_seats), recorded.result
+        if needs & ~DRAWN:  # filters, penalties, logprobs, another sampler: draw again, with all of stage E's sampler
+            logits = result.logits if result.logits is not None else self.model.compute_logits(result.hidden)
+            live = StepInput(*(array[:count] for array in inputs))
+            drawn = self.draw(logits[:count], sample_seats, live)
+            self.last_tokens.index_copy_(0, live.sample_seats, drawn.ids)
+        else:
+            drawn = DrawnTokens(result.ids[:count])
+        return self.fetch(drawn)
+
+    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+        """Rank 0 draws, the others receive."""
+        if self.group is None:
+            return super().draw(logits, sample_seats, inputs)
+        if self.group.rank == 0:
+            drawn = super().draw(logits, sample_seats, inputs)
+        else:
+            drawn = DrawnTokens(torch.empty(logits.shape[0], dtype=torch.int64, device=self.device))
+        self.group.broadcast(drawn.ids)
+        return drawn
+
+    def obey(self, message: bytes) -> None:
+        """Execute what rank 0 sent."""
+        order: Order = pickle.loads(message)
+        self.buffers.unpack(order.data)
+        self.execute_order(order.shape, np.empty(order.num_live, np.int64), order.needs)
+
+
+class WatchedInFlight(InFlight):
+    """A step on several ranks: while waiting for it, look whether all of them are alive."""
+
+    def __init__(self, step: InFlight, ranks: Ranks) -> None:
+        super().__init__(step.drawn, step.host_ids, step.arrived)
+        object.__setattr__(self, "_ranks", ranks)
+
+    def wait(self) -> Sampled:
+        while self.arrived is not None and not self.arrived.query():
+            self._ranks.check()
+        return super().wait()
+
+
+def _fused_decode(runtime: Runtime) -> FusedDecode | None:
+    """The one-launch decode step, or None, with one line that says why not."""
+    reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, 1)
+    if not reason:
+        try:
+            return FusedDecode(runtime.model)
+        except ExtensionError as error:
+            reason = str(error)
+    print(f"one-launch decode step: not used ({reason})", file=sys.stderr)
+    return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to build its share of the engine."""
+
+    model: str
+    device: str
+    dtype: torch.dtype
+    seed: int
+    options: dict[str, object]
+
+    @classmethod
+    def of(cls, model: str, device: torch.device, dtype: torch.dtype, seed: int, options: GraphOptions) -> Job:
+        return cls(model, device.type, dtype, seed, asdict(options))
+
+
+def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tuple[Runtime, GraphModelRunner]:
+    """Load one rank's share and prepare to run it; all ranks take the number of pages that every one has room for."""
+    options = GraphOptions(**job.options)
+    device = meeting.device(torch.device(job.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    check = ranks.check if ranks is not None else _nothing
+    group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
+    factory = partial(ShardedFactory, group=group)
+    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory)
+    meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
+    num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
+    runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
+    return runtime, runner
+
+
+def build_worker(meeting: Rendezvous, job: Job) -> Callable[[bytes], None]:
+    """What a worker does: build its share, then execute what rank 0 sends."""
+    return build_rank(job, meeting)[1].obey
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,232 @@
+"""The other ranks: how they are started, told what to do, watched, and ended.
+
+Rank 0 is the caller's process. It alone has the scheduler; each step, it sends every other rank the step's packed input
+and computes its own share, and the collectives inside the model do the rest. Workers never answer, except to report
+what went wrong.
+
+`Ranks` is rank 0's handle on the others. Messages are byte strings of any length over authenticated connections
+(`multiprocessing.connection`), whose address is published in a `TCPStore`; the store listens on a free port that the
+operating system picks, so that any number of engines live on one machine. Started by `torchrun`, the processes are
+there already, possibly on several machines, and the store is torchrun's; everything else is the same.
+
+A worker whose connection breaks exits at once, even in the middle of a collective. Rank 0 looks at the connections
+whenever it waits for the device, so a dead worker is an error within a second and not a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT = 120.0  # seconds for a worker to import PyTorch and connect
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one engine meet."""
+
+    store: dist.TCPStore
+    rank: int
+    size: int
+    is_torchrun: bool
+
+    def device(self, device: torch.device) -> torch.device:
+        """This rank's device: with GPUs, the one of its number on this machine."""
+        if device.type != "cuda":
+            return device
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if self.is_torchrun else self.rank)
+
+    def agree(self, key: str, value: int, check: Callable[[], None]) -> list[int]:
+        """Wait until every rank has said its value under `key`; returns all of them, by rank.
+
+        The store is asked and not the GPUs, where a rank that failed would leave the others waiting in a collective.
+        `check` is called meanwhile, and ends the wait by raising.
+        """
+        self.store.set(f"{key}/{self.rank}", str(value))
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        while not self.store.check(keys):
+            check()
+            time.sleep(0.005)
+        return [int(self.store.get(key)) for key in keys]
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def rendezvous(size: int) -> Rendezvous:
+    """Meet under torchrun, or open a meeting place on this machine as rank 0.
+
+    Raises:
+        ValueError: torchrun started another number of processes.
+    """
+    if not started_by_torchrun():
+        store = dist.TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+        return Rendezvous(store, 0, size, False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != size:
+        raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world_size} processes")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return Rendezvous(dist.TCPStore(host, port, is_master=False), rank, size, True)
+
+
+class WorkerError(RuntimeError):
+    """Another rank died or failed; the engine it belonged to cannot go on."""
+
+
+class Ranks:
+    """Rank 0's connections to the other ranks, and the processes if it started them itself."""
+
+    def __init__(self, meeting: Rendezvous) -> None:
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+        self.failure: WorkerError | None = None
+        key = secrets.token_bytes(32)
+        host = os.environ["MASTER_ADDR"] if meeting.is_torchrun else LOOPBACK
+        with Listener((host, 0), backlog=meeting.size, authkey=key) as listener:
+            meeting.store.set("control", pickle.dumps((listener.address, key)))
+            try:
+                if not meeting.is_torchrun:
+                    self._processes = [_start(meeting, rank) for rank in range(1, meeting.size)]
+                self._accept(listener, meeting.size - 1)
+            except BaseException:
+                self.close()
+                raise
+
+    def _accept(self, listener: Listener, count: int) -> None:
+        """Wait for every worker to connect, noticing one that dies before it does."""
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # the listener was closed: starting was given up
+                while len(self._connections) < count:
+                    self._connections.append(_without_delay(listener.accept()))
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + START_TIMEOUT
+        while thread.is_alive():
+            thread.join(0.05)
+            codes = [p.returncode for p in self._processes if p.poll() is not None]
+            if codes:
+                raise WorkerError(f"a worker ended with exit code {codes[0]} before it connected; see its output above")
+            if time.monotonic() > deadline:
+                raise WorkerError(f"the workers did not connect within {START_TIMEOUT:.0f} s")
+
+    def send(self, message: bytes) -> None:
+        """Send a message of any length to every other rank."""
+        self.check()
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            self.check()
+            self._fail(f"a worker's connection broke: {error}")
+
+    def check(self) -> None:
+        """Raise `WorkerError` if another rank has failed or died."""
+        if self.failure is not None:
+            raise self.failure
+        for rank, connection in enumerate(self._connections, 1):
+            try:
+                if connection.poll():
+                    self._fail(f"a worker failed:\n{connection.recv_bytes().decode()}")
+            except (EOFError, OSError):
+                self._fail(f"worker {rank} of {len(self._connections)} died")
+
+    def explain(self) -> None:
+        """After a collective broke: raise what happened to the other rank, if that comes to light within a second."""
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.01)
+
+    def _fail(self, message: str) -> None:
+        self.failure = WorkerError(message + "\nthe engine cannot go on; close it and make a new one")
+        raise self.failure
+
+    def close(self) -> None:
+        """End the workers. A second call does nothing."""
+        for connection in self._connections:
+            connection.close()  # a worker ends when its connection does
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._connections, self._processes = [], []
+
+
+def _start(meeting: Rendezvous, rank: int) -> subprocess.Popen:
+    """A worker process. It is not forked and does not import the caller's main module, which may have no guard."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    if torch.get_num_threads() > 1:  # CPU ranks share the cores
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // meeting.size))
+    address = [LOOPBACK, str(meeting.store.port), str(rank), str(meeting.size)]
+    return subprocess.Popen([sys.executable, "-m", "stage_f_graph_tp.worker", *address], env=environment)
+
+
+def serve(meeting: Rendezvous, build: Callable[[Rendezvous, object], Callable[[bytes], None]]) -> None:
+    """A worker's life: build from the first message, then handle every further one, until rank 0 hangs up.
+
+    Args:
+        build: called with the first message, unpickled; returns what handles the others.
+    """
+    address, key = pickle.loads(meeting.store.get("control"))
+    connection = _without_delay(Client(address, authkey=key))
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                messages.put(connection.recv_bytes())
+        os._exit(0)  # rank 0 is gone: leave now, even from the middle of a collective
+
+    threading.Thread(target=receive, daemon=True).start()
+    try:
+        handle = build(meeting, pickle.loads(messages.get()))
+        while True:
+            handle(messages.get())
+    except BaseException:
+        rank = f"rank {meeting.rank}: "
+        with contextlib.suppress(OSError):
+            connection.send_bytes((rank + traceback.format_exc().strip()).encode())
+        time.sleep(1)  # let rank 0 read it before the connection breaks
+        os._exit(1)
+
+
+def _without_delay(connection: Connection) -> Connection:
+    """Switch Nagle's algorithm off: a small message must not wait for the acknowledgement of the one before."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def main(argv: list[str]) -> None:
+    """Entry point of a worker process that rank 0 started."""
+    from stage_f_graph_tp.model_runner import build_worker  # here: the model's modules import this one
+
+    host, port, rank, size = argv[0], *map(int, argv[1:])
+    store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
+    serve(Rendezvous(store, rank, size, False), build_worker)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
