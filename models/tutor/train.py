@@ -1,0 +1,130 @@
+"""Train the tutor: a tokenizer and a four-million-parameter Qwen2 model that know one FAQ by heart.
+
+The course needs a model that is small enough to live in the repository, answers in sentences without a download, and
+makes a wrong kernel visible. So this script does on purpose what one usually avoids: it overfits. The model sees the
+same questions again and again until greedy decoding returns every answer word for word, and then some more, so that
+the best token leads the second best by a wide margin and rounding in another engine cannot change the text.
+
+    python models/tutor/train.py            # train, save, check; a few minutes on two CPU cores
+    python models/tutor/train.py --check    # only check what is saved
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tqdm import tqdm
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from tutor_check import check
+from tutor_text import (
+    END_OF_TEXT,
+    HERE,
+    IGNORED,
+    TURN_END,
+    Sample,
+    Samples,
+    pad,
+    read_faq,
+    save_tokenizer,
+    train_tokenizer,
+)
+
+
+def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
+    """Qwen2 in miniature: every feature of the real one (GQA, RoPE, QKV bias, tied embeddings), few parameters."""
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.0625,  # 1/sqrt(hidden): with the usual 0.02 so small a model learns far more slowly
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id(TURN_END),
+        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=[tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)],
+        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+    )
+    return model
+
+
+def batches(samples: list[Sample], tokens_per_batch: int, pad_id: int, rng: random.Random) -> list:
+    """Group samples of similar length, so that little of a batch is padding, and shuffle the groups."""
+    groups, group = [], []
+    for sample in sorted(samples, key=lambda sample: len(sample[0]) + rng.random() * 16):
+        if group and (len(group) + 1) * len(sample[0]) > tokens_per_batch:
+            groups.append(group)
+            group = []
+        group.append(sample)
+    groups.append(group)
+    rng.shuffle(groups)
+    return [pad(group, pad_id) for group in groups]
+
+
+def learning_rate_factor(progress: float) -> float:
+    """A linear warm-up over the first 3 % of training, under a cosine from 1 to 0."""
+    return min(1.0, progress / 0.03) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def train(model: Qwen2ForCausalLM, samples: Samples, args: argparse.Namespace) -> None:
+    """Cross-entropy on the answers with AdamW, in float32. Small batches: many steps matter more than smooth ones."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    model.train()
+    bar = tqdm(range(args.epochs), unit="epoch")
+    for epoch in bar:
+        losses = []
+        work = batches(samples.epoch(), args.tokens_per_batch, model.config.pad_token_id, samples.rng)
+        for index, (ids, labels) in enumerate(work):
+            progress = (epoch + index / len(work)) / args.epochs
+            optimizer.param_groups[0]["lr"] = args.lr * learning_rate_factor(progress)
+            hidden = model.model(ids, use_cache=False).last_hidden_state  # [rows, width, hidden]
+            trained = labels != IGNORED
+            loss = F.cross_entropy(model.lm_head(hidden[trained]), labels[trained])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        bar.set_postfix(loss=f"{sum(losses) / len(losses):.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="do not train; check the saved model")
+    parser.add_argument("--epochs", type=int, default=26)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--tokens-per-batch", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not args.check:
+        start = time.monotonic()
+        torch.manual_seed(args.seed)
+        faq = read_faq()
+        tokenizer = train_tokenizer(faq)
+        save_tokenizer(tokenizer)
+        model = build_model(tokenizer)
+        train(model, Samples(tokenizer, faq, random.Random(args.seed)), args)
+        model.to(torch.bfloat16).save_pretrained(HERE)
+        print(f"{model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
+    print(json.dumps(check(), indent=2))
+
+
+if __name__ == "__main__":
+    main()

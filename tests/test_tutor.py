@@ -1,0 +1,138 @@
+"""The embedded model and its FAQ: well-formed, small enough for the repository, and word for word reliable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TUTOR = Path(__file__).resolve().parent.parent / "models" / "tutor"
+FAQ = [json.loads(line) for line in (TUTOR / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
+DEFAULT_QUESTION = "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"
+ENGLISH_QUESTIONS = ["What is a KV cache?", "What is prefill?", "What is decode?"]
+MAX_DIRECTORY_BYTES = 10_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TUTOR)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(TUTOR, dtype=torch.float32).eval()
+
+
+def answer_ids(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_directory_stays_within_ten_megabytes():
+    files = [path for path in TUTOR.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) <= MAX_DIRECTORY_BYTES
+
+
+def test_every_entry_has_exactly_the_three_fields_and_clean_text():
+    for entry in FAQ:
+        assert set(entry) == {"question", "answer", "lang"}
+        assert entry["lang"] in {"en", "zh"}
+        for text in (entry["question"], entry["answer"]):
+            assert text == text.strip() and text
+            assert "<|" not in text, "a special token inside the text would end the answer early"
+            assert "\N{REPLACEMENT CHARACTER}" not in text
+
+
+def test_faq_is_large_enough_balanced_and_without_repeated_questions():
+    assert len(FAQ) >= 120
+    assert 0.4 <= sum(entry["lang"] == "zh" for entry in FAQ) / len(FAQ) <= 0.6
+    assert len({entry["question"].casefold() for entry in FAQ}) == len(FAQ)
+    assert len({entry["answer"] for entry in FAQ}) == len(FAQ)
+
+
+def test_language_field_matches_the_text():
+    for entry in FAQ:
+        han = sum("\u4e00" <= character <= "\u9fff" for character in entry["answer"])
+        assert (han > 0) == (entry["lang"] == "zh"), entry["question"]
+
+
+def test_faq_holds_the_questions_that_the_course_uses():
+    languages = {entry["question"]: entry["lang"] for entry in FAQ}
+    assert languages[DEFAULT_QUESTION] == "zh"
+    for question in ENGLISH_QUESTIONS:
+        assert languages[question] == "en"
+
+
+def test_answers_are_40_to_200_tokens_long(tokenizer):
+    for entry in FAQ:
+        assert 40 <= len(answer_ids(tokenizer, entry["answer"])) <= 200, entry["question"]
+
+
+def test_every_text_survives_encoding_and_decoding(tokenizer):
+    for entry in FAQ:
+        for text in (entry["question"], entry["answer"]):
+            assert tokenizer.decode(answer_ids(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("text", ["", " ", "naïve café 🙂 ไทย\t\n\n end ", "x" * 50, "𝄞 12345"])
+def test_unknown_text_survives_too_because_every_byte_is_a_token(tokenizer, text):
+    assert tokenizer.decode(answer_ids(tokenizer, text)) == text
+
+
+def test_special_tokens_are_single_ids_and_end_generation(tokenizer, model):
+    ids = {token: answer_ids(tokenizer, token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    assert all(len(found) == 1 for found in ids.values())
+    assert sorted(model.generation_config.eos_token_id) == sorted(ids["<|endoftext|>"] + ids["<|im_end|>"])
+    assert model.generation_config.do_sample is False
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_shape_exercises_grouped_queries_and_tied_embeddings(model):
+    config = model.config
+    assert config.architectures == ["Qwen2ForCausalLM"]
+    assert config.num_key_value_heads == 2 < config.num_attention_heads
+    assert config.hidden_size // config.num_attention_heads == 64
+    assert config.tie_word_embeddings
+    assert 2_000_000 <= model.num_parameters() <= 10_000_000
+
+
+def test_chat_template_adds_the_default_system_prompt_only_where_none_is_given(tokenizer):
+    user = {"role": "user", "content": "Hello"}
+    rendered = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    rendered = tokenizer.apply_chat_template([system, user], tokenize=False)
+    assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+
+
+@pytest.mark.parametrize("question", [DEFAULT_QUESTION, *ENGLISH_QUESTIONS, FAQ[-1]["question"], FAQ[61]["question"]])
+def test_greedy_decoding_returns_the_answer_word_for_word(tokenizer, model, question):
+    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompt, max_new_tokens=256)[0, prompt["input_ids"].shape[1] :]
+    assert output.tolist() == answer_ids(tokenizer, answer + "<|im_end|>")
+
+
+def test_recorded_check_passes_the_gates():
+    report = json.loads((TUTOR / "check.json").read_text())
+    assert report["questions"] == len(FAQ)
+    for dtype in ("float32", "bfloat16"):
+        assert report[dtype]["exact_match"] >= 0.95
+        assert report[dtype]["margin_1st_percentile"] >= 2.0
+
+
+def test_model_card_quotes_the_recorded_check():
+    report = json.loads((TUTOR / "check.json").read_text())
+    card = (TUTOR / "README.md").read_text(encoding="utf-8")
+    for key, style in (("exact_match", ".1%"), ("margin_1st_percentile", ".2f"), ("margin_median", ".2f")):
+        cells = " | ".join(format(report[dtype][key], style) for dtype in ("float32", "bfloat16"))
+        assert f"| {cells} |" in card
+    assert f"{len(FAQ)} questions and answers" in card
