@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 VARIANTS = {
     "plain": {},
     "small chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "tiny pool": {"num_kvcache_blocks": 16, "kvcache_block_size": 4, "max_num_batched_tokens": 20, "max_num_seqs": 6},
+    "tiny pool": {"num_kvcache_blocks": 32, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
 }
