@@ -1,101 +1,16 @@
-"""From a scheduled step to the model's input, in one piece of memory.
+"""From a scheduled step to the model's input, with no loop over the requests.
 
-A step's input is eleven arrays. Built one by one from Python lists they would cost a loop over the requests each, and
-eleven copies to the GPU, each of which costs more to order than to carry out. Here
-
-* what a request brings with it (its block table, its prompt's length) lies in numpy tables with a row for each *seat*.
-  A seat is filled when a sequence is admitted, and its row grows only when the sequence gets a page;
-* a step gathers the rows of its sequences with whole-array operations;
-* all arrays lie side by side in one pinned buffer, which goes to the device in one copy. Where each array lies
-  follows from a handful of sizes (`StepShape`), so the other side, a GPU or another process, needs no more than those.
+What a request brings with it (its block table, its prompt's length) lies in numpy tables with a row for each *seat*. A
+seat is filled when a sequence is admitted, and its row is written again only when the sequence gets a page. A step
+gathers the rows of its sequences with whole-array operations; Python's part is proportional to what changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
-import torch
-from torch import Tensor
 
-from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.step import ScheduledStep
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The sizes of a step: they determine the layout of its input."""
-
-    num_tokens: int
-    num_seqs: int
-    num_samples: int
-    table_width: int
-    num_decodes: int
-    max_query_len: int
-    max_context_len: int
-
-    @property
-    def wide_sizes(self) -> tuple[int, ...]:
-        """Lengths of the int64 arrays: input_ids, positions, slot_mapping, seats, sample_seats, sample_tokens."""
-        return (self.num_tokens,) * 3 + (self.num_seqs, self.num_samples, self.num_samples)
-
-    @property
-    def narrow_sizes(self) -> tuple[int, ...]:
-        """Lengths of the 32-bit arrays: cu_seqlens_q, context_lens, temperatures, noise_keys, block_tables."""
-        samples = self.num_samples
-        return (self.num_seqs + 1, self.num_seqs, samples, samples, self.num_seqs * self.table_width)
-
-    @property
-    def num_bytes(self) -> int:
-        return 8 * sum(self.wide_sizes) + 4 * sum(self.narrow_sizes)
-
-
-class StepInput(NamedTuple):
-    """A step's arrays, as views of one buffer. On the host they are numpy arrays, on the device tensors."""
-
-    input_ids: Tensor  # int64 [tokens]; those of decodes are filled in on the device
-    positions: Tensor  # int64 [tokens]
-    slot_mapping: Tensor  # int64 [tokens]
-    seats: Tensor  # int64 [seqs]
-    sample_seats: Tensor  # int64 [samples]
-    sample_tokens: Tensor  # int64 [samples]: the place, among the tokens, of each sampling sequence's last one
-    cu_seqlens_q: Tensor  # int32 [seqs + 1]
-    context_lens: Tensor  # int32 [seqs]
-    temperatures: Tensor  # float32 [samples]
-    noise_keys: Tensor  # int32 [samples], the bits of an unsigned number
-    block_tables: Tensor  # int32 [seqs, width]
-
-
-def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput:
-    """The arrays inside a byte buffer of `shape.num_bytes` or more."""
-    split = 8 * sum(shape.wide_sizes)
-    wide = np.split(buffer[:split].view(np.int64), np.cumsum(shape.wide_sizes)[:-1])
-    narrow = np.split(buffer[split : shape.num_bytes].view(np.int32), np.cumsum(shape.narrow_sizes)[:-1])
-    cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
-    tables = tables.reshape(shape.num_seqs, shape.table_width)
-    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(np.float32), noise_keys, tables)
-
-
-def device_views(buffer: Tensor, shape: StepShape) -> StepInput:
-    """The same as tensors."""
-    split = 8 * sum(shape.wide_sizes)
-    wide = buffer[:split].view(torch.int64).split(shape.wide_sizes)
-    narrow = buffer[split : shape.num_bytes].view(torch.int32).split(shape.narrow_sizes)
-    cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
-    tables = tables.view(shape.num_seqs, shape.table_width)
-    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(torch.float32), noise_keys, tables)
-
-
-def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata:
-    return AttentionMetadata(
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        context_lens=inputs.context_lens,
-        slot_mapping=inputs.slot_mapping,
-        block_tables=inputs.block_tables,
-        max_query_len=shape.max_query_len,
-        max_context_len=shape.max_context_len,
-    )
+from stage_e_batching.step_input import StepInput, StepShape
 
 
 class InputBatch:
@@ -177,50 +92,3 @@ class InputBatch:
             start, count = step.starts[i], step.num_tokens[i]
             first = out.cu_seqlens_q[i]
             out.input_ids[first : first + count] = step.sequences[i].token_ids[start : start + count]
-
-
-class StepBuffers:
-    """The memory that inputs travel in: two buffers on the host, used in turn, and one on the device.
-
-    Two, because a buffer may not be written again before its copy to the device has been carried out: with one step in
-    preparation while another runs, the copy before last certainly has.
-
-    Args:
-        num_bytes: the largest input.
-        device: where the model computes.
-        fixed: the device's views lie at the same place in every step, on a CPU too: a recorded step needs that.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device, fixed: bool = False) -> None:
-        pinned = device.type == "cuda"
-        self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._arrays = [tensor.numpy() for tensor in self._host]
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned or fixed else None
-        self._turn = 0
-
-    def next_host(self, shape: StepShape) -> StepInput:
-        """Host views to fill in."""
-        self._turn ^= 1
-        return host_views(self._arrays[self._turn], shape)
-
-    def packed(self, shape: StepShape) -> bytes:
-        """What was filled in, for another process."""
-        return self._arrays[self._turn][: shape.num_bytes].tobytes()
-
-    def unpack(self, data: bytes) -> None:
-        """Take over what another process packed, as if it had been filled in here."""
-        self._turn ^= 1
-        self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
-
-    def send(self, shape: StepShape) -> StepInput:
-        """Copy what was filled in to the device, in one go, and return its views there."""
-        host = self._host[self._turn]
-        if self._device is None:  # the CPU computes on the host's memory itself
-            return device_views(host, shape)
-        self._device[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
-        return device_views(self._device, shape)
-
-
-def largest_input(num_tokens: int, num_seats: int, table_width: int) -> int:
-    """Bytes of the largest input there can be."""
-    return StepShape(num_tokens, num_seats, num_seats, table_width, 0, 1, 1).num_bytes

@@ -23,16 +23,10 @@ from torch import Tensor
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.input_batch import (
-    InputBatch,
-    StepBuffers,
-    StepInput,
-    StepShape,
-    attention_metadata,
-    largest_input,
-)
+from stage_e_batching.input_batch import InputBatch
 from stage_e_batching.sampler import DrawnTokens, Sampler
 from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, attention_metadata, largest_input
 
 
 @dataclass(frozen=True)
