@@ -47,7 +47,8 @@ def markdown(result: dict) -> str:
         f"{where['device']['name']}, {versions}, {where['date'][:10]}; 100 % of copy = {copy:.2f} TB/s, "
         f"100 % of matmul = {matmul:.0f} TFLOP/s, "
         "measured in the same run. Median of "
-        f"{result['options']['repeats']} samples; launches in a CUDA graph (the reference: eager).",
+        f"{result['options']['repeats']} samples; launches in a CUDA graph (the reference: eager). "
+        "A decode only reads, a copy also writes, so a decode can pass 100 %.",
     ]
     return "\n".join(lines)
 
@@ -95,8 +96,8 @@ def draw(result: dict, path: Path) -> None:
         axis.set_yticks(range(len(names)), [name.replace(" × ", "×") for name in names])
         axis.invert_yaxis()
         axis.set_xlabel(title)
-        axis.set_xlim(0, 100)
+        axis.set_xlim(0, 110)
         axis.grid(axis="x", alpha=0.3)
-    axes[0].legend(loc="lower right")
+    axes[1].legend(loc="lower right")
     figure.suptitle(f"Paged attention on {result['environment']['device']['name']}")
     figure.savefig(path, dpi=120)
