@@ -131,6 +131,15 @@ class StepBuffers:
         self._turn ^= 1
         return self._remembered(f"host{self._turn}", host_views, self._arrays[self._turn], shape)
 
+    def packed(self, shape: StepShape) -> bytes:
+        """What was filled in, for another process."""
+        return self._arrays[self._turn][: shape.num_bytes].tobytes()
+
+    def unpack(self, data: bytes) -> None:
+        """Take over what another process packed, as if it had been filled in here."""
+        self._turn ^= 1
+        self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
+
     def send(self, shape: StepShape) -> StepInput:
         """Copy what was filled in to the device, in one go, and return its views there."""
         host = self._host[self._turn]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from stage_e_batching.input_batch import StepInput, StepShape
+from stage_e_batching.step_input import StepInput, StepShape
 
 LARGEST_GRAPH = 512
 

@@ -27,7 +27,7 @@ from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.input_batch import StepBuffers, StepInput, StepShape, largest_input
+from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_e_batching.model_runner import InFlight, ModelRunner
 from stage_e_batching.sampler import DRAWN, DrawnTokens
 from stage_e_batching.step import ScheduledStep
@@ -185,7 +185,8 @@ class GraphModelRunner(ModelRunner):
             drawn = self.draw(logits[:count], sample_seats, live)
             self.last_tokens.index_copy_(0, live.sample_seats, drawn.ids)
         else:
-            drawn = DrawnTokens(result.ids[:count])
+            ids = result.ids[:count]
+            drawn = DrawnTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
         return self.fetch(drawn)
 
     def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:

@@ -180,7 +180,8 @@ def _start(meeting: Rendezvous, rank: int) -> subprocess.Popen:
     if torch.get_num_threads() > 1:  # CPU ranks share the cores
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // meeting.size))
     address = [LOOPBACK, str(meeting.store.port), str(rank), str(meeting.size)]
-    return subprocess.Popen([sys.executable, "-m", "stage_f_graph_tp.worker", *address], env=environment)
+    start = "import sys; from stage_f_graph_tp.worker import main; main(sys.argv[1:])"
+    return subprocess.Popen([sys.executable, "-c", start, *address], env=environment)
 
 
 def serve(meeting: Rendezvous, build: Callable[[Rendezvous, object], Callable[[bytes], None]]) -> None:
@@ -226,7 +227,3 @@ def main(argv: list[str]) -> None:
     host, port, rank, size = argv[0], *map(int, argv[1:])
     store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     serve(Rendezvous(store, rank, size, False), build_worker)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
