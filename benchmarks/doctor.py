@@ -130,14 +130,14 @@ def stage_lines(machine: Machine) -> list[tuple[str, str]]:
         fused = "the C++ extension's CPU version, built at first use"
     attention = attention_text(machine)
     graphs = "CUDA graphs" if machine.has_gpu else "no CUDA graphs (they need a GPU)"
-    together = f"tensor parallelism over up to {max(len(machine.gpus), 1)} GPUs" if machine.has_gpu else "CPU processes"
+    ranks = f"up to {len(machine.gpus)} GPUs" if machine.has_gpu else "CPU processes"
     texts = {
         "stage_a_naive": where,
         "stage_b_decode_step": f"{where}; {compile_text}",
         "stage_c_fused_mlp": f"{where}; {fused}",
         "stage_d_paged": f"{where}; attention: {attention}",
         "stage_e_batching": f"{where}; attention: {attention}",
-        "stage_f_graph_tp": f"{where}; attention: {attention}; {graphs}; {together}",
+        "stage_f_graph_tp": f"{where}; attention: {attention}; {graphs}; tensor parallelism over {ranks}",
     }
     return [(name, text if is_installed(name) else "not in this tree") for name, text in texts.items()]
 

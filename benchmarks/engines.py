@@ -76,6 +76,7 @@ ENGINES = (
     _stage("B", "stage_b_decode_step", one_at_a_time=True),
     _stage("B compiled", "stage_b_decode_step", {"compile": True}, one_at_a_time=True, needs_compiler=True),
     _stage("C", "stage_c_fused_mlp", one_at_a_time=True, needs_compiler=True),
+    _stage("C compiled", "stage_c_fused_mlp", {"compile": True}, one_at_a_time=True, needs_compiler=True),
     _paged("D", "stage_d_paged"),
     _paged("E", "stage_e_batching"),
     _paged("F eager", "stage_f_graph_tp", {"enforce_eager": True}),

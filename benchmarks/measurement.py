@@ -92,11 +92,14 @@ class Measurement:
         what = {"model": self.model, "size": args.size, "device": args.device, "dtype": args.dtype}
         limits = {"round_seconds": args.round_seconds, "max_seconds": args.max_seconds}
         self.write()
+        number, last = 0, args.repeats * len(self.engines)
         for repeat in range(args.repeats):
             for engine in in_alternating_order(self.engines, repeat):
+                number += 1
                 names = [name for name in args.workloads if (engine.name, name) not in self.reasons]
                 if not names:
                     continue
+                self.say(f"process {number} of {last}: {engine.name}")
                 job = engine_job("timing", engine, workloads=names, **what, **limits)
                 self.take(engine, repeat, names, run_job(job, args.timeout))
                 self.write()
@@ -112,13 +115,13 @@ class Measurement:
                 measured = {"error": found.get("error", "the process did not get to this workload")}
             if "samples" not in measured:
                 self.reasons[key] = measured
-                self.say(f"repeat {repeat + 1}  {engine.name}  {name}: {next(iter(measured.values()))}")
+                self.say(f"    {name}: {next(iter(measured.values()))}")
                 continue
             self.samples.setdefault(key, []).extend({"repeat": repeat, **sample} for sample in measured["samples"])
             peak = self.peaks.setdefault(key, measured["peak_memory"])
             peak["bytes"] = max(peak["bytes"], measured["peak_memory"]["bytes"])
             first = {k: round(v, 3) for k, v in list(measured["samples"][-1].items())[:3]}
-            self.say(f"repeat {repeat + 1}  {engine.name}  {name}: {first}")
+            self.say(f"    {name}: {first}")
 
     def row(self, engine: Engine, name: str) -> dict:
         """One line of the results: an engine on a workload."""

@@ -22,7 +22,7 @@ COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#F0E442", "E": 
 PEER_COLOUR = "#999999"  # engines of other projects
 FLOOR_STYLE = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 PANELS = (("single", "one request"), ("decode32", "a batch of equals"), ("mixed", "many requests of all lengths"))
-LOG_FROM = 20  # a panel whose largest value is so many times its smallest gets a logarithmic axis
+LOG_FROM = 50  # where a largest value is so many times the smallest, the axes are logarithmic
 
 
 def colour_of(engine: str) -> str:
@@ -38,10 +38,14 @@ def plot_bars(group: Group, directory: Path = PLOTS_DIRECTORY) -> Path | None:
     if not panels:
         return None
     most = max(len(rates) for *_, rates in panels)
+    is_log = any(
+        (_best_rate(group, name) or 0) > LOG_FROM * min(rate["median"] for rate in rates.values())
+        for name, _, rates in panels
+    )
     size = (4.6 * len(panels) + 1, 0.48 * most + 2.2)
     figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axis, (name, title, rates) in zip(axes[0], panels, strict=True):
-        _draw_bars(axis, rates, group.workload(name)["floor"].get("output_tokens_per_s"))
+        _draw_bars(axis, rates, _best_rate(group, name), is_log)
         axis.set_title(f"{name}: {title}", fontsize=12, pad=24)
     figure.suptitle(f"{group.model} on {group.device}, {group.dtype}: more is better", fontsize=13)
     return _save(figure, directory / f"{group.slug}-bars.png")
@@ -52,7 +56,11 @@ def _rates(group: Group, name: str) -> dict[str, dict[str, float]]:
     return {engine: row["figures"]["output_tokens_per_s"] for engine, row in rows.items() if "figures" in row}
 
 
-def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | None) -> None:
+def _best_rate(group: Group, name: str) -> float | None:
+    return group.workload(name)["floor"].get("output_tokens_per_s")
+
+
+def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | None, is_log: bool) -> None:
     values = [rate["median"] for rate in rates.values()]
     spread = [[r["median"] - r["min"] for r in rates.values()], [r["max"] - r["median"] for r in rates.values()]]
     axis.barh(
@@ -61,7 +69,7 @@ def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | No
     )  # fmt: skip
     axis.invert_yaxis()
     far = max([*values, floor or 0])
-    if far > LOG_FROM * min(values):
+    if is_log:
         axis.set_xscale("log")
         axis.set_xlim(min(values) / 2, far * 4)
     else:
@@ -109,7 +117,7 @@ def plot_context(group: Group, directory: Path = PLOTS_DIRECTORY) -> Path | None
     axis.set_xticks(list(floor), [str(length) for length in floor])
     values = [value for points in [*lines.values(), floor] for value in points.values()]
     axis.set_yscale("log" if max(values) > LOG_FROM * min(values) else "linear")
-    axis.yaxis.set_major_formatter(lambda value, _: number(value))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if axis.get_yscale() == "linear":
         axis.set_ylim(0, None)
     axis.set_xlabel("context length, tokens", fontsize=12)
