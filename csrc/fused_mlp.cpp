@@ -134,11 +134,13 @@ Tensor run_cuda(const Arguments& a, const std::string& generation) {
 #define SIX_ENGINES_OPERATORS(DEVICE)                                                                                  \
   Tensor ln_mlp_##DEVICE(const Tensor& x, const Tensor& gamma, const Tensor& beta, const Tensor& w1, const Tensor& w2, \
                          double eps, std::string generation) {                                                         \
-    return run_##DEVICE({x, gamma, beta, w1, w2, Tensor(), eps, false}, generation);                                   \
+    const Tensor none;                                                                                                 \
+    return run_##DEVICE({x, gamma, beta, w1, w2, none, eps, false}, generation);                                       \
   }                                                                                                                    \
   Tensor swiglu_mlp_##DEVICE(const Tensor& x, const Tensor& rms_weight, const Tensor& w_gate_up, const Tensor& w_down, \
                              const Tensor& residual, double eps, std::string generation) {                             \
-    return run_##DEVICE({x, rms_weight, Tensor(), w_gate_up, w_down, residual, eps, true}, generation);                \
+    const Tensor none;                                                                                                 \
+    return run_##DEVICE({x, rms_weight, none, w_gate_up, w_down, residual, eps, true}, generation);                    \
   }
 
 SIX_ENGINES_OPERATORS(cpu)

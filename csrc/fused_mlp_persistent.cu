@@ -18,6 +18,7 @@ namespace six_engines {
 namespace {
 
 constexpr int kThreads = kFusedWarps * kWarpSize;
+constexpr bool kOverlapLaunch = true;
 constexpr int kInSlices = kFusedWarps / 2;  // half of the warps take the first tile of a slot, half the second
 constexpr int kOutSlices = kFusedWarps;
 
@@ -55,6 +56,7 @@ template <typename T, bool kGated, int kRows>
 class Block {
  public:
   using Dot = TileDot<T, kRows>;
+  static constexpr int kAhead = kRows > 8 ? 1 : 3;  // as many as there are registers for
   static constexpr int kNeurons = kGated ? kTileRows : 2 * kTileRows;  // a slot: gate and up rows, or two tiles of up
 
   __device__ __forceinline__ Block(const MlpProblem& problem, const Plan& layout, char* memory)
@@ -72,14 +74,14 @@ class Block {
   }
 
   __device__ __forceinline__ void run() {
-    if (warp < plan.slots) {  // each warp prepares one slot and asks for its data at once
-      if (lane == 0) {
-        barrier_init(&full[warp]);
-        barrier_init_fence();
-        readers[warp] = 0;
+    if (warp == 0) {  // one warp, so that the data are asked for, and arrive, in the order in which they are used
+      if (lane < plan.slots) {
+        barrier_init(&full[lane]);
+        readers[lane] = 0;
       }
+      barrier_init_fence();
       __syncwarp();
-      if (warp < steps) request(warp, warp);
+      for (int step = 0; step < min(plan.slots, steps); ++step) request(step, step);
     }
     normalise();
     __syncthreads();
@@ -132,7 +134,7 @@ class Block {
   __device__ __forceinline__ void normalise() {
     constexpr int kCount = Vec16<T>::kCount;
     const T *weight = static_cast<const T*>(p.norm_weight), *bias = static_cast<const T*>(p.norm_bias);
-    for (int r = kFusedWarps - 1 - warp; r < p.rows; r += kFusedWarps) {  // the last warps ask for no data
+    for (int r = kFusedWarps - 1 - warp; r < p.rows; r += kFusedWarps) {  // warp 0, which has other work, last
       const T* row = static_cast<const T*>(p.x) + size_t(r) * p.hidden;
       const RowStats stats = row_stats<T, !kGated>(row, p.hidden, p.eps);
       T* target = reinterpret_cast<T*>(shared + plan.x_offset + r * plan.x_pitch);
@@ -199,25 +201,35 @@ class Block {
   __device__ __forceinline__ void down(Cursor& cursor) {
     const T *neurons = static_cast<const T*>(p.scratch), *residual = static_cast<const T*>(p.residual);
     T* out = static_cast<T*>(p.out);
+    Dot dot;
+    // The neurons of several slabs are on their way at a time: they come from other multiprocessors, half a microsecond
+    // away. Slab s is in inputs[s % kAhead]; where all slabs of a row fit, they stay for all tiles.
+    typename Dot::Input inputs[kAhead];
     auto load = [&](typename Dot::Input& input, int slab) {
       const int start = slab * plan.out.width, width = min(plan.out.width, p.inter - start);
       Dot::template load<kOutSlices, true>(input, neurons + start, p.inter, p.rows, width, warp);
     };
-    Dot dot;
-    typename Dot::Input input, next;
-    load(next, 0);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i < plan.out.count) load(inputs[i], i);
+    }
     for (int begin = 0; begin < out_tiles; begin += plan.batch) {
       const int count = min(plan.batch, out_tiles - begin);
       for (int tile = 0; tile < count; ++tile) {
         dot.clear();
-        for (int slab = 0; slab < plan.out.count; ++slab, cursor.advance(plan.slots)) {
-          const int width = min(plan.out.width, p.inter - slab * plan.out.width);
-          input = next;
-          load(next, slab + 1 < plan.out.count ? slab + 1 : 0);  // on its way during this step
-          barrier_wait(&full[cursor.slot], cursor.parity);
-          const char* weights = shared + cursor.slot * plan.slot_bytes;
-          dot.template multiply<kOutSlices>(input, weights, plan.out.pitch, width, p.rows, warp);
-          release(cursor);
+        for (int group = 0; group < plan.out.count; group += kAhead) {
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int slab = group + i;
+            if (slab >= plan.out.count) break;
+            const int width = min(plan.out.width, p.inter - slab * plan.out.width);
+            barrier_wait(&full[cursor.slot], cursor.parity);
+            const char* weights = shared + cursor.slot * plan.slot_bytes;
+            dot.template multiply<kOutSlices>(inputs[i], weights, plan.out.pitch, width, p.rows, warp);
+            if (plan.out.count > kAhead) load(inputs[i], slab + kAhead < plan.out.count ? slab + kAhead : i);
+            release(cursor);
+            cursor.advance(plan.slots);
+          }
         }
         dot.store(partial(tile, warp), p.rows);
       }
@@ -246,6 +258,10 @@ template <typename T, bool kGated, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_kernel(const __grid_constant__ MlpProblem problem, const __grid_constant__ Plan plan) {
 #if __CUDA_ARCH__ >= 900
+  // The next kernel of the stream may be made ready while this one runs, and this one was while the last one ran; here
+  // it waits until that one has finished and all that it wrote can be seen.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   extern __shared__ __align__(128) char shared[];
   Block<T, kGated, kRows>(problem, plan, shared).run();
 #endif
@@ -264,7 +280,7 @@ cudaError_t describe(Device& device) {
 }
 
 Plan plan_for(const MlpProblem& p, int rows, const Device& device) {
-  return make_plan(p, rows, kStepsPerSlab * kBytesPerStep, kTileRows, device.shared_limit);
+  return make_plan(p, rows, device.multiprocessors, kStepsPerSlab * kBytesPerStep, kTileRows, device.shared_limit);
 }
 
 template <typename T, bool kGated, int kRows>
@@ -274,10 +290,21 @@ cudaError_t launch(MlpProblem p, const Device& device, cudaStream_t stream) {
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes)) {
     return error;
   }
-  void* arguments[] = {&p, &plan};
+  cudaLaunchAttribute attributes[2] = {};
   // Cooperative: the driver starts all blocks at once or none, so two such grids cannot each hold half of the GPU.
-  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(device.multiprocessors), dim3(kThreads),
-                                     arguments, plan.shared_bytes, stream);
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  // The launch itself overlaps the end of the kernel before; see the first lines of fused_kernel.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(device.multiprocessors);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = kOverlapLaunch ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 
 template <typename T>

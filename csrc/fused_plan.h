@@ -39,8 +39,8 @@ inline Slabs cut(int columns, int max_width, int element_bytes) {
   return slabs;
 }
 
-// The layout for this many rows; slots is 0 where it does not fit. bytes_per_slice: what a warp reads of a row's slab.
-inline Plan make_plan(const MlpProblem& p, int rows, int bytes_per_slice, int tile_rows, int shared_limit) {
+// The layout for this many rows and blocks; slots is 0 where it does not fit. bytes_per_slice: what a warp reads of a row's slab.
+inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_slice, int tile_rows, int shared_limit) {
   constexpr int kPartialBytes = 32 * 1024, kBarrierBytes = 2 * kMaxSlots * int(sizeof(uint64_t));
   const int element = p.dtype == DType::kFloat32 ? 4 : 2;
   const int max_width = kFusedWarps * bytes_per_slice / element;
@@ -49,7 +49,8 @@ inline Plan make_plan(const MlpProblem& p, int rows, int bytes_per_slice, int ti
   plan.slot_bytes = std::max(2 * tile_rows * plan.in.pitch, 16 * 1024);
   plan.out = cut(p.inter, std::min(max_width, (plan.slot_bytes / tile_rows - 128) / element / 32 * 32), element);
   plan.tile_floats = (kFusedWarps * rows + 1) * tile_rows;  // + 1: neighbouring tiles in different banks
-  plan.batch = std::max(1, kPartialBytes / int(sizeof(float)) / plan.tile_floats);
+  const int most_rows = std::max((p.inter + blocks - 1) / blocks, (p.hidden + blocks - 1) / blocks);
+  plan.batch = std::min((most_rows + tile_rows - 1) / tile_rows, kPartialBytes / int(sizeof(float)) / plan.tile_floats);
   plan.x_pitch = padded(p.hidden * element);
   const int64_t x_bytes = (int64_t(rows) * plan.x_pitch + 127) / 128 * 128;
   const int partial_bytes = (plan.batch * plan.tile_floats * int(sizeof(float)) + 127) / 128 * 128;

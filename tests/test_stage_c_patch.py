@@ -114,10 +114,18 @@ def test_greedy_tokens_equal_those_of_stage_b(name, device):
     assert [out["token_ids"] for out in found] == [out["token_ids"] for out in expected]
 
 
+@pytest.mark.parametrize("device, dtype", [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)])
+def test_the_tutor_answers_as_in_stage_b(device, dtype):
+    params = SamplingParams(temperature=0.0, max_tokens=32)
+    expected = StageB("tutor", device=device, dtype=dtype).generate("What is a KV cache?", params, use_tqdm=False)
+    found = LLM("tutor", device=device, dtype=dtype).generate("What is a KV cache?", params, use_tqdm=False)
+    assert found[0]["token_ids"] == expected[0]["token_ids"]
+
+
 @pytest.mark.gpu
 def test_a_compiled_step_with_graphs_gives_the_same_tokens():
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    options = {"device": "cuda", "dtype": "float32"}
+    options = {"device": "cuda", "dtype": "float32", "matmul_precision": "highest"}
     expected = StageB(TINY[0], **options).generate([[5, 6, 7]], params, use_tqdm=False)
     found = LLM(TINY[0], compile=True, **options).generate([[5, 6, 7]], params, use_tqdm=False)
     assert found[0]["token_ids"] == expected[0]["token_ids"]
