@@ -15,15 +15,21 @@
 namespace six_engines {
 
 struct AttentionItem {
-  int row, kv_head, split, begin, end, chunks, context, first_block;  // chunks [begin, end) of 16 tokens
-  bool exists;
+  int exists, row, kv_head, split, begin, end, chunks, context;  // chunks [begin, end) of 16 tokens
+  long long cell;                                                 // of the first chunk, see chunk_cell
 };
 
 // Per row in shared memory: context length (0 for a padding row), chunks a split, splits.
-__device__ __forceinline__ const int* row_table(const Worker& w) { return w.shared<int>(w.plan->sums_at) + kWarps; }
+__device__ __forceinline__ const int* row_table(const Worker& w) { return w.shared<int>(w.plan.rows_at); }
 
-__device__ __forceinline__ int block_of(const Worker& w, int row, int chunk) {
-  return w.step->block_tables[row * w.step->max_blocks + chunk * kAttentionChunk / w.step->block_size];
+// Elements from the beginning of a layer's keys to this KV head's key of the chunk's first token. (A chunk never crosses
+// pages: a page is a power of two of at least 16 tokens.)
+template <int D>
+__device__ __forceinline__ long long chunk_cell(const Worker& w, int row, int kv_head, int chunk) {
+  const DecodeStep& s = w.step;
+  const int token = chunk * kAttentionChunk;
+  const long long page = s.block_tables[row * s.max_blocks + (token >> w.plan.page_shift)];
+  return (((page << w.plan.page_shift) + (token & (s.block_size - 1))) * s.kv_heads + kv_head) * D;
 }
 
 // Chunks of cached tokens; this step's own token is the last split's first, and needs a split even if it is alone.
@@ -31,43 +37,36 @@ __device__ __forceinline__ int cached_chunks(int context) {
   return context == 0 ? 0 : max(1, ceil_div(context - 1, kAttentionChunk));
 }
 
+template <int D>
 __device__ __forceinline__ AttentionItem attention_item(const Worker& w, int index) {
   const int* rows = row_table(w);
   AttentionItem item{};
-  item.kv_head = index % w.step->kv_heads;
-  item.row = index / w.step->kv_heads % w.step->rows;
-  item.split = index / w.step->kv_heads / w.step->rows;
+  item.kv_head = index % w.step.kv_heads;
+  item.row = index / w.step.kv_heads % w.step.rows;
+  item.split = index / w.step.kv_heads / w.step.rows;
   item.context = rows[item.row];
   item.chunks = cached_chunks(item.context);
   const int per_split = rows[kMaxDecodeRows + item.row];
   item.begin = item.split * per_split;
   item.end = min(item.begin + per_split, item.chunks);
   item.exists = item.split < kMaxDecodeSplits && item.begin < item.end;
-  if (item.exists) item.first_block = block_of(w, item.row, item.begin);
+  if (item.exists) item.cell = chunk_cell<D>(w, item.row, item.kv_head, item.begin);
   return item;
 }
 
-// Element offset of a chunk's first token within K (add v_offset for V).
-template <int D>
-__device__ __forceinline__ long long chunk_offset(const Worker& w, const AttentionItem& item, int layer, int chunk) {
-  const DecodeStep& s = *w.step;
-  const int block = chunk == item.begin ? item.first_block : block_of(w, item.row, chunk);
-  const long long token = (static_cast<long long>(layer) * s.blocks + block) * s.block_size + chunk * kAttentionChunk % s.block_size;
-  return (token * s.kv_heads + item.kv_head) * D;
-}
-
-template <int D>
-__device__ __forceinline__ long long v_offset(const DecodeStep& s) {
-  return static_cast<long long>(s.layers) * s.blocks * s.block_size * s.kv_heads * D;
+__device__ __forceinline__ long long layer_elements(const DecodeStep& s, int head_dim) {
+  return static_cast<long long>(s.blocks) * s.block_size * s.kv_heads * head_dim;
 }
 
 // A later layer's keys and values do not depend on this step: fetch them to L2 while there is time.
 template <typename T, int D>
 __device__ __forceinline__ void prefetch_item(const Worker& w, const AttentionItem& item, int layer) {
-  if (!item.exists || layer >= w.step->layers) return;
-  const T* cache = static_cast<const T*>(w.step->kv_cache) + (w.lane >= 16 ? v_offset<D>(*w.step) : 0);
+  const DecodeStep& s = w.step;
+  if (!item.exists || layer >= s.layers) return;
+  const T* cache = static_cast<const T*>(s.kv_cache) + layer_elements(s, D) * (layer + (w.lane >= 16 ? s.layers : 0));
   for (int chunk = item.begin; chunk < item.end; ++chunk) {
-    const T* token = cache + chunk_offset<D>(w, item, layer, chunk) + (w.lane & 15) * w.step->kv_heads * D;
+    const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
+    const T* token = cache + cell + (w.lane & 15) * s.kv_heads * D;
     if (chunk * kAttentionChunk + (w.lane & 15) < item.context - 1) {
       prefetch_l2(token);
       if (D > 64) prefetch_l2(token + 64);
@@ -88,8 +87,7 @@ __device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const
     for (int s = 0; s < kSteps; ++s) weight[s] = __ldg(static_cast<const uint4*>(norm) + s * 4 + q);
   }
   Word raw[kSteps][2][2] = {};
-  Patience patience;
-  for (;;) {
+  wait_words(w, [&] {
     bool ready = true;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -100,9 +98,8 @@ __device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const
         ready = ready && has_tag(raw[s][half][0], w.tag) && has_tag(raw[s][half][1], w.tag);
       }
     }
-    if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
-    if (__any_sync(kAllLanes, patience.exhausted(w))) break;
-  }
+    return ready;
+  });
   float v[kSteps][8];
   float squares = 0.0f;
 #pragma unroll
@@ -118,7 +115,7 @@ __device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const
   if (norm != nullptr) {
     squares += __shfl_xor_sync(kAllLanes, squares, 1);
     squares += __shfl_xor_sync(kAllLanes, squares, 2);
-    const float scale = rsqrtf(squares / D + w.step->eps);
+    const float scale = rsqrtf(squares / D + w.step.eps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const uint32_t pairs[4] = {weight[s].x, weight[s].y, weight[s].z, weight[s].w};
@@ -130,15 +127,19 @@ __device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const
       }
     }
   }
-  const float* cosine = w.shared<float>(w.plan->rope_at) + row * D;
+  const float4* cosine = w.shared<float4>(w.plan.rope_at) + row * (D / 4);
 #pragma unroll
   for (int s = 0; s < kSteps / 2; ++s) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float cos = cosine[s * 32 + q * 8 + e], sin = cosine[D / 2 + s * 32 + q * 8 + e];
-      const float low = v[s][e], high = v[s + kSteps / 2][e];
-      v[s][e] = low * cos - high * sin;
-      v[s + kSteps / 2][e] = high * cos + low * sin;
+    for (int quarter = 0; quarter < 2; ++quarter) {
+      const float4 cos = cosine[s * 8 + q * 2 + quarter], sin = cosine[D / 8 + s * 8 + q * 2 + quarter];
+      const float c[4] = {cos.x, cos.y, cos.z, cos.w}, n[4] = {sin.x, sin.y, sin.z, sin.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float low = v[s][quarter * 4 + e], high = v[s + kSteps / 2][quarter * 4 + e];
+        v[s][quarter * 4 + e] = low * c[e] - high * n[e];
+        v[s + kSteps / 2][quarter * 4 + e] = high * c[e] + low * n[e];
+      }
     }
   }
 #pragma unroll
@@ -152,8 +153,7 @@ template <int D>
 __device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32_t (&out)[D / 64][8]) {
   const int q = w.lane & 3;
   Word raw[D / 64][4][2];
-  Patience patience;
-  for (;;) {
+  wait_words(w, [&] {
     bool ready = true;
 #pragma unroll
     for (int set = 0; set < D / 64; ++set) {
@@ -163,9 +163,8 @@ __device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32
         ready = ready && has_tag(raw[set][i][0], w.tag) && has_tag(raw[set][i][1], w.tag);
       }
     }
-    if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
-    if (__any_sync(kAllLanes, patience.exhausted(w))) break;
-  }
+    return ready;
+  });
 #pragma unroll
   for (int set = 0; set < D / 64; ++set) {
 #pragma unroll
@@ -178,10 +177,9 @@ template <typename T, int D>
 __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer, const void* k_norm,
                        const Word* projected, const uint4 (&query)[D / 32], float scale,
                        float& largest, float& sum, float (&acc)[D / 64][8][2]) {
-  const DecodeStep& s = *w.step;
+  const DecodeStep& s = w.step;
   const int g = w.lane >> 2, q = w.lane & 3;
-  const long long token = static_cast<long long>(layer) * s.blocks * s.block_size + s.slot_mapping[item.row];
-  T* keys = static_cast<T*>(s.kv_cache) + (token * s.kv_heads + item.kv_head) * D;
+  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer + (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
   uint4 key[D / 32];
   rotated_head<T, D>(w, projected + (s.heads + item.kv_head) * (D / 2), k_norm, item.row, true, key);
   float score = 0.0f;
@@ -210,7 +208,7 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
       acc[set][i % 4 * 2][i / 4] = pair.x;
       acc[set][i % 4 * 2 + 1][i / 4] = pair.y;
     }
-    auto* cell = reinterpret_cast<uint4*>(keys + v_offset<D>(s) + set * 64 + q * 16);
+    auto* cell = reinterpret_cast<uint4*>(keys + layer_elements(s, D) * s.layers + set * 64 + q * 16);
     if (g == 0) {
       cell[0] = make_uint4(value[set][0], value[set][1], value[set][2], value[set][3]);
       cell[1] = make_uint4(value[set][4], value[set][5], value[set][6], value[set][7]);
@@ -221,17 +219,15 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
 template <typename T, int D>
 __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int layer, const LayerWeights& weights) {
   constexpr int kSteps = D / 32, kSets = D / 64;
-  const DecodeStep& s = *w.step;
+  const DecodeStep& s = w.step;
   const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
-  const long long token_stride = static_cast<long long>(s.kv_heads) * D;
-  T* keys = static_cast<T*>(s.kv_cache);
-  T* values = keys + v_offset<D>(s);
-  const int qkv_words = (s.heads + 2 * s.kv_heads) * D / 2;
-  const Word* projected = vector_copy(w, w.plan->qkv_words, qkv_words, w.parity, 0, item.row);
+  const int token_stride = s.kv_heads * D;
+  const T* keys = static_cast<const T*>(s.kv_cache) + layer_elements(s, D) * layer;
+  const T* values = keys + layer_elements(s, D) * s.layers;
+  const Word* projected = exchanged(w, w.plan.vector_at[kQkv], w.plan.vector_length[kQkv], w.parity, 0, item.row);
 
   uint4 k[2][kSteps], v[kSets][4], query[kSteps];
-  const auto load_keys = [&](int chunk) {
-    const T* base = keys + chunk_offset<D>(w, item, layer, chunk);
+  const auto load_keys = [&](int chunk, const T* base) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool cached = chunk * kAttentionChunk + i * 8 + g < item.context - 1;
@@ -242,7 +238,7 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       }
     }
   };
-  load_keys(item.begin);
+  load_keys(item.begin, keys + item.cell);
   rotated_head<T, D>(w, projected + (item.kv_head * group + g) * (D / 2), weights.q_norm, item.row, g < group, query);
 
   const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
@@ -250,8 +246,8 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
   if (item.end == item.chunks)
     attend_fresh<T, D>(w, item, layer, weights.k_norm, projected, query, scale, largest, sum, acc);
   for (int chunk = item.begin; chunk < item.end; ++chunk) {
-    if (chunk > item.begin) load_keys(chunk);
-    const long long base = chunk_offset<D>(w, item, layer, chunk);
+    const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
+    if (chunk > item.begin) load_keys(chunk, keys + cell);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * q + (i & 1) + (i & 2) * 4;
@@ -259,7 +255,7 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       for (int set = 0; set < kSets; ++set) {
         v[set][i] = make_uint4(0, 0, 0, 0);
         if (chunk * kAttentionChunk + token < item.context - 1)
-          v[set][i] = *reinterpret_cast<const uint4*>(values + base + token * token_stride + set * 64 + g * 8);
+          v[set][i] = *reinterpret_cast<const uint4*>(values + cell + token * token_stride + set * 64 + g * 8);
       }
     }
     float p[2][4] = {};
@@ -281,13 +277,13 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
     }
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-    const float shrink = exp2f(largest - top);
+    const float shrink = exp2_approx(largest - top);
     largest = top;
     sum *= shrink;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& score = p[i / 2][i % 2];
-      score = exp2f(score - top);
+      score = exp2_approx(score - top);
       sum += score;
     }
     const uint32_t p_low = pack_pair<T>(p[0][0], p[0][1]), p_high = pack_pair<T>(p[1][0], p[1][1]);
@@ -309,8 +305,8 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);
   if (g >= group) return;
-  Word* part = w.words + w.plan->split_words +
-         (static_cast<long long>(item.row * s.heads + item.kv_head * group + g) * kMaxDecodeSplits + item.split) * (D + 2);
+  Word* part = w.words + w.plan.splits_at +
+               ((item.row * s.heads + item.kv_head * group + g) * kMaxDecodeSplits + item.split) * (D + 2);
 #pragma unroll
   for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -327,15 +323,15 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
 // Merges the splits of 8 dimensions of one head: 8 lanes groups take every eighth split, 4 lanes two dimensions each.
 template <typename T, int D>
 __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
-  const DecodeStep& s = *w.step;
+  const DecodeStep& s = w.step;
   const int slice = unit % (D / 8), head = unit / (D / 8) % s.heads, row = unit / (D / 8) / s.heads;
   const int g = w.lane >> 2, q = w.lane & 3, splits = row_table(w)[2 * kMaxDecodeRows + row];
-  const Word* parts = w.words + w.plan->split_words + static_cast<long long>(row * s.heads + head) * kMaxDecodeSplits * (D + 2);
+  const Word* parts = w.words + w.plan.splits_at + (row * s.heads + head) * kMaxDecodeSplits * (D + 2);
   float largest = -INFINITY, sum = 0.0f, x = 0.0f, y = 0.0f;
   const auto merge = [&](float other_largest, float other_sum, float other_x, float other_y) {
     const float top = fmaxf(largest, other_largest);
-    const float mine = largest == -INFINITY ? 0.0f : exp2f(largest - top);
-    const float theirs = other_largest == -INFINITY ? 0.0f : exp2f(other_largest - top);
+    const float mine = largest == -INFINITY ? 0.0f : exp2_approx(largest - top);
+    const float theirs = other_largest == -INFINITY ? 0.0f : exp2_approx(other_largest - top);
     largest = top;
     sum = sum * mine + other_sum * theirs;
     x = x * mine + other_x * theirs;
@@ -343,8 +339,7 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
   };
   for (int from = 0; from < splits; from += 32) {
     Word value[4][2] = {}, state[4][2] = {};
-    Patience patience;
-    for (;;) {
+    wait_words(w, [&] {
       bool ready = true;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -353,11 +348,10 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
         peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
         peek2(parts + split * (D + 2) + D, state[i]);
         ready = ready && has_tag(value[i][0], w.tag) && has_tag(value[i][1], w.tag) && has_tag(state[i][0], w.tag) &&
-            has_tag(state[i][1], w.tag);
+                has_tag(state[i][1], w.tag);
       }
-      if (__all_sync(kAllLanes, ready || w.skips(kSkipExchange))) break;
-      if (__any_sync(kAllLanes, patience.exhausted(w))) break;
-    }
+      return ready;
+    });
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (from + i * 8 + g < splits)
@@ -371,28 +365,26 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
     merge(a, b, c, d);
   }
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;  // a padding row has no split: it gets zeros
-  if (g < w.plan->replicas)
-    publish(vector_copy(w, w.plan->attention_words, s.heads * D / 2, w.parity, g, row) + head * (D / 2) + slice * 4 + q,
-        tagged(pack_pair<T>(x * inverse, y * inverse), w.tag));
+  if (g < s.replicas)
+    publish(exchanged(w, w.plan.attention_at, w.plan.attention_length, w.parity, g, row) + head * (D / 2) + slice * 4 + q,
+            tagged(pack_pair<T>(x * inverse, y * inverse), w.tag));
 }
 
 // Both halves, for the units that fall to this warp. Splits are dealt from warp 0 up, merges from the last warp down.
-// Returns whether some wait was given up. Not inlined, and the worker by value: its registers are needed only here.
 template <typename T, int D>
-__device__ __noinline__ bool attention_phase(Worker w, int layer, const LayerWeights& weights) {
+__device__ __forceinline__ void attention_phase(Worker& w, int layer, const LayerWeights& weights) {
   const int grid = gridDim.x, items = row_table(w)[3 * kMaxDecodeRows];
-  const AttentionItem first = w.shared<AttentionItem>(w.plan->items_at)[w.warp];
-  if (first.exists) {
-    attend<T, D>(w, first, layer, weights);
-    prefetch_item<T, D>(w, first, layer + 1);
+#pragma unroll 1
+  for (int index = blockIdx.x + grid * w.warp; index < items; index += grid * kWarps) {
+    const bool first = index < grid * kWarps;  // the warp's first item is the same in every layer: prepared once
+    const AttentionItem item = first ? w.shared<AttentionItem>(w.plan.items_at)[w.warp] : attention_item<D>(w, index);
+    if (!item.exists) continue;
+    attend<T, D>(w, item, layer, weights);
+    if (first) prefetch_item<T, D>(w, item, layer + 1);
   }
-  for (int index = blockIdx.x + grid * (w.warp + kWarps); index < items; index += grid * kWarps) {
-    const AttentionItem item = attention_item(w, index);
-    if (item.exists) attend<T, D>(w, item, layer, weights);
-  }
-  const int merges = w.step->rows * w.step->heads * (D / 8);
+  const int merges = w.step.rows * w.step.heads * (D / 8);
+#pragma unroll 1
   for (int unit = blockIdx.x + grid * (kWarps - 1 - w.warp); unit < merges; unit += grid * kWarps) merge_splits<T, D>(w, unit);
-  return w.gave_up;
 }
 
 }  // namespace six_engines

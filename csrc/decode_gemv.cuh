@@ -1,6 +1,6 @@
 // Streaming and multiplying. One warp of a block (`stream_step`) copies the block's slices of all matrices, in the order
 // in which they will be used, into a ring of shared-memory slots; it knows no activations and so never waits for
-// another block, only for a free slot. The other 16 warps (`gemv`) multiply what has arrived.
+// another block, only for a free slot. The other warps multiply what has arrived (`multiply_tiles`).
 //
 // Within a tile the warps divide the columns: a warp's step is 32 columns of 16 weight rows against up to 8 requests,
 // two m16n8k16 instructions. A lane takes its 8 columns of a row with one 16-byte load, although the instruction's own
@@ -27,13 +27,13 @@ struct RingPosition {
 // What a thread needs everywhere. `gave_up` is set once a wait has outlasted the limit: the thread then waits for
 // nothing any more, so that a broken step ends with an error in the workspace instead of a hung GPU.
 struct Worker {
-  const DecodeStep* step;
-  const DecodePlan* plan;
+  const DecodeStep& step;
+  const DecodePlan& plan;
   unsigned char* smem;
   Word* words;
   uint32_t ring, full, empty;  // shared addresses: slots, and their two barriers each
   RingPosition at;
-  uint32_t tag;
+  uint32_t tag;                // of the layer, in every word that is exchanged
   int parity;                  // of the layer
   int warp, lane, thread;
   int place;                   // where we are, for the error report: layer * 16 + phase
@@ -41,22 +41,22 @@ struct Worker {
 
   template <typename U>
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
-  __device__ __forceinline__ bool skips(int flag) const { return (step->flags & flag) != 0; }
+  __device__ __forceinline__ bool skips(int flag) const { return (step.flags & flag) != 0; }
 };
 
 __device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, blocks finished, place of the first error
   return reinterpret_cast<unsigned*>(w.words);
 }
 
-// The copy of an exchanged vector, [2 parities][replicas][rows][length], that begins at word `at`.
-__device__ __forceinline__ Word* vector_copy(const Worker& w, long long at, int length, int parity, int replica, int row) {
-  return w.words + at + (static_cast<long long>(parity * kMaxDecodeReplicas + replica) * kMaxDecodeRows + row) * length;
+// One request of an exchanged vector [replicas][2 parities][rows][length] that begins at word `at`.
+__device__ __forceinline__ Word* exchanged(const Worker& w, unsigned at, unsigned length, int parity, int replica, int row) {
+  return w.words + (at + ((replica * 2 + parity) * kMaxDecodeRows + row) * length);
 }
 
 // Returns when this wait began, or 0 once it has lasted too long. (Values, no references: a `Worker` whose address is
 // taken would live in memory instead of registers.)
-__device__ __noinline__ unsigned long long check_patience(unsigned long long since, long long limit, unsigned* error,
-                              unsigned place) {
+static __device__ __noinline__ unsigned long long check_patience(unsigned long long since, long long limit, unsigned* error,
+                                                                 unsigned place) {
   const unsigned long long now = nanoseconds();
   if (since == 0) return now;
   if (now - since < static_cast<unsigned long long>(limit)) return since;
@@ -69,10 +69,10 @@ struct Patience {
   unsigned attempts = 0;
   unsigned long long since = 0;
   __device__ __forceinline__ bool exhausted(Worker& w) {
-    if (w.gave_up) return true;
-    if ((++attempts & 63u) != 0) return false;
-    since = check_patience(since, w.step->timeout_ns, control(w) + 2, w.place);
-    w.gave_up = since == 0;
+    if ((++attempts & 63u) == 0) {
+      since = check_patience(since, w.step.timeout_ns, control(w) + 2, w.place);
+      w.gave_up = w.gave_up || since == 0;
+    }
     return w.gave_up;
   }
 };
@@ -84,22 +84,31 @@ __device__ __forceinline__ void wait_barrier(Worker& w, uint32_t barrier, uint32
   }
 }
 
+// A warp waits for words: `look` reads those of its lane and says whether all are there.
+template <typename Look>
+__device__ __forceinline__ void wait_words(Worker& w, Look look) {
+  Patience patience;
+  while (!__all_sync(kAllLanes, look() || w.skips(kSkipExchange))) {
+    if (__any_sync(kAllLanes, patience.exhausted(w))) return;
+    if (w.step.backoff_ns > 0) __nanosleep(w.step.backoff_ns);
+  }
+}
+
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
 
 // ---- the producer warp ---------------------------------------------------------------------------------------------
 
-// `pair_rows`: 0, or (gate_up) the distance from a gate row to its up row; gate tile and up tile then alternate.
-template <typename T>
-__device__ __forceinline__ void stream_matrix(Worker& w, const MatrixPlan& m, const void* weights, int pair_rows,
-                        uint64_t policy) {
-  int first, count;
-  own_slice(m, first, count);
-  const long long row_bytes = static_cast<long long>(m.steps) * 64;
+// gate_up: a gate tile and its up tile alternate.
+__device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* weights, uint64_t policy) {
+  const MatrixPlan m = w.plan.matrix[kind];
+  const int first = w.shared<int>(w.plan.slices_at)[2 * kind], count = w.shared<int>(w.plan.slices_at)[2 * kind + 1];
+  const int halves = kind == kGateUp ? 2 : 1;
+  const long long row_bytes = m.steps * 64LL;
   const auto* base = static_cast<const unsigned char*>(weights) + (first + w.lane) * row_bytes;
   for (int row = 0; row < count; row += m.tile_rows) {
     const int rows = min(m.tile_rows, count - row);
-    for (int half = 0; half < (pair_rows > 0 ? 2 : 1); ++half) {
-      const auto* source = base + (row + static_cast<long long>(half) * pair_rows) * row_bytes;
+    for (int half = 0; half < halves; ++half) {
+      const auto* source = base + (row + half * m.rows) * row_bytes;
       for (int chunk = 0; chunk < m.chunks; ++chunk) {
         const int bytes = min(m.chunk_steps, m.steps - chunk * m.chunk_steps) * 64;
         const uint32_t full = w.full + w.at.slot * 8;
@@ -107,102 +116,119 @@ __device__ __forceinline__ void stream_matrix(Worker& w, const MatrixPlan& m, co
         if (w.lane == 0) barrier_expect(full, rows * bytes);
         __syncwarp();
         if (w.lane < rows)
-          bulk_copy(w.ring + w.at.slot * w.plan->slot_bytes + w.lane * m.stride,
-                source + static_cast<long long>(chunk) * m.chunk_steps * 64, bytes, full, policy);
-        w.at.advance(w.plan->slots);
+          bulk_copy(w.ring + w.at.slot * w.plan.slot_bytes + w.lane * m.stride, source + chunk * m.chunk_steps * 64, bytes,
+                    full, policy);
+        w.at.advance(w.plan.slots);
       }
     }
   }
 }
 
-template <typename T>
 __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table) {
-  const DecodePlan& plan = *w.plan;
   const uint64_t policy = evict_first_policy();
-  for (int layer = 0; layer < w.step->layers; ++layer) {
+#pragma unroll 1
+  for (int layer = 0; layer <= w.step.layers; ++layer) {
     w.place = layer * 16 + 15;
-    stream_matrix<T>(w, plan.qkv, table[layer].qkv, 0, policy);
-    stream_matrix<T>(w, plan.o, table[layer].o, 0, policy);
-    stream_matrix<T>(w, plan.gate_up, table[layer].gate_up, w.step->intermediate, policy);
-    stream_matrix<T>(w, plan.down, table[layer].down, 0, policy);
+#pragma unroll 1
+    for (int kind = layer < w.step.layers ? kQkv : kHead; kind <= (layer < w.step.layers ? kDown : kHead); ++kind) {
+      const LayerWeights& weights = table[layer];
+      const void* matrix = kind == kQkv      ? weights.qkv
+                           : kind == kOut    ? weights.o
+                           : kind == kGateUp ? weights.gate_up
+                           : kind == kDown   ? weights.down
+                                             : w.step.lm_head;
+      stream_matrix(w, kind, matrix, policy);
+    }
   }
-  stream_matrix<T>(w, plan.lm_head, w.step->lm_head, 0, policy);
 }
 
 // ---- the consumer warps --------------------------------------------------------------------------------------------
 
-// One tile against all requests; leaves this warp's share of the sums in `partial` [padded rows][warps][16].
-template <typename T>
-__device__ __forceinline__ void multiply_tile(Worker& w, const MatrixPlan& m, int tile_rows, float* partial) {
-  const DecodePlan& plan = *w.plan;
-  const int g = w.lane >> 2, q = w.lane & 3;
-  const bool low_row = g < tile_rows, high_row = g + 8 < tile_rows, request = g < w.step->rows;
-  const uint32_t act = shared_address(w.smem) + plan.act_at + g * slot_stride(m.steps) + q * 16;
+struct Accumulator {  // of one slot: two independent chains of matrix instructions
   float c[4] = {}, d[4] = {};
-  for (int chunk = 0; chunk < m.chunks; ++chunk) {
-    const int begin = chunk * m.chunk_steps, steps = min(m.chunk_steps, m.steps - begin);
-    if (!w.skips(kSkipStreaming)) wait_barrier(w, w.full + w.at.slot * 8, w.at.parity);
-    const uint32_t low = w.ring + w.at.slot * plan.slot_bytes + g * m.stride + q * 16;
+};
+
+// This warp's columns of one slot; `act` is the lane's shared address of the activations of the slot's first column.
+template <typename T>
+__device__ __forceinline__ void multiply_slot(const Worker& w, const MatrixPlan& m, int slot, int rows, int steps, uint32_t act,
+                                              Accumulator& sum) {
+  const int g = w.lane >> 2, q = w.lane & 3;
+  const bool high_row = g + 8 < rows, request = g < w.step.rows;  // a row beyond `rows` is computed from stale weights, not read
+  const uint32_t low = w.ring + slot * w.plan.slot_bytes + g * m.stride + q * 16;
 #pragma unroll 2
-    for (int step = w.warp; step < steps; step += kWarps) {
-      uint4 a = {}, b = {}, x = {};
-      if (low_row) a = load_shared(low + step * 64);
-      if (high_row) b = load_shared(low + 8 * m.stride + step * 64);
-      if (request) x = load_shared(act + (begin + step) * 64);
-      mma<T>(c, a.x, b.x, a.y, b.y, x.x, x.y);
-      mma<T>(d, a.z, b.z, a.w, b.w, x.z, x.w);
-    }
-    __syncwarp();
-    if (w.lane == 0) barrier_arrive(w.empty + w.at.slot * 8);
-    w.at.advance(plan.slots);
-  }
-  float* mine = partial + 2 * q * kWarps * 16 + w.warp * 16 + g;  // requests 2q and 2q + 1
-  if (2 * q < plan.padded_rows) {
-    mine[0] = c[0] + d[0];
-    mine[8] = c[2] + d[2];
-  }
-  if (2 * q + 1 < plan.padded_rows) {
-    mine[kWarps * 16] = c[1] + d[1];
-    mine[kWarps * 16 + 8] = c[3] + d[3];
+  for (int step = w.warp; step < steps; step += kWarps) {
+    uint4 a = load_shared(low + step * 64), b = {}, x = {};
+    if (high_row) b = load_shared(low + 8 * m.stride + step * 64);
+    if (request) x = load_shared(act + step * 64);
+    mma<T>(sum.c, a.x, b.x, a.y, b.y, x.x, x.y);
+    mma<T>(sum.d, a.z, b.z, a.w, b.w, x.z, x.w);
   }
 }
 
-// Sum over warps of one output: 4 lanes share it, and all 4 get the result.
+// This warp's share of a tile's sums, into `partial` [padded rows][warps][16].
+__device__ __forceinline__ void store_partial(const Worker& w, float* partial, const Accumulator& sum) {
+  const int g = w.lane >> 2, q = w.lane & 3;
+  float* mine = partial + (2 * q * kWarps + w.warp) * 16 + g;  // requests 2q and 2q + 1
+  if (2 * q < w.plan.padded_rows) {
+    mine[0] = sum.c[0] + sum.d[0];
+    mine[8] = sum.c[2] + sum.d[2];
+  }
+  if (2 * q + 1 < w.plan.padded_rows) {
+    mine[kWarps * 16] = sum.c[1] + sum.d[1];
+    mine[kWarps * 16 + 8] = sum.c[3] + sum.d[3];
+  }
+}
+
+// Tiles [begin, end) of the block's slice against all requests, slots in pairs: while the second slot's loads are on
+// their way the first is multiplied. A pair is two tiles, or two chunks of one tile.
+template <typename T>
+__device__ __forceinline__ void multiply_tiles(Worker& w, const MatrixPlan& m, int begin, int end, int count, int halves) {
+  const DecodePlan& plan = w.plan;
+  float* partial = w.shared<float>(plan.partial_at);
+  const int tile_floats = plan.padded_rows * kWarps * 16;
+  const uint32_t act = shared_address(w.smem) + plan.act_at + (w.lane >> 2) * slot_stride(m.steps) + (w.lane & 3) * 16;
+  const bool whole = m.chunks == 1;
+  const auto rows_of = [&](int tile) { return min(m.tile_rows, count - (halves == 2 ? tile >> 1 : tile) * m.tile_rows); };
+  for (int tile = begin; tile < end; tile += whole ? 2 : 1) {
+    Accumulator first, second;
+    for (int chunk = 0; chunk < m.chunks; chunk += 2) {
+      const bool pair = whole ? tile + 1 < end : chunk + 1 < m.chunks;
+      const int column = chunk * m.chunk_steps, next = whole ? column : column + m.chunk_steps;
+      const RingPosition a = w.at;
+      w.at.advance(plan.slots);
+      const RingPosition b = w.at;
+      if (pair) w.at.advance(plan.slots);
+      if (!w.skips(kSkipStreaming)) {
+        wait_barrier(w, w.full + a.slot * 8, a.parity);
+        if (pair) wait_barrier(w, w.full + b.slot * 8, b.parity);
+      }
+      multiply_slot<T>(w, m, a.slot, rows_of(tile), min(m.chunk_steps, m.steps - column), act + column * 64, first);
+      if (pair)
+        multiply_slot<T>(w, m, b.slot, rows_of(whole ? tile + 1 : tile), min(m.chunk_steps, m.steps - next), act + next * 64,
+                         second);
+      __syncwarp();
+      if (w.lane == 0) {
+        barrier_arrive(w.empty + a.slot * 8);
+        if (pair) barrier_arrive(w.empty + b.slot * 8);
+      }
+    }
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) first.c[i] += second.c[i], first.d[i] += second.d[i];
+    }
+    store_partial(w, partial + (tile - begin) * tile_floats, first);
+    if (whole && tile + 1 < end) store_partial(w, partial + (tile + 1 - begin) * tile_floats, second);
+  }
+}
+
+// Sum over warps of one output: 4 lanes (share 0 to 3) divide the warps, and all 4 get the result.
 __device__ __forceinline__ float reduce_partial(const float* partial, int share) {
   float v = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kWarps / 4; ++k) v += partial[(share + 4 * k) * 16];
+  for (int k = 0; k < ceil_div(kWarps, 4); ++k)
+    if (share + 4 * k < kWarps) v += partial[(share + 4 * k) * 16];
   v += __shfl_xor_sync(kAllLanes, v, 1);
   return v + __shfl_xor_sync(kAllLanes, v, 2);
-}
-
-// The block's slice of `m` times the activations in shared memory. `emit(row, request, valid, value, share)` is called
-// by whole warps: 4 lanes (share 0 to 3) for each output, the next row's 4 lanes beside them; a warp serves one request,
-// its own number modulo the padded rows. With kPair a row is a gate
-// row and an up row, and the value is silu(gate) * up.
-template <typename T, bool kPair, typename Emit>
-__device__ __forceinline__ void gemv(Worker& w, const MatrixPlan& m, int count, Emit emit) {
-  constexpr int kParts = kPair ? 2 : 1;
-  const DecodePlan& plan = *w.plan;
-  float* partial = w.shared<float>(plan.partial_at);
-  const int tile_floats = plan.padded_rows * kWarps * 16;
-  const int tiles = ceil_div(count, m.tile_rows), group = plan.partial_tiles / kParts;
-  for (int base = 0; base < tiles; base += group) {
-    const int in_group = min(group, tiles - base);
-    for (int i = 0; i < in_group * kParts; ++i)
-      multiply_tile<T>(w, m, min(m.tile_rows, count - (base + i / kParts) * m.tile_rows), partial + i * tile_floats);
-    workers_sync();
-    for (int i = w.thread; i < in_group * plan.padded_rows * 64; i += kWorkers) {
-      const int share = i & 3, request = i >> 5 & (plan.padded_rows - 1), eighth = i >> 5 >> plan.row_bits;
-      const int tile = eighth >> 1, row = (eighth & 1) * 8 + (i >> 2 & 7);
-      const float* sums = partial + tile * kParts * tile_floats + request * kWarps * 16 + row;
-      float value = reduce_partial(sums, share);
-      if (kPair) value = silu(value) * reduce_partial(sums + tile_floats, share);
-      const int slice_row = (base + tile) * m.tile_rows + row;
-      emit(slice_row, request, row < m.tile_rows && slice_row < count && request < w.step->rows, value, share);
-    }
-    if (base + group < tiles) workers_sync();
-  }
 }
 
 }  // namespace six_engines

@@ -13,15 +13,16 @@
 namespace six_engines {
 
 #ifndef DECODE_WARPS
-#define DECODE_WARPS 8
+#define DECODE_WARPS 14
 #endif
 constexpr int kWarps = DECODE_WARPS;          // warps that compute; one more streams
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;
 constexpr int kStepColumns = 32;              // columns a warp takes in one step: two matrix instructions
 constexpr int kAttentionChunk = 16;           // tokens a warp attends to at once
-constexpr int kUnitsOneRow = 2048 / kWorkers; // pairs of hidden values a lane can hold: hidden up to 4096 for one row,
-constexpr int kUnits = 256 / kWarps;          // 4096 for up to 4 rows and 2048 for 8
+
+// The matrices of a layer in the order of their use, and the LM head.
+enum Kind { kQkv, kOut, kGateUp, kDown, kHead, kKinds };
 
 struct MatrixPlan {
   int rows;         // output rows of the matrix (gate_up: output columns of the MLP, each a gate row and an up row)
@@ -33,17 +34,20 @@ struct MatrixPlan {
 };
 
 struct DecodePlan {
-  MatrixPlan qkv, o, gate_up, down, lm_head;
+  MatrixPlan matrix[kKinds];
   int grid, slots, slot_bytes;
-  int padded_rows, row_bits, partial_tiles, replicas, max_splits;
-  int items_at, act_at, partial_at, own_at, bias_at, rope_at, sums_at, best_at, table_at, barriers_at, smem_bytes;
-  long long o_words, down_words, attention_words, act_words, qkv_words, split_words, candidates, total_words;
+  int padded_rows, row_bits, partial_tiles, page_shift;
+  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, best_at, table_at, barriers_at;
+  int smem_bytes;
+  // Exchanged vectors: first word, and words of one request. What a kind publishes; for kQkv it goes to the attention.
+  unsigned vector_at[4], vector_length[4];
+  unsigned attention_at, attention_length, splits_at, candidates_at, total_words;
 };
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int slot_stride(int steps) { return steps * 64 + (steps % 2 == 0 ? 64 : 0); }
 
-// The slice of a matrix that a block owns.
+// The slice of a matrix that this block owns.
 __device__ __forceinline__ void own_slice(const MatrixPlan& m, int& first, int& count) {
   const long long units = m.rows / m.granule;
   first = static_cast<int>(units * blockIdx.x / gridDim.x) * m.granule;
@@ -70,60 +74,62 @@ inline MatrixPlan plan_matrix(int rows, int granule, int columns, int grid, int 
 }
 
 // Words are laid out for kMaxDecodeRows whatever the launch's rows, so that every row count can share one workspace.
+// A vector is [replicas][2: even and odd layers][rows][length].
 inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
-  const long long copies = 2LL * kMaxDecodeReplicas * kMaxDecodeRows;  // 2: even and odd layers
-  long long at = 64;                                                   // the control words
-  const auto take = [&at](long long words) { const long long here = at; at += (words + 15) / 16 * 16; return here; };
-  plan.candidates = take(1024LL * kMaxDecodeRows);
-  plan.o_words = take(copies * s.hidden);
-  plan.down_words = take(copies * s.hidden);
-  plan.attention_words = take(copies * s.heads * s.head_dim / 2);
-  plan.act_words = take(copies * s.intermediate / 2);
-  plan.qkv_words = take(copies * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);
-  plan.split_words = take(1LL * kMaxDecodeRows * s.heads * kMaxDecodeSplits * (s.head_dim + 2));
+  unsigned at = 64;  // the control words
+  const auto take = [&at](long long words) { const unsigned here = at; at += (words + 15) / 16 * 16; return here; };
+  const unsigned lengths[4] = {(s.heads + 2u * s.kv_heads) * s.head_dim / 2, 1u * s.hidden, s.intermediate / 2u, 1u * s.hidden};
+  for (int kind = 0; kind < 4; ++kind) {
+    plan.vector_length[kind] = lengths[kind];
+    plan.vector_at[kind] = take(2LL * kMaxDecodeReplicas * kMaxDecodeRows * lengths[kind]);
+  }
+  plan.attention_length = s.heads * s.head_dim / 2;
+  plan.attention_at = take(2LL * kMaxDecodeReplicas * kMaxDecodeRows * plan.attention_length);
+  plan.splits_at = take(1LL * kMaxDecodeRows * s.heads * kMaxDecodeSplits * (s.head_dim + 2));
+  plan.candidates_at = take(1024LL * kMaxDecodeRows);
   plan.total_words = at;
 }
 
 // Returns null or what does not fit.
 inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_limit, DecodePlan& plan) {
   plan = DecodePlan{};
-  plan.grid = std::min(multiprocessors, s.intermediate / 2);  // every block owns part of the MLP: see consume()
+  plan.grid = std::min({multiprocessors, s.intermediate / 2, 1024});  // every block owns part of the MLP: see consume()
   const int attention = s.heads * s.head_dim;
-  plan.qkv = plan_matrix(attention + 2 * s.kv_heads * s.head_dim, 2, s.hidden, plan.grid, s.slot_bytes);
-  plan.o = plan_matrix(s.hidden, 1, attention, plan.grid, s.slot_bytes);
-  plan.gate_up = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, s.slot_bytes);
-  plan.down = plan_matrix(s.hidden, 1, s.intermediate, plan.grid, s.slot_bytes);
-  plan.lm_head = plan_matrix(s.vocab, 1, s.hidden, plan.grid, s.slot_bytes);
-  for (const MatrixPlan* m : {&plan.qkv, &plan.o, &plan.gate_up, &plan.down, &plan.lm_head})
-    plan.slot_bytes = std::max(plan.slot_bytes, (m->tile_rows * m->stride + 127) / 128 * 128);
+  plan.matrix[kQkv] = plan_matrix(attention + 2 * s.kv_heads * s.head_dim, 2, s.hidden, plan.grid, s.slot_bytes);
+  plan.matrix[kOut] = plan_matrix(s.hidden, 1, attention, plan.grid, s.slot_bytes);
+  plan.matrix[kGateUp] = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, s.slot_bytes);
+  plan.matrix[kDown] = plan_matrix(s.hidden, 1, s.intermediate, plan.grid, s.slot_bytes);
+  plan.matrix[kHead] = plan_matrix(s.vocab, 1, s.hidden, plan.grid, s.slot_bytes);
+  for (const MatrixPlan& m : plan.matrix)
+    plan.slot_bytes = std::max(plan.slot_bytes, (m.tile_rows * m.stride + 127) / 128 * 128);
   plan.padded_rows = s.rows == 1 ? 1 : s.rows == 2 ? 2 : s.rows <= 4 ? 4 : 8;
   while (1 << plan.row_bits < plan.padded_rows) ++plan.row_bits;
   plan.partial_tiles = plan.padded_rows == 1 ? 8 : 16 / plan.padded_rows;
-  plan.replicas = s.replicas;
-  plan.max_splits = s.max_splits;
+  while (1 << plan.page_shift < s.block_size) ++plan.page_shift;
   plan_workspace(s, plan);
 
   int at = 0;
   const auto take = [&at](int bytes) { const int here = at; at += (bytes + 127) / 128 * 128; return here; };
-  const int longest = std::max({s.hidden, attention, s.intermediate});
-  plan.act_at = take(s.rows * slot_stride(longest / kStepColumns));
+  plan.act_at = take(s.rows * slot_stride(std::max({s.hidden, attention, s.intermediate}) / kStepColumns));
   plan.partial_at = take(plan.partial_tiles * plan.padded_rows * kWarps * 16 * 4);
-  plan.own_at = take(most_rows(plan.o, plan.grid) * kMaxDecodeRows * 4);
-  plan.bias_at = take(most_rows(plan.qkv, plan.grid) * 4);
+  plan.own_at = take(most_rows(plan.matrix[kOut], plan.grid) * kMaxDecodeRows * 4);
+  plan.bias_at = take(most_rows(plan.matrix[kQkv], plan.grid) * 4);
   plan.rope_at = take(s.rows * s.head_dim * 4);
-  plan.sums_at = take(kWarps * 4 + (3 * kMaxDecodeRows + 1) * 4);
-  plan.items_at = take(kWarps * 40);
+  plan.sums_at = take(s.rows * ceil_div(s.hidden, 64) * 4);
+  plan.rows_at = take((3 * kMaxDecodeRows + 1) * 4);
+  plan.items_at = take(kWarps * 64);
+  plan.slices_at = take(kKinds * 8);
   plan.best_at = take(kWarps * 8 + 16);
   plan.table_at = take(s.layers * static_cast<int>(sizeof(LayerWeights)));
   plan.barriers_at = take(64 * 16);
   plan.slots = std::min(64, (smem_limit - at) / plan.slot_bytes);
-  if (plan.slots < 3) return "shared memory holds fewer than 3 slots of weights: use fewer rows";
+  if (plan.slots < 4) return "shared memory holds fewer than 4 slots of weights: use fewer rows";
   const int ring = plan.slots * plan.slot_bytes;  // the ring comes first; everything else moves behind it
-  for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at, &plan.items_at,
-            &plan.best_at, &plan.table_at, &plan.barriers_at})
+  for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at, &plan.rows_at,
+                      &plan.items_at, &plan.slices_at, &plan.best_at, &plan.table_at, &plan.barriers_at})
     *offset += ring;
   plan.smem_bytes = ring + at;
-  if (most_rows(plan.qkv, plan.grid) > kWorkers) return "more rows of the QKV projection a block than threads";
+  if (most_rows(plan.matrix[kQkv], plan.grid) > kWorkers) return "more rows of the QKV projection a block than threads";
   return nullptr;
 }
 

@@ -56,6 +56,12 @@ __device__ __forceinline__ void mma<__half>(float (&c)[4], uint32_t a0, uint32_t
          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ float exp2_approx(float v) {  // one instruction; -infinity gives 0
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -66,6 +72,10 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // ---- mbarrier and bulk copy ----------------------------------------------------------------------------------------

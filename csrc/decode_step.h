@@ -11,7 +11,7 @@ namespace six_engines {
 
 constexpr int kMaxDecodeRows = 8;         // requests a launch can serve: the n of the m16n8k16 matrix instruction
 constexpr int kMaxDecodeSplits = 64;      // pieces one (row, KV head) attention may be cut into
-constexpr int kMaxDecodeReplicas = 8;     // copies of an exchanged vector, so that not all SMs read the same L2 lines
+constexpr int kMaxDecodeReplicas = 4;     // copies of an exchanged vector, so that not all SMs read the same L2 lines
 constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
 
 // What a measurement may leave out (the result is then wrong; only the time means something).

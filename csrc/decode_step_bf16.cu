@@ -4,8 +4,8 @@
 
 namespace six_engines {
 
-const void* decode_kernel_bf16(int head_dim, bool one_row) {
-  return decode_kernel<__nv_bfloat16>(head_dim, one_row);
+const void* decode_kernel_bf16(int head_dim) {
+  return decode_kernel<__nv_bfloat16>(head_dim);
 }
 
 }  // namespace six_engines

@@ -4,8 +4,8 @@
 
 namespace six_engines {
 
-const void* decode_kernel_f16(int head_dim, bool one_row) {
-  return decode_kernel<__half>(head_dim, one_row);
+const void* decode_kernel_f16(int head_dim) {
+  return decode_kernel<__half>(head_dim);
 }
 
 }  // namespace six_engines

@@ -3,8 +3,8 @@
 
 namespace six_engines {
 
-// The kernel for this head_dim (64 or 128), for one row or for up to 8.
-const void* decode_kernel_bf16(int head_dim, bool one_row);
-const void* decode_kernel_f16(int head_dim, bool one_row);
+// The kernel for this head_dim (64 or 128).
+const void* decode_kernel_bf16(int head_dim);
+const void* decode_kernel_f16(int head_dim);
 
 }  // namespace six_engines

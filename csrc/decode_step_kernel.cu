@@ -13,10 +13,9 @@ const char* unsupported(const DecodeStep& s) {
   if (s.head_dim != 64 && s.head_dim != 128) return "head_dim must be 64 or 128";
   if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8) return "heads must be a multiple of kv_heads, at most 8 to one";
   if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0) return "hidden and intermediate must be multiples of 32";
-  if (s.hidden > (s.rows <= 4 ? 4096 : 2048)) return "hidden is too large for this many rows";
-  if (s.block_size % kAttentionChunk != 0) return "block_size must be a multiple of 16";
+  if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0) return "block_size must be a power of two, at least 16";
   if (s.max_splits < 1 || s.max_splits > kMaxDecodeSplits) return "max_splits must be 1 to 64";
-  if (s.replicas < 1 || s.replicas > kMaxDecodeReplicas) return "replicas must be 1 to 8";
+  if (s.replicas < 1 || s.replicas > kMaxDecodeReplicas) return "replicas must be 1 to 4";
   return nullptr;
 }
 
@@ -36,8 +35,8 @@ const char* launch_decode_step(const DecodeStep& step, void* stream) {
   cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   DecodePlan plan;
   if (const char* problem = plan_step(step, multiprocessors, smem_limit, plan)) return problem;
-  const void* kernel = step.half ? decode_kernel_f16(step.head_dim, step.rows == 1)
-                                 : decode_kernel_bf16(step.head_dim, step.rows == 1);
+  const void* kernel = step.half ? decode_kernel_f16(step.head_dim)
+                                 : decode_kernel_bf16(step.head_dim);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   DecodeStep arguments = step;
