@@ -43,7 +43,6 @@ def _best_of_stretch_kernel(
     winner_ids,  # int64 [rows, stretches]
     vocab,
     row_stride,
-    rows,
     SPAN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -62,7 +61,7 @@ def _best_of_stretch_kernel(
     best = tl.argmax(score, 0, tie_break_left=True)
     chosen = tl.arange(0, SPAN) == best
     place = row * stretches + stretch
-    plane = rows.to(tl.int64) * stretches
+    plane = tl.num_programs(0).to(tl.int64) * stretches
     tl.store(winners + place, tl.max(tl.where(chosen, logit, float("-inf")), 0))
     tl.store(winners + plane + place, tl.max(tl.where(chosen, noise, float("-inf")), 0))
     tl.store(winners + 2 * plane + place, highest)
@@ -76,14 +75,13 @@ def _best_of_row_kernel(
     winners,  # float32 [3, rows, stretches]
     winner_ids,  # int64 [rows, stretches]
     stretches,
-    rows,
     STRETCHES_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.arange(0, STRETCHES_PAD)
     inside = stretch < stretches
     place = row * stretches + stretch
-    plane = rows.to(tl.int64) * stretches
+    plane = tl.num_programs(0).to(tl.int64) * stretches
     logit = tl.load(winners + place, mask=inside, other=float("-inf"))
     noise = tl.load(winners + plane + place, mask=inside, other=0.0)
     highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
@@ -115,10 +113,10 @@ def draw(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: Tensor |
     winner_ids = torch.empty(rows, stretches, dtype=torch.int64, device=scores.device)
     ids = torch.empty(rows, dtype=torch.int64, device=scores.device) if out is None else out
     _best_of_stretch_kernel[(rows, stretches)](
-        scores, temperatures, noise_keys, winners, winner_ids, vocab, scores.stride(0), rows, SPAN=SPAN, num_warps=8
+        scores, temperatures, noise_keys, winners, winner_ids, vocab, scores.stride(0), SPAN=SPAN, num_warps=8
     )
     _best_of_row_kernel[(rows,)](
-        ids, temperatures, winners, winner_ids, stretches, rows,
+        ids, temperatures, winners, winner_ids, stretches,
         STRETCHES_PAD=triton.next_power_of_2(stretches), num_warps=1,
     )  # fmt: skip
     return ids
