@@ -48,8 +48,8 @@ $(STAGE_TARGETS): stage-%: $(READY)
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
 
-test: $(READY) ## run the tests (ARGS= goes to pytest)
-	@$(PY) -m pytest $(ARGS)
+test: $(READY) ## run the tests, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
+	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(ARGS)
 
 lint: $(READY) ## check style and the direction of imports
 	@$(PY) -m ruff check .

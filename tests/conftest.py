@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
-import pytest
-import torch
-
+# Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
