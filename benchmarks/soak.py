@@ -76,7 +76,7 @@ class Soak:
         limit = llm.max_model_len // 2
         bases = [self._tokens(limit) for _ in range(3)]
         self.prompts = [bases[i % 3][: self.rng.randrange(1, limit)] + self._tokens(5) for i in range(24)]
-        self.greedy = SamplingParams(temperature=0, max_tokens=48)
+        self.greedy = SamplingParams(temperature=0, max_tokens=128)
         self.answers = [llm.generate([prompt], self.greedy, False)[0]["token_ids"] for prompt in self.prompts]
 
     def _tokens(self, count: int) -> list[int]:
@@ -211,8 +211,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result here (JSON)")
     arguments = parser.parse_args()
-    options = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "kvcache_block_size": 16}
-    options["num_kvcache_blocks"] = 64  # an eighth of what sixteen of the longest would take: preemption is usual
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "kvcache_block_size": 8}
+    options["num_kvcache_blocks"] = 128  # an eighth of what sixteen of the longest would take: preemption is usual
     llm = LLM(arguments.model, device=arguments.device, **options)
     soak = Soak(llm, arguments.seed)
     soak.run(arguments.minutes)
