@@ -49,7 +49,16 @@ class StepShape:
 
     @property
     def num_bytes(self) -> int:
-        return 8 * sum(self.wide_sizes) + 4 * sum(self.narrow_sizes)
+        return self.wide_bytes + 4 * sum(map(_aligned, self.narrow_sizes))
+
+    @property
+    def wide_bytes(self) -> int:
+        return 8 * sum(map(_aligned, self.wide_sizes))
+
+
+def _aligned(size: int) -> int:
+    """Room for an array of `size` elements: every array starts at a multiple of 16 bytes, as kernels like it."""
+    return -(-size // 4) * 4
 
 
 class StepInput(NamedTuple):
@@ -70,7 +79,7 @@ class StepInput(NamedTuple):
 
 def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput:
     """The arrays inside a byte buffer of `shape.num_bytes` or more."""
-    split = 8 * sum(shape.wide_sizes)
+    split = shape.wide_bytes
     wide = _carve(buffer[:split].view(np.int64), shape.wide_sizes)
     narrow = _carve(buffer[split : shape.num_bytes].view(np.int32), shape.narrow_sizes)
     cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
@@ -78,16 +87,16 @@ def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput:
     return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(np.float32), noise_keys, tables)
 
 
-def _carve(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    ends = list(accumulate(sizes))
-    return [array[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
+    starts = accumulate(map(_aligned, sizes[:-1]), initial=0)
+    return [array[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def device_views(buffer: Tensor, shape: StepShape) -> StepInput:
     """The same as tensors."""
-    split = 8 * sum(shape.wide_sizes)
-    wide = buffer[:split].view(torch.int64).split(shape.wide_sizes)
-    narrow = buffer[split : shape.num_bytes].view(torch.int32).split(shape.narrow_sizes)
+    split = shape.wide_bytes
+    wide = _carve(buffer[:split].view(torch.int64), shape.wide_sizes)
+    narrow = _carve(buffer[split : shape.num_bytes].view(torch.int32), shape.narrow_sizes)
     cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
     tables = tables.view(shape.num_seqs, shape.table_width)
     return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(torch.float32), noise_keys, tables)
@@ -107,8 +116,8 @@ def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata
 class StepBuffers:
     """The memory that inputs travel in: two buffers on the host, used in turn, and one on the device.
 
-    Two, because a buffer may not be written again before its copy to the device has been carried out: with one step in
-    preparation while another runs, the copy before last certainly has.
+    A buffer may not be written again before its copy to the device has been carried out. There are two, so that one is
+    free while the other's copy waits its turn behind the step that runs; where the CPU is further ahead, it waits.
 
     Args:
         num_bytes: the largest input.
@@ -121,6 +130,7 @@ class StepBuffers:
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._arrays = [tensor.numpy() for tensor in self._host]
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned or fixed else None
+        self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
         # The last views of each buffer: from one decode step to the next the layout is mostly the same, and making the
         # views takes a third of the time of a small step.
@@ -128,7 +138,7 @@ class StepBuffers:
 
     def next_host(self, shape: StepShape) -> StepInput:
         """Host views to fill in."""
-        self._turn ^= 1
+        self._take_turn()
         return self._remembered(f"host{self._turn}", host_views, self._arrays[self._turn], shape)
 
     def packed(self, shape: StepShape) -> bytes:
@@ -137,7 +147,7 @@ class StepBuffers:
 
     def unpack(self, data: bytes) -> None:
         """Take over what another process packed, as if it had been filled in here."""
-        self._turn ^= 1
+        self._take_turn()
         self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
 
     def send(self, shape: StepShape) -> StepInput:
@@ -146,7 +156,14 @@ class StepBuffers:
         if self._device is None:  # the CPU computes on the host's memory itself
             return self._remembered(f"device{self._turn}", device_views, host, shape)
         self._device[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].record()
         return self._remembered("device", device_views, self._device, shape)
+
+    def _take_turn(self) -> None:
+        self._turn ^= 1
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
 
     def _remembered(
         self,
