@@ -14,7 +14,7 @@ from collections import defaultdict
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
-from tutor_text import END_OF_TEXT, HERE, IGNORED, TURN_END, Sample, Samples, pad, read_faq
+from tutor_text import END_OF_TEXT, HERE, IGNORED, TURN_END, Sample, Samples, logit_margins, pad, read_faq
 
 ROWS = {
     "exact_match": "answers given back exactly",
@@ -46,15 +46,13 @@ def greedy_answers(model: Qwen2ForCausalLM, prompts: list[list[int]], max_new_to
 
 @torch.inference_mode()
 def margins(model: Qwen2ForCausalLM, samples: list[Sample]) -> torch.Tensor:
-    """How far the right token's logit is above the best other one, at every trained position (teacher forced)."""
+    """The logit margin at every trained position, teacher forced: each position sees the right tokens before it."""
     found = []
     for start in range(0, len(samples), 16):
         ids, labels = pad(samples[start : start + 16], model.config.pad_token_id)
         trained = labels != IGNORED
         logits = model(ids, use_cache=False).logits[trained].float()  # [positions, vocab]
-        right = logits.gather(1, labels[trained][:, None])
-        others = logits.scatter(1, labels[trained][:, None], float("-inf"))
-        found.append(right[:, 0] - others.amax(dim=1))
+        found.append(logit_margins(logits, labels[trained]))
     return torch.cat(found)
 
 
