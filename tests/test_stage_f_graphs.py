@@ -1,0 +1,250 @@
+"""Padding to recorded sizes changes no token and touches no page.
+
+A CPU has no CUDA graphs, but all that surrounds them is the same there: `EagerRecorder` stands in for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import stage_e_batching
+import stage_f_graph_tp
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.step_input import StepShape
+from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, ladder
+
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class EagerRecorder:
+    """A replay runs the body again and puts its result where the first one's lies; counts the replays by rows."""
+
+    def __init__(self) -> None:
+        self.replays: Counter[int] = Counter()
+
+    def __call__(self, body: Body) -> Recorded:
+        kept = body()
+
+        def replay() -> None:
+            again = body()
+            for name in ("ids", "hidden", "logits"):
+                if getattr(kept, name) is not None:
+                    getattr(kept, name).copy_(getattr(again, name))
+            self.replays[len(kept.ids)] += 1
+
+        return Recorded(replay, kept)
+
+
+def build(
+    sizes: list[int], model: str = "random:qwen2-tiny", **options: object
+) -> tuple[stage_f_graph_tp.LLM, Counter[int]]:
+    """Stage F with a recorded step for each of these sizes, and the count of their replays."""
+    llm = stage_f_graph_tp.LLM(model, device="cpu", **options)
+    recorder = EagerRecorder()
+    llm.runner.capture(recorder, sizes)
+    return llm, recorder.replays
+
+
+def ids(outputs) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def countdown(most: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests whose batch shrinks by one each step: every size from `most` to 1."""
+    prompts = [[7 * i + 1, 3 * i + 2] for i in range(most)]
+    return prompts, [SamplingParams(temperature=0, max_tokens=i + 2, ignore_eos=True) for i in range(most)]
+
+
+@pytest.fixture(scope="module")
+def stage_e() -> stage_e_batching.LLM:
+    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=4, num_kvcache_blocks=512)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 12, 17, 20, 100, 512, 513, 600])
+def test_every_batch_size_has_a_graph_or_the_eager_way(max_num_seqs):
+    sizes = ladder(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, LARGEST_GRAPH)
+    graphs = DecodeGraphs(sizes, table_width=4, max_model_len=64, padding_seat=max_num_seqs)
+    for size in range(1, max_num_seqs + 1):
+        shape = StepShape(size, size, size, 2, size, 1, 20)
+        padded = graphs.padded(shape)
+        if size > LARGEST_GRAPH:
+            assert padded is shape
+        else:
+            assert padded.num_seqs == min(s for s in sizes if s >= size)
+            assert (padded.table_width, padded.max_context_len) == (4, 64)
+
+
+def test_a_step_with_prefill_is_left_to_the_eager_way():
+    graphs = DecodeGraphs([1, 2, 4], table_width=4, max_model_len=64, padding_seat=4)
+    for shape in (StepShape(1, 1, 1, 1, 0, 1, 1), StepShape(5, 3, 2, 2, 2, 3, 8)):
+        assert graphs.padded(shape) is shape and graphs.find(shape) is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_batch_size_from_forty_down_gives_stage_es_tokens(stage_e, overlap):
+    llm, replays = build(ladder(40), max_num_seqs=40, kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap)
+    prompts, params = countdown(40)
+    assert ids(llm.generate(prompts, params, False)) == ids(stage_e.generate(prompts, params, False))
+    # The first token comes out of the prefill; 40 … 33 rows run in the graph of 40, 32 … 17 in that of 32, and so on.
+    expected = {40: 8, 32: 16, 16: 8, 8: 4, 4: 2, 2: 1, 1: 1}
+    assert replays == expected
+
+
+@pytest.mark.parametrize("rows", [12, 20, 100])
+def test_a_batch_between_two_sizes_is_padded_to_the_next(stage_e, rows):
+    llm, replays = build(ladder(rows), max_num_seqs=rows, kvcache_block_size=4, num_kvcache_blocks=512)
+    prompts = [[7 * i + 1, 3 * i + 2] for i in range(rows)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    assert ids(llm.generate(prompts, params, False)) == ids(stage_e.generate(prompts, params, False))
+    assert replays[rows] > 2
+    replays.clear()
+    assert ids(llm.generate(prompts[:9], params, False)) == ids(stage_e.generate(prompts[:9], params, False))
+    assert replays == {min(rows, 16): 4}
+
+
+def test_more_rows_than_the_largest_graph_run_eagerly(stage_e):
+    llm, replays = build([1, 512], max_num_seqs=513, num_kvcache_blocks=3000, kvcache_block_size=4)
+    prompts = [[i % 4000 + 1] for i in range(513)]
+    # They are admitted in nine steps. Then 513 decode for three steps, and one less after that.
+    params = [SamplingParams(temperature=0, max_tokens=13 if i else 11, ignore_eos=True) for i in range(513)]
+    rows, launch = [], llm.runner.launch
+    llm.runner.launch = lambda step: rows.append(step.num_decodes) or launch(step)
+    found = ids(llm.generate(prompts, params, False))
+    assert rows.count(513) == 2 and replays[512] > 0
+    assert [len(answer) for answer in found] == [11] + [13] * 512
+    assert found[:3] == ids(stage_e.generate(prompts[:3], params[:3], False))
+
+
+@pytest.mark.parametrize("model", ["random:qwen3-tiny", "random:llama-tiny", "tutor"])
+def test_other_models_give_stage_es_tokens(model):
+    expected = ids(stage_e_batching.LLM(model, device="cpu").generate(PROMPTS, GREEDY, False))
+    llm, replays = build([1, 2, 4, 8], model, max_num_seqs=8)
+    assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    assert replays[8] > 0
+
+
+def test_padding_rows_write_no_page():
+    touched = {}
+    prompts, params = countdown(5)
+    for name in ("graphs", "eager"):
+        llm = stage_f_graph_tp.LLM(
+            "random:qwen2-tiny", device="cpu", kvcache_block_size=4, num_kvcache_blocks=24, overlap=False
+        )
+        if name == "graphs":
+            llm.runner.capture(EagerRecorder(), [8])
+        assert not llm.kv_cache.tensor.any(), "recording wrote KV"
+        llm.kv_cache.tensor.fill_(123.0)
+        llm.generate(prompts, params, False)
+        touched[name] = (llm.kv_cache.tensor != 123.0).any(-1).any(-1).any(0).any(0)  # [blocks, block_size]
+    assert touched["eager"].any() and not touched["eager"].all()
+    assert torch.equal(touched["graphs"], touched["eager"])
+
+
+def test_rows_hold_their_sequences_pages_and_nothing_stale():
+    llm, _ = build([4, 8], max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=64, overlap=False)
+    runner, checked = llm.runner, []
+    launch = runner.launch
+
+    def launch_and_look(step):
+        tables = [list(sequence.block_table) for sequence in step.sequences]
+        result = launch(step)
+        if step.num_decodes == len(step) > 0:
+            inputs = runner.buffers.send(runner.graphs.padded(runner.batch.shape_of(step)))
+            width = inputs.block_tables.shape[1]
+            rows = inputs.block_tables.tolist()
+            assert rows[: len(step)] == [table + [-1] * (width - len(table)) for table in tables]
+            assert all(row == [-1] * width for row in rows[len(step) :])
+            padding = slice(len(step), None)
+            assert (inputs.slot_mapping[padding] == -1).all() and (inputs.context_lens[padding] == 0).all()
+            assert (inputs.seats[padding] == 8).all() and (inputs.sample_seats[padding] == 8).all()
+            checked.append(len(step))
+        return result
+
+    runner.launch = launch_and_look
+    llm.generate(PROMPTS, GREEDY, False)  # long tables in all seats
+    llm.generate([[5], [6], [7]], GREEDY, False)  # short ones in the same seats
+    assert set(checked) == {5, 3}
+
+
+@pytest.mark.parametrize("max_model_len", [32, 33, 34, 35, 36])
+def test_an_answer_reaches_max_model_len_exactly(stage_e, max_model_len):
+    llm, replays = build([1, 2], max_num_seqs=2, kvcache_block_size=4, max_model_len=max_model_len)
+    prompts = [PROMPTS[2], PROMPTS[1][: max_model_len - 1]]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    outputs = llm.generate(prompts, params, False)
+    assert [len(o["token_ids"]) + len(o["prompt_token_ids"]) for o in outputs] == [max_model_len] * 2
+    assert {o["finish_reason"] for o in outputs} == {"length"}
+    counts = [len(o["token_ids"]) for o in outputs]
+    limits = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
+    assert ids(outputs) == ids(stage_e.generate(prompts, limits, False))
+    assert replays[1] > 0
+
+
+def test_everything_a_sampler_can_do_goes_through_padded_steps(stage_e):
+    llm, replays = build([8], max_num_seqs=8)
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, ignore_eos=True),
+        SamplingParams(temperature=1.1, top_k=20, min_p=0.01, seed=2, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=11, ignore_eos=True),
+    ]
+    found, expected = (engine.generate(PROMPTS, params, False) for engine in (llm, stage_e))
+    assert ids(found) == ids(expected)
+    for ours, theirs in zip(found[3]["logprobs"], expected[3]["logprobs"], strict=True):
+        assert list(ours) == list(theirs)
+        assert list(ours.values()) == pytest.approx(list(theirs.values()), abs=1e-4)
+    assert sum(replays.values()) == 11
+
+
+def test_plain_temperature_beside_greedy_is_drawn_inside_the_step(stage_e, monkeypatch):
+    llm, _ = build([8], max_num_seqs=8)
+    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
+    expected = ids(stage_e.generate(PROMPTS, params, False))
+    assert ids(llm.generate(PROMPTS, params, False)) == expected
+    alone = [ids(llm.generate([prompt], [p], False))[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert alone == expected
+    drawn = []
+    monkeypatch.setattr(llm.runner, "draw", lambda *args: drawn.append(args))
+    with pytest.raises(AttributeError):  # the prefill draws its tokens outside
+        llm.generate(PROMPTS[:1], params[:1], False)
+    assert len(drawn) == 1
+
+
+def test_a_replaced_sampler_sees_the_live_rows_only(stage_e, monkeypatch):
+    llm, replays = build([8], max_num_seqs=8)
+    seen = []
+
+    def second_best(logits, params):
+        seen.append((len(logits), len(params), logits.dtype))
+        return logits.topk(2).indices[:, 1]
+
+    for engine in (llm, stage_e):
+        monkeypatch.setattr(engine, "sampling_fn", second_best)
+    found = ids(llm.generate(PROMPTS, GREEDY, False))
+    assert set(seen) == {(5, 5, torch.float32)}
+    assert found == ids(stage_e.generate(PROMPTS, GREEDY, False))
+    assert replays[8] == 11
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_tight_pool_preempts_and_still_gives_the_tokens(stage_e, prefix_caching):
+    llm, replays = build(
+        [1, 2, 6], max_num_seqs=6, max_num_batched_tokens=20, kvcache_block_size=2, num_kvcache_blocks=34,
+        enable_prefix_caching=prefix_caching,
+    )  # fmt: skip
+    expected = ids(stage_e.generate(PROMPTS, GREEDY, False))
+    for _ in range(2):
+        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    assert llm.engine.counters.num_preemptions > 0 and sum(replays.values()) > 0
+    assert llm.engine.stats()["num_used_pages"] == 0
+
+
+def test_a_cpu_has_no_graphs_and_needs_none():
+    llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", enforce_eager=False)
+    assert llm.runner.graphs is None and llm.runner.fused_decode is None
