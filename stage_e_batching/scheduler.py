@@ -29,21 +29,17 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from contextlib import suppress
-from operator import attrgetter
 
-from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.queues import Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
 WATERMARK = 2  # pages that stay free at an admission for each sequence running then
 MAX_OVERTAKES = 16
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
-_by_arrival = attrgetter("arrival")
 
-
-class Scheduler:
-    """Queues of sequences, and the pages they hold.
+class Scheduler(Queues):
+    """Decides who runs.
 
     Args:
         num_blocks, block_size, enable_prefix_caching: the pool of pages.
@@ -72,104 +68,19 @@ class Scheduler:
                 f"max_num_batched_tokens ({max_num_batched_tokens}) is less than max_num_seqs ({max_num_seqs}): "
                 "a step could not run one token of every sequence; raise the first or lower the second"
             )
-        self.max_num_seqs = max_num_seqs
+        super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self._pool = (num_blocks, block_size, enable_prefix_caching)
-        self._arrivals = 0
         self._steps = 0
-        self._unfinished: dict[int, BatchSequence] = {}
-        self._start_empty()
-
-    def _start_empty(self) -> None:
-        self.block_manager = BlockManager(*self._pool)
-        self.waiting: list[BatchSequence] = []  # all three by arrival, earliest first
-        self.prefilling: list[BatchSequence] = []
-        self.decoding: list[BatchSequence] = []
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._admission_blocked = False  # nothing that waits fits, and nothing has changed since that was found
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self.block_manager.num_blocks * self.block_manager.block_size
-
-    @property
-    def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
-
-    @property
-    def unfinished(self) -> list[BatchSequence]:
-        """All that wait or run, by arrival."""
-        return list(self._unfinished.values())
-
-    def find(self, arrival: int) -> BatchSequence | None:
-        return self._unfinished.get(arrival)
-
-    def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
-
-    # ---- arriving and leaving ----------------------------------------------------------------------------------
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise `ValueError` for a prompt that could never run."""
-        if num_tokens > self.capacity:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
-                f"({self.block_manager.num_blocks} pages of {self.block_manager.block_size}); raise num_kvcache_blocks "
-                "or gpu_memory_utilization"
-            )
+        super().check_prompt(num_tokens)
         if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, more than max_num_batched_tokens={self.max_num_batched_tokens}, "
                 "and enable_chunked_prefill=False keeps prompts whole; raise the one or allow the other"
             )
-
-    def add(self, sequence: BatchSequence) -> None:
-        """Queue a sequence. Its last token needs no place in the pool: nothing comes after it that would read it."""
-        self.check_prompt(sequence.num_prompt_tokens)
-        if sequence.max_total_tokens > self.capacity + 1:
-            raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
-        sequence.arrival = self._arrivals
-        self._arrivals += 1
-        self._unfinished[sequence.arrival] = sequence
-        self.waiting.append(sequence)
-        self._admission_blocked = False
-
-    def remove(self, sequence: BatchSequence) -> None:
-        """Take a sequence out, finished or aborted, wherever it is. A second call does nothing.
-
-        Its full pages stay findable in the prefix cache: a next turn of a conversation starts with this one's text.
-        """
-        if sequence.state is State.FINISHED:
-            return
-        queue = {
-            State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
-        }[sequence.state]  # fmt: skip
-        with suppress(ValueError):  # an interrupt while it arrived may have kept it out of the queue
-            queue.remove(sequence)
-        self.block_manager.index_computed(sequence)
-        self._vacate(sequence)
-        sequence.state = State.FINISHED
-        del self._unfinished[sequence.arrival]
-
-    def recover(self) -> None:
-        """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
-
-        What the pool's pages hold is not known any more, and an interrupt may have hit between any two lines, so the
-        books are not repaired but begun anew. Steps that were scheduled before are void.
-        """
-        self._start_empty()
-        for sequence in self.unfinished:
-            sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
-            if sequence.completion is not None:  # an interrupt may have come between the two
-                sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
-            sequence.block_table = []
-            sequence.num_computed_tokens = sequence.num_indexed_blocks = sequence.num_pending_tokens = 0
-            sequence.row, sequence.state = -1, State.WAITING
-            self.waiting.append(sequence)
-
-    # ---- one step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step, and advance every count by what it will compute."""
@@ -214,7 +125,7 @@ class Scheduler:
         """A page for the next token, if need be another's; False if the sequence was itself the one to go."""
         self.block_manager.index_computed(sequence)
         while not self.block_manager.allocate(sequence, sequence.num_computed_tokens + 1):
-            last = max((queue[-1] for queue in (self.prefilling, self.decoding) if queue), key=_by_arrival)
+            last = max((queue[-1] for queue in (self.prefilling, self.decoding) if queue), key=by_arrival)
             self._preempt(last, step, f"sequence {sequence.arrival} needs a page and none is free")
             if last is sequence:
                 return False
@@ -230,7 +141,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._vacate(sequence)
         sequence.state = State.WAITING
-        insort(self.waiting, sequence, key=_by_arrival)
+        insort(self.waiting, sequence, key=by_arrival)
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> int:
         """The next chunk of every prompt under way; returns the tokens left."""
@@ -252,7 +163,7 @@ class Scheduler:
             sequence.num_pending_tokens += 1
             self.prefilling.remove(sequence)
             sequence.state = State.DECODING
-            insort(self.decoding, sequence, key=_by_arrival)
+            insort(self.decoding, sequence, key=by_arrival)
         return num_tokens
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
@@ -275,7 +186,7 @@ class Scheduler:
                 other.times_overtaken += 1
             sequence.row = self._free_rows.pop()
             sequence.state = State.PREFILLING
-            insort(self.prefilling, sequence, key=_by_arrival)
+            insort(self.prefilling, sequence, key=by_arrival)
             sequence.first_scheduled_time = sequence.first_scheduled_time or step.time
             step.admitted.append(sequence)
             step.grown.append(sequence)
@@ -292,10 +203,3 @@ class Scheduler:
             watermark = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
             watermark = min(watermark, self.block_manager.num_blocks)
         return self.block_manager.allocate(sequence, len(sequence), watermark)
-
-    def _vacate(self, sequence: BatchSequence) -> None:
-        self.block_manager.free(sequence)
-        if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
-            sequence.row = -1
-        self._admission_blocked = False

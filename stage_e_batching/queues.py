@@ -1,0 +1,121 @@
+"""Who is here: the sequences that wait and run, their seats, and how they come and go.
+
+    arrive -> waiting -> prefilling -> decoding -> gone
+
+`Queues` knows where every sequence is and gives back what it held when it leaves. Who moves on in a step is the
+scheduler's decision, in `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import attrgetter
+
+from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.step import BatchSequence, State
+
+by_arrival = attrgetter("arrival")
+
+
+class Queues:
+    """The sequences of one engine, and the pool of pages that they share.
+
+    Args:
+        num_blocks, block_size, enable_prefix_caching: the pool of pages.
+        max_num_seqs: sequences that run at the same time.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._pool = (num_blocks, block_size, enable_prefix_caching)
+        self._arrivals = 0
+        self._unfinished: dict[int, BatchSequence] = {}
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self.block_manager = BlockManager(*self._pool)
+        self.waiting: list[BatchSequence] = []  # all three by arrival, earliest first
+        self.prefilling: list[BatchSequence] = []
+        self.decoding: list[BatchSequence] = []
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._admission_blocked = False  # nothing that waits fits, and nothing has changed since that was found
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.block_manager.num_blocks * self.block_manager.block_size
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def unfinished(self) -> list[BatchSequence]:
+        """All that wait or run, by arrival."""
+        return list(self._unfinished.values())
+
+    def find(self, arrival: int) -> BatchSequence | None:
+        return self._unfinished.get(arrival)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raise `ValueError` for a prompt that could never run."""
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
+                f"({self.block_manager.num_blocks} pages of {self.block_manager.block_size}); raise num_kvcache_blocks "
+                "or gpu_memory_utilization"
+            )
+
+    def add(self, sequence: BatchSequence) -> None:
+        """Queue a sequence. Its last token needs no place in the pool: nothing comes after it that would read it."""
+        self.check_prompt(sequence.num_prompt_tokens)
+        if sequence.max_total_tokens > self.capacity + 1:
+            raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._unfinished[sequence.arrival] = sequence
+        self.waiting.append(sequence)
+        self._admission_blocked = False
+
+    def remove(self, sequence: BatchSequence) -> None:
+        """Take a sequence out, finished or aborted, wherever it is. A second call does nothing.
+
+        Its full pages stay findable in the prefix cache: a next turn of a conversation starts with this one's text.
+        """
+        if sequence.state is State.FINISHED:
+            return
+        queue = {
+            State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
+        }[sequence.state]  # fmt: skip
+        with suppress(ValueError):  # an interrupt while it arrived may have kept it out of the queue
+            queue.remove(sequence)
+        self.block_manager.index_computed(sequence)
+        self._vacate(sequence)
+        sequence.state = State.FINISHED
+        del self._unfinished[sequence.arrival]
+
+    def recover(self) -> None:
+        """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
+
+        What the pool's pages hold is not known any more, and an interrupt may have hit between any two lines, so the
+        books are not repaired but begun anew. Steps that were scheduled before are void.
+        """
+        self._start_empty()
+        for sequence in self.unfinished:
+            sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
+            if sequence.completion is not None:  # an interrupt may have come between the two
+                sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
+            sequence.block_table = []
+            sequence.num_computed_tokens = sequence.num_indexed_blocks = sequence.num_pending_tokens = 0
+            sequence.row, sequence.state = -1, State.WAITING
+            self.waiting.append(sequence)
+
+    def _vacate(self, sequence: BatchSequence) -> None:
+        self.block_manager.free(sequence)
+        if sequence.row >= 0:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+        self._admission_blocked = False
