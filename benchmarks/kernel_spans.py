@@ -1,0 +1,199 @@
+"""What runs in a decode step, and when: every kernel with its start and its length, and the gaps between them.
+
+    python -m benchmarks.kernel_spans --output benchmarks/results/kernel_spans_h200.json      # on an NVIDIA GPU
+
+On a GPU the spans are the kernels, as the device's own clock saw them, inside CUDA graphs too. On a CPU they are the
+innermost operators; between them Python and PyTorch's dispatcher are at work. Either way a gap is time in which the
+hardware that multiplies stands still. Recording slows down whoever orders the work (the CPU), not the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.environment import environment
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching import LLM as StageE
+from stage_f_graph_tp import LLM as StageF
+
+KIND = "kernel_spans"
+STEPS = 4
+# Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
+NO_WORK = {
+    "as_strided", "view", "_unsafe_view", "reshape", "_reshape_alias", "empty", "empty_like", "empty_strided", "detach",
+    "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "expand", "permute", "alias", "resize_", "set_", "split",
+    "narrow", "chunk", "lift_fresh", "item", "_local_scalar_dense", "split_with_sizes", "result_type", "contiguous", "to",
+    "resolve_conj", "resolve_neg", "flatten", "unflatten", "type_as", "as_strided_", "detach_", "zeros", "full", "view_as",
+}  # fmt: skip
+
+
+class Span(NamedTuple):
+    """One kernel (GPU) or innermost operator (CPU)."""
+
+    name: str
+    start: float  # µs
+    length: float  # µs
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A few decode steps of one engine."""
+
+    name: str
+    steps: int
+    spans: list[Span]
+
+    @property
+    def whole(self) -> float:
+        """µs from the first span's start to the last one's end."""
+        return max(s.start + s.length for s in self.spans) - self.spans[0].start
+
+    @property
+    def busy(self) -> float:
+        """µs in which at least one span runs."""
+        total, end = 0.0, float("-inf")
+        for span in self.spans:
+            stop = span.start + span.length
+            total += max(0.0, stop - max(end, span.start))
+            end = max(end, stop)
+        return total
+
+
+def record(name: str, run: Callable[[], object], device: torch.device, steps: int) -> Recording:
+    """Call `run` once under PyTorch's profiler and keep what ran. `steps`: how many decode steps that was."""
+    is_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=activities) as profiler:
+            run()
+            if is_cuda:
+                torch.cuda.synchronize(device)
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
+    found = _kernels(events) if is_cuda else _innermost(events)
+    if not found:
+        raise RuntimeError(f"the profiler saw nothing run in {name!r}")
+    zero = found[0].start
+    return Recording(name, steps, [Span(s.name, round(s.start - zero, 2), round(s.length, 2)) for s in found])
+
+
+def _kernels(events: list[dict]) -> list[Span]:
+    categories = ("kernel", "gpu_memcpy", "gpu_memset")
+    spans = [Span(e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") in categories]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _innermost(events: list[dict]) -> list[Span]:
+    """Operators that compute something and call no other such operator."""
+    operators = [e for e in events if e.get("cat") == "cpu_op" and _base(e) not in NO_WORK]
+    operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    outer: set[int] = set()
+    open_ones: list[int] = []
+    for i, event in enumerate(operators):
+        while open_ones and not _contains(operators[open_ones[-1]], event):
+            open_ones.pop()
+        outer.update(open_ones)
+        open_ones.append(i)
+    spans = [Span(_base(e), e["ts"], e["dur"]) for i, e in enumerate(operators) if i not in outer]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _base(event: dict) -> str:
+    return event["name"].split("::")[-1]
+
+
+def _contains(outer: dict, inner: dict) -> bool:
+    return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
+
+
+def record_engine(name: str, llm: StageE, num_requests: int = 1, prompt_tokens: int = 128, steps: int = STEPS) -> Recording:
+    """Decode steps of an engine of stage E or F, with all requests past their prefill."""
+    params = SamplingParams(temperature=0.0, max_tokens=4 * steps + 16, ignore_eos=True)
+    ids = [
+        llm.engine.add_request(Request(i, [(7 * i + j) % 1000 for j in range(prompt_tokens)], params, seed=i))
+        for i in range(num_requests)
+    ]
+    try:
+        while llm.engine.scheduler.waiting or llm.engine.scheduler.prefilling:
+            llm.engine.step()
+        for _ in range(steps):  # the first steps of a batch load kernels
+            llm.engine.step()
+
+        def run() -> None:
+            for _ in range(steps):
+                llm.engine.step()
+
+        run_once = record(name, run, llm.device, steps)
+    finally:
+        for request_id in ids:
+            llm.engine.abort(request_id)
+        while llm.engine.has_unfinished():  # an overlapped engine still has a step on its way
+            llm.engine.step()
+        llm.engine.step()
+    return run_once
+
+
+def to_json(recordings: list[Recording], model: str) -> dict:
+    """The payload of a results file; spans are columns, to keep it small."""
+    rows = [
+        {
+            "name": r.name, "steps": r.steps, "names": list(dict.fromkeys(s.name[:80] for s in r.spans)),
+            "spans": [[s.start, s.length] for s in r.spans],
+            "name_of_span": [list(dict.fromkeys(t.name[:80] for t in r.spans)).index(s.name[:80]) for s in r.spans],
+        }
+        for r in recordings
+    ]  # fmt: skip
+    return {"kind": KIND, "environment": environment(), "model": model, "rows": rows}
+
+
+def from_json(payload: dict) -> list[Recording]:
+    """The recordings of a results file."""
+    return [
+        Recording(
+            row["name"], row["steps"],
+            [Span(row["names"][n], *span) for n, span in zip(row["name_of_span"], row["spans"], strict=True)],
+        )
+        for row in payload["rows"]
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:qwen2.5-0.5b")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this records the kernels of an NVIDIA GPU, and PyTorch sees none")
+    limits = {"num_kvcache_blocks": 64, "max_num_seqs": 8, "max_model_len": 1024}
+    recordings = []
+    for name, engine, switches in (
+        ("stage E: kernel by kernel", StageE, {}),
+        ("stage F, graphs only", StageF, {"fused": False}),
+        ("stage F", StageF, {}),
+    ):
+        llm = engine(options.model, device="cuda", **limits, **switches)
+        recordings.append(record_engine(name, llm))
+        found = recordings[-1]
+        print(f"{name}: {len(found.spans) / found.steps:.0f} kernels a step, {found.whole / found.steps:.0f} µs a step, "
+              f"busy {found.busy / found.whole:.0%}", flush=True)  # fmt: skip
+        llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    options.output.write_text(json.dumps(to_json(recordings, options.model)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Stage C in pictures: generations of a kernel against what the memory can do, and the CPU operator against its formula."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_figure, plain
+from benchmarks.results import RESULTS_DIRECTORY, load_results
+from stage_a_naive.outputs import synchronized_time
+
+ORDER = {"naive": GREY, "library": ORANGE, "warp": GREEN, "fused": BLUE}
+NAMES = {"naive": "naive\none block a row", "library": "library\nPyTorch, unfused", "warp": "warp\na launch a half",
+         "fused": "fused\none launch"}  # fmt: skip
+
+
+def recorded_kernels(directory: Path = RESULTS_DIRECTORY) -> dict:
+    """The committed measurement of the kernels on a GPU.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    paths = sorted(directory.glob("mlp_kernels_*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no mlp_kernels_*.json in {directory}; make one with `python -m benchmarks.mlp_kernels`")
+    return load_results(paths[0])
+
+
+def draw_generations(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> Picture:
+    """Bytes of weights a second, for each generation, under the line of the measured copy bandwidth."""
+    found = {r["generation"]: r for r in result["rows"] if (r["model"], r["rows"]) == (model, rows)}
+    names = [name for name in ORDER if name in found]
+    rates = [found[name]["bytes_per_s"] / 1e12 for name in names]
+    copy = result["ceilings"]["copy_bytes_per_s"] / 1e12
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    axes.bar([NAMES[name] for name in names], rates, color=[ORDER[name] for name in names], width=0.6)
+    for x, (name, rate) in enumerate(zip(names, rates, strict=True)):
+        text = f"{found[name]['seconds'] * 1e6:,.1f} µs\n{100 * rate / copy:.0f} %"
+        axes.annotate(text, (x, rate), xytext=(0, 3), textcoords="offset points", ha="center")
+    axes.axhline(copy, color="black", linestyle="--")
+    axes.annotate(f"a copy on the same device: {copy:.2f} TB/s", (-0.4, copy), xytext=(0, 4), textcoords="offset points")
+    axes.set_ylim(0, 1.25 * copy)
+    axes.set_ylabel("weights read, TB/s")
+    axes.set_title(f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {result['device']['name']}", fontsize=11)
+    plain(axes)
+    return finish(figure, "each generation of the kernel reads the weights faster; the line is the copy bandwidth")
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one MLP block by the number of rows, for several ways to compute it."""
+
+    device: str
+    rows: list[int]
+    seconds: dict[str, list[float]]
+    weight_bytes: int
+
+
+def measure_block(
+    ways: dict[str, Callable[..., Tensor]],
+    hidden: int,
+    inter: int,
+    rows: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int = 5,
+) -> BlockTimes:
+    """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows; medians."""
+    torch.manual_seed(0)
+    norm, gate_up, down = (torch.randn(*s, device=device, dtype=dtype) for s in ((hidden,), (2 * inter, hidden), (hidden, inter)))
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for count in rows:
+        x = torch.randn(count, hidden, device=device, dtype=dtype)
+        samples: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(repeats + 1):
+            for name, way in ways.items():
+                start = synchronized_time(device)
+                way(x, norm, gate_up, down, x, 1e-6)
+                if turn:  # the first is a warm-up
+                    samples[name].append(synchronized_time(device) - start)
+        for name in ways:
+            found[name].append(statistics.median(samples[name]))
+    weights = (norm.numel() + gate_up.numel() + down.numel()) * dtype.itemsize
+    return BlockTimes(device.type, list(rows), found, weights)
+
+
+def measure_copy(device: torch.device, num_bytes: int = 256 * 2**20) -> float:
+    """Bytes a second, read and written together, of a large copy on the device."""
+    source = torch.empty(num_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter() if device.type == "cpu" else synchronized_time(device)
+        target.copy_(source)
+        times.append(synchronized_time(device) - start)
+    return 2 * num_bytes / min(times[1:])
+
+
+def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
+    """Time over rows, with the floor: the weights read once at the speed of a copy."""
+    figure = new_figure(8, 3.8)
+    axes = figure.subplots()
+    for (name, seconds), colour, marker in zip(times.seconds.items(), (ORANGE, BLUE, GREEN), "os^", strict=False):
+        axes.plot(times.rows, [1e3 * s for s in seconds], f"{marker}-", color=colour, label=name)
+    floor = 1e3 * times.weight_bytes / copy_bytes_per_s
+    axes.axhline(floor, color="black", linestyle="--", label=f"weights read once: {floor:.2g} ms")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(times.rows, [str(n) for n in times.rows])
+    axes.set_ylim(0)
+    axes.set_xlabel("rows (tokens in the step)")
+    axes.set_ylabel(f"ms a block, {times.device}")
+    axes.legend(frameon=False)
+    plain(axes)
+    return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")

@@ -1,0 +1,79 @@
+"""Drawings of recorded kernels: how many a step needs, of which kind, and the gaps between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.kernel_spans import Recording, from_json
+from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_figure, plain
+from benchmarks.results import RESULTS_DIRECTORY, load_results
+
+# The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
+KINDS = (
+    ("matrix products", ("mm", "gemm", "gemv", "matmul", "linear", "cutlass", "nvjet", "decode_step", "swiglu_mlp")),
+    ("attention", ("scaled_dot_product", "flash", "fmha", "attend", "attention", "paged")),
+    ("copies and joins", ("cat", "copy", "index", "memcpy", "memset", "scatter", "gather", "store", "clone", "fill")),
+    ("sums, means, maxima", ("sum", "mean", "reduce", "argmax", "max", "norm", "softmax", "rsqrt")),
+    ("element by element", ("",)),
+)
+GPU_FILES = "kernel_spans_*.json"
+
+
+def kind_of(name: str) -> str:
+    """What sort of work a kernel does, by its name."""
+    lowered = name.lower()
+    return next(kind for kind, words in KINDS if any(word in lowered for word in words))
+
+
+def recorded_on_gpu(directory: Path = RESULTS_DIRECTORY) -> tuple[str, list[Recording]] | None:
+    """(device, recordings) of the committed recording of a GPU; None where there is none."""
+    for path in sorted(directory.glob(GPU_FILES)):
+        payload = load_results(path)
+        return payload["environment"]["device"]["name"], from_json(payload)
+    return None
+
+
+def draw_kinds(recordings: list[Recording]) -> Picture:
+    """How many kernels one decode step runs, by kind, for each recording."""
+    figure = new_figure(9, 0.9 + 0.8 * len(recordings) + 0.6)
+    axes = figure.subplots()
+    colours = (BLUE, "#009E73", "#E69F00", "#CC79A7", "#BBBBBB")
+    counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
+    left = [0.0] * len(recordings)
+    for (kind, _), colour in zip(KINDS, colours, strict=True):
+        values = [count[kind] / r.steps for count, r in zip(counts, recordings, strict=True)]
+        axes.barh([r.name for r in recordings], values, left=left, color=colour, label=kind, height=0.55)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for y, total in enumerate(left):
+        axes.annotate(f"{total:.0f}", (total, y), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(left))
+    axes.set_xlabel("kernels (on a CPU: operators that compute) in one decode step")
+    axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    plain(axes, "x")
+    return finish(figure, "the number of kernels in a decode step, by kind of work")
+
+
+def draw_gaps(recordings: list[Recording], device: str) -> Picture:
+    """The kernels of a few decode steps on one time axis: a mark is work, white is waiting."""
+    figure = new_figure(10, 0.9 * len(recordings) + 1.1)
+    axes = figure.subplots()
+    longest = max(r.whole for r in recordings)
+    scale, unit = (1e3, "ms") if longest > 2000 else (1, "µs")
+    for lane, r in enumerate(recordings):
+        axes.broken_barh([(0, r.whole / scale)], (lane - 0.33, 0.66), facecolor="#eeeeee", linewidth=0)
+        spans = [(s.start / scale, s.length / scale) for s in r.spans]
+        axes.broken_barh(spans, (lane - 0.33, 0.66), facecolor=BLUE, linewidth=0)
+        text = (
+            f"{r.name}: {len(r.spans) / r.steps:.0f} a step, {r.whole / r.steps / scale:.3g} {unit} a step, "
+            f"at work {r.busy / r.whole:.0%} of the time"
+        )
+        axes.annotate(text, (0, lane - 0.36), va="bottom", fontsize=9)
+    axes.set_ylim(len(recordings) - 0.5, -0.75)
+    axes.set_xlim(0, longest / scale)
+    axes.set_yticks([])
+    axes.set_xlabel(f"{unit}; {recordings[0].steps} decode steps on {device}")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=GREY, labelcolor="black")
+    return finish(figure, "when kernels run during a few decode steps, and the gaps between them")
