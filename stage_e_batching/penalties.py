@@ -64,7 +64,7 @@ class PenaltyState:
         counts, seen = self._tables_of(seats[asking])
         strengths = torch.from_numpy(self._strengths[seats[asking]]).to(self._device)
         repetition, presence, frequency = strengths.T.unsqueeze(-1)  # each [asking, 1]
-        logits = logits.float().clone()
+        logits = logits.to(torch.float32, copy=True)
         scores = logits[at]  # [asking, vocab]
         scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
         logits[at] = torch.where(counts > 0, scores - (presence + frequency * counts), scores)

@@ -24,6 +24,7 @@ from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.step import BatchSequence
 
 DRAWN, FILTERED, PENALISED, LOGPROBS = 1, 2, 4, 8  # what a row needs; 0 is greedy
+FILTER_GROUP = 2**25  # logits filtered at a time: sorting takes several times the memory of what it sorts
 
 
 @dataclass(frozen=True)
@@ -140,20 +141,28 @@ class Sampler:
     def _filter(self, scores: Tensor, seats: np.ndarray, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """Filter the rows that ask for it. They come back divided by their temperature, which then counts as 1."""
         asking = np.flatnonzero(self._needs[seats] & FILTERED)
-        top_k, top_p, log_min_p = self._filters[seats[asking]].T
-        at = torch.from_numpy(asking).to(self._device)
-        scores, temperatures = scores.float().clone(), temperatures.clone()
-        rows = scores[at]  # [asking, vocab]
-        rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[at, None]
+        scores, temperatures = scores.to(torch.float32, copy=True), temperatures.clone()
+        group = max(1, FILTER_GROUP // self._vocab_size)
+        for start in range(0, len(asking), group):
+            rows = asking[start : start + group]
+            at = torch.from_numpy(rows).to(self._device)
+            scores[at] = self._filtered(scores[at], temperatures[at], self._filters[seats[rows]])
+            temperatures[at] = 1.0
+        return scores, temperatures
+
+    def _filtered(self, rows: Tensor, temperatures: Tensor, filters: np.ndarray) -> Tensor:
+        """Temperature, then top-k, top-p and min-p: `[rows, vocab]`, what is filtered out at -inf."""
+        top_k, top_p, log_min_p = filters.T
+        rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[:, None]
         if (top_k > 0).any():
             rows = _keep_top_k(rows, top_k.astype(np.int64))
         if (top_p < 1).any():
             sort = np.flatnonzero(top_p < 1)
             sorting = torch.from_numpy(sort).to(self._device)
             rows[sorting] = _keep_top_p(rows[sorting], torch.from_numpy(top_p[sort]).to(self._device))
-        rows = rows.masked_fill(rows < torch.from_numpy(log_min_p).to(self._device)[:, None], -math.inf)
-        scores[at], temperatures[at] = rows, 1.0
-        return scores, temperatures
+        if (log_min_p > -math.inf).any():
+            rows = rows.masked_fill(rows < torch.from_numpy(log_min_p).to(self._device)[:, None], -math.inf)
+        return rows
 
     def _logprobs(self, logits: Tensor, seats: np.ndarray, ids: Tensor) -> RowLogprobs:
         rows = np.flatnonzero(self._needs[seats] & LOGPROBS)

@@ -2,18 +2,24 @@
 
 The pool holds, for every slot, the token and position written there. A sequence's next token is a hash of all visible
 slots in order, read through its block table: one wrong page, slot, position or order, one stale page in the prefix
-cache, one token fed twice, and the text is another. No tensor, no weights.
+cache, one token fed twice, and the text is another. No tensor, no weights. What the real runner would send to the
+device is built for every step as well, and compared with what the step says.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
+
+import numpy as np
 
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.input_batch import InputBatch
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step_input import host_views
 
 VOCAB = 61
 EOS = 0
@@ -58,9 +64,11 @@ class FakeRunner:
         self.steps: list[ScheduledStep] = []
         self.num_tokens_run = 0
         self._fail_at = fail_at
+        self._batch = InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size)
 
     def run(self, step: ScheduledStep) -> Sampled:
         self.steps.append(step)
+        self._check_input(step)
         for i, (sequence, start, count, _) in enumerate(step):
             tokens = sequence.token_ids[start : start + count]
             if i < step.num_decodes:
@@ -79,6 +87,33 @@ class FakeRunner:
                 self.last_tokens[sequence.row] = token
                 sampled.append(token)
         return Sampled(sampled)
+
+    def _check_input(self, step: ScheduledStep) -> None:
+        """What the real runner would send to the device is what the step says."""
+        self._batch.update(step)
+        if not step.sequences:
+            return
+        shape = self._batch.shape_of(step)
+        found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
+        generated = self._batch.fill(step, found)
+        entries = list(step)
+        spans = [(e, range(e.start, e.start + e.num_tokens)) for e in entries]
+        ends = list(accumulate(step.num_tokens))
+        assert found.positions.tolist() == [i for _, span in spans for i in span]
+        assert found.slot_mapping.tolist() == [self._slot(e.sequence, i) for e, span in spans for i in span]
+        assert found.cu_seqlens_q.tolist() == [0, *ends]
+        assert found.context_lens.tolist() == [span.stop for _, span in spans]
+        assert found.seats.tolist() == [e.sequence.row for e in entries]
+        for entry, table in zip(entries, found.block_tables.tolist(), strict=True):
+            pages = entry.sequence.block_table[: shape.table_width]
+            assert table == pages + [-1] * (shape.table_width - len(pages))
+        prompts = spans[step.num_decodes :]
+        known = [e.sequence.token_ids[i] for e, span in prompts for i in span]
+        assert found.input_ids.tolist() == [0] * step.num_decodes + known
+        sampling = [(e, end) for e, end in zip(entries, ends, strict=True) if e.samples]
+        assert found.sample_seats.tolist() == [e.sequence.row for e, _ in sampling]
+        assert found.sample_tokens.tolist() == [end - 1 for _, end in sampling]
+        assert generated.tolist() == [e.start + e.num_tokens - e.sequence.num_prompt_tokens for e, _ in sampling]
 
     def _slot(self, sequence, position: int) -> int:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size

@@ -137,7 +137,7 @@ def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch):
     row["logits"] = [float(i) for i in range(VOCAB)]
     seated(sampler, [row, row], [0, 1])
     monkeypatch.setattr(Sampler, "_filter", lambda *_: pytest.fail("filtered"))
-    monkeypatch.setattr(Sampler, "_draw", lambda *_: pytest.fail("drew"))
+    monkeypatch.setattr(Sampler, "draw_plain", lambda *_: pytest.fail("drew"))
     assert choose(sampler, [row, row], [0, 1]).ids.tolist() == [VOCAB - 1] * 2
 
 
