@@ -60,7 +60,11 @@ class Shape:
         return 3 * self.hidden * self.inter * 2
 
 
-SHAPES = (Shape("qwen2.5-0.5b", 896, 4864, 24), Shape("qwen3-0.6b", 1024, 3072, 28), Shape("llama-3.2-1b", 2048, 8192, 16))
+SHAPES = (
+    Shape("qwen2.5-0.5b", 896, 4864, 24),
+    Shape("qwen3-0.6b", 1024, 3072, 28),
+    Shape("llama-3.2-1b", 2048, 8192, 16),
+)
 
 
 def random_layer(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
@@ -70,7 +74,11 @@ def random_layer(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -
         return (torch.randn(*size, generator=generator, device="cuda") * scale).to(dtype)
 
     hidden, inter = shape.hidden, shape.inter
-    return [1 + normal(hidden, scale=0.1), normal(2 * inter, hidden, scale=hidden**-0.5), normal(hidden, inter, scale=inter**-0.5)]
+    return [
+        1 + normal(hidden, scale=0.1),
+        normal(2 * inter, hidden, scale=hidden**-0.5),
+        normal(hidden, inter, scale=inter**-0.5),
+    ]
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
@@ -96,7 +104,9 @@ def measure_errors(shape: Shape) -> list[dict]:
                 error = relative_error(operator(*inputs, EPS, generation), expected)
                 if not error < most:
                     raise RuntimeError(f"{operator.__name__}, {generation}, {dtype}: error {error} is not under {most}")
-                found.append({"operator": operator.__name__, "dtype": str(dtype), "generation": generation, "error": error})
+                found.append(
+                    {"operator": operator.__name__, "dtype": str(dtype), "generation": generation, "error": error}
+                )
     return found
 
 
@@ -163,7 +173,10 @@ def measure_all(shapes: list[Shape], end_to_end: bool) -> dict:
             for generation in GENERATIONS:
                 if generation != "naive" or rows in NAIVE_ROWS:
                     table.append(measure(shape, layers, rows, generation))
-                    print(f"{shape.model:14} {rows:3} rows  {generation:8} {table[-1]['seconds'] * 1e6:9.2f} us", flush=True)
+                    print(
+                        f"{shape.model:14} {rows:3} rows  {generation:8} {table[-1]['seconds'] * 1e6:9.2f} us",
+                        flush=True,
+                    )
         del layers
     return {
         "kind": "mlp_kernels",
@@ -180,13 +193,17 @@ def measure_all(shapes: list[Shape], end_to_end: bool) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="measure, and write this JSON file")
-    parser.add_argument("--models", nargs="*", default=[shape.model for shape in SHAPES], help="which shapes to measure")
+    parser.add_argument(
+        "--models", nargs="*", default=[shape.model for shape in SHAPES], help="which shapes to measure"
+    )
     parser.add_argument("--end-to-end", action="store_true", help="also stages B and C, compiled: takes minutes")
     parser.add_argument("--report", type=Path, help="make the picture and the table of stage C from this JSON file")
     options = parser.parse_args()
     unknown = set(options.models) - {shape.model for shape in SHAPES}
     if unknown:
-        parser.error(f"no shapes for {', '.join(sorted(unknown))}; there are: {', '.join(shape.model for shape in SHAPES)}")
+        parser.error(
+            f"no shapes for {', '.join(sorted(unknown))}; there are: {', '.join(shape.model for shape in SHAPES)}"
+        )
     if options.report:
         write_report(json.loads(options.report.read_text(encoding="utf-8")))
     elif not options.output:

@@ -41,7 +41,9 @@ def markdown(result: dict) -> str:
     lines += ["Error against float64, ‖out − ref‖ / ‖ref‖, five rows of the first shape:", ""]
     lines += ["| operator, dtype | " + " | ".join(COLOURS) + " |", "|---|" + "---|" * len(COLOURS)]
     for operator, dtype in dict.fromkeys((entry["operator"], entry["dtype"]) for entry in result["errors"]):
-        errors = {e["generation"]: e["error"] for e in result["errors"] if (e["operator"], e["dtype"]) == (operator, dtype)}
+        errors = {
+            e["generation"]: e["error"] for e in result["errors"] if (e["operator"], e["dtype"]) == (operator, dtype)
+        }
         cells = " | ".join(f"{errors[name]:.1e}" for name in COLOURS)
         lines.append(f"| {operator}, {dtype.removeprefix('torch.')} | {cells} |")
     if result["end_to_end"]:
@@ -53,8 +55,8 @@ def markdown(result: dict) -> str:
         "",
         f"{result['device']['name']}, torch {versions['torch']}, CUDA {versions['cuda']}, driver {versions['driver']}, "
         f"{result['date'][:10]}, commit {(result['commit'] or 'unknown')[:10]}. µs a layer and % of the copy bandwidth "
-        f"measured in the same run ({copy / 1e12:.2f} TB/s). bfloat16; one call a layer in a CUDA graph, weights of all "
-        f"layers in turn; median of {result['options']['repeats']} samples.",
+        f"measured in the same run ({copy / 1e12:.2f} TB/s). bfloat16; one call a layer in a CUDA graph, weights of "
+        f"all layers in turn; median of {result['options']['repeats']} samples.",
     ]
     return "\n".join(lines)
 

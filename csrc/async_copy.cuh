@@ -13,9 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// One phase of the barrier ends when one thread has arrived and all the bytes that it announced are there.
-__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// One phase of the barrier ends when so many threads have arrived and all the bytes that they announced are there.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // After the inits and before the first copy: makes them visible to the copy engine.
@@ -24,6 +28,7 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Arrives, and announces bytes that copies will bring.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");

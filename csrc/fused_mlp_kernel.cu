@@ -117,8 +117,10 @@ __global__ void __launch_bounds__(kWarpThreads) warp_kernel(MlpProblem p, int sl
           const int r = i / width, k = i % width;
           Vec16<T> vector = load16(input + size_t(r) * columns + start + k);
           if (!kDown) {
-            vector = normalise16<T, kPart == Part::kUp>(vector, stats[r], static_cast<const T*>(p.norm_weight) + start + k,
-                                                        static_cast<const T*>(p.norm_bias) + start + k);
+            const Vec16<T> scale = load16(static_cast<const T*>(p.norm_weight) + start + k);
+            Vec16<T> shift;
+            if (kPart == Part::kUp) shift = load16(static_cast<const T*>(p.norm_bias) + start + k);
+            vector = normalise16<T, kPart == Part::kUp>(vector, stats[r], scale, shift);
           }
           store16(staged + r * slab + k, vector);
         }

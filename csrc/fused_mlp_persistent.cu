@@ -1,13 +1,13 @@
 // The third generation of the MLP kernel: one launch, one block on each multiprocessor, weights always in flight.
 //
 // A block owns a run of intermediate neurons and a run of outputs. It walks through its weights as one list of steps,
-// first its rows of w_in, then its rows of w_out, slab by slab. The copy engine fills a ring of slots in shared memory
-// as far ahead as the ring is long, and the warps multiply what has arrived, each for itself, without waiting for one
-// another. The weights do not depend on x, so the ring runs on into w_out while the norm is worked out and while the
-// grid waits for the last neuron: memory does not idle.
+// first its rows of w_in, then its rows of w_out, slab by slab. One warp does nothing but ask the copy engine for them, as
+// far ahead as a ring of slots in shared memory is long; eight warps multiply what has arrived, each for itself, without
+// waiting for one another. The weights do not depend on x, so the ring runs on into w_out while the norm is worked
+// out and while the grid waits for the last neuron: memory does not idle.
 //
-//   copy engine   | w_in slabs ............ | w_out slabs .......... |
-//   warps          norm | multiply w_in ......| grid barrier | multiply w_out | + residual
+//   copy engine    | w_in slabs ............ | w_out slabs .......... |
+//   eight warps     norm | multiply w_in ......| grid barrier | multiply w_out | + residual
 #include "async_copy.cuh"
 #include "fused_mlp.h"
 #include "fused_plan.h"
@@ -17,7 +17,8 @@
 namespace six_engines {
 namespace {
 
-constexpr int kThreads = kFusedWarps * kWarpSize;
+constexpr int kConsumers = kFusedWarps * kWarpSize;
+constexpr int kThreads = kConsumers + kWarpSize;  // and the warp that asks for the data
 constexpr bool kOverlapLaunch = true;
 constexpr int kInSlices = kFusedWarps / 2;  // half of the warps take the first tile of a slot, half the second
 constexpr int kOutSlices = kFusedWarps;
@@ -25,10 +26,13 @@ constexpr int kOutSlices = kFusedWarps;
 // One counter a device is enough: the grid fills the GPU, so only one grid of this kind runs at a time.
 __device__ unsigned grid_counter;
 
+// The threads that multiply; the warp that asks for data goes its own way.
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
+
 // All blocks of the grid arrive before any leaves. The first block adds 2^31 less the others' ones, so each round flips
 // the top bit and leaves the rest at zero: nothing to reset, and a replayed graph needs no fresh counter.
 __device__ __forceinline__ void grid_barrier() {
-  __syncthreads();
+  sync_consumers();
   if (threadIdx.x == 0) {
     const unsigned add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
     unsigned before, now;
@@ -37,17 +41,18 @@ __device__ __forceinline__ void grid_barrier() {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&grid_counter) : "memory");
     } while (((before ^ now) & 0x80000000u) == 0);
   }
-  __syncthreads();
+  sync_consumers();
 }
 
-// Where a step's data are: the slot, and how often that slot has been used before (modulo 2).
+// A place in the ring: the slot, and how often the ring has been gone through (parity: modulo 2).
 struct Cursor {
-  int step, slot, parity;
+  int slot = 0, parity = 0;
+  bool first_round = true;
   __device__ __forceinline__ void advance(int slots) {
-    ++step;
     if (++slot == slots) {
       slot = 0;
       parity ^= 1;
+      first_round = false;
     }
   }
 };
@@ -61,87 +66,86 @@ class Block {
 
   __device__ __forceinline__ Block(const MlpProblem& problem, const Plan& layout, char* memory)
       : p(problem), plan(layout), shared(memory), warp(threadIdx.x / kWarpSize), lane(threadIdx.x % kWarpSize) {
-    neuron_begin = int(int64_t(p.inter) * blockIdx.x / gridDim.x);
-    neuron_end = int(int64_t(p.inter) * (blockIdx.x + 1) / gridDim.x);
-    output_begin = int(int64_t(p.hidden) * blockIdx.x / gridDim.x);
-    output_end = int(int64_t(p.hidden) * (blockIdx.x + 1) / gridDim.x);
-    in_tiles = (neuron_end - neuron_begin + kNeurons - 1) / kNeurons;
-    out_tiles = (output_end - output_begin + kTileRows - 1) / kTileRows;
-    in_steps = in_tiles * plan.in.count;
-    steps = in_steps + out_tiles * plan.out.count;
+    const int block = blockIdx.x;
+    neuron_begin = block * plan.neurons.each + min(block, plan.neurons.extra);
+    neuron_end = neuron_begin + plan.neurons.each + (block < plan.neurons.extra ? 1 : 0);
+    output_begin = block * plan.outputs.each + min(block, plan.outputs.extra);
+    output_end = output_begin + plan.outputs.each + (block < plan.outputs.extra ? 1 : 0);
     full = reinterpret_cast<uint64_t*>(shared + plan.barrier_offset);
-    readers = reinterpret_cast<int*>(full + kMaxSlots);
+    empty = full + kMaxSlots;
   }
 
   __device__ __forceinline__ void run() {
-    if (warp == 0) {  // one warp, so that the data are asked for, and arrive, in the order in which they are used
-      if (lane < plan.slots) {
-        barrier_init(&full[lane]);
-        readers[lane] = 0;
-      }
+    if (threadIdx.x < plan.slots) {
+      barrier_init(&full[threadIdx.x], 1);
+      barrier_init(&empty[threadIdx.x], kFusedWarps);
       barrier_init_fence();
-      __syncwarp();
-      for (int step = 0; step < min(plan.slots, steps); ++step) request(step, step);
+    }
+    __syncthreads();
+    if (warp == kFusedWarps) {
+      ask_for_weights();
+      return;
     }
     normalise();
-    __syncthreads();
-    Cursor cursor{0, 0, 0};
+    sync_consumers();
+    Cursor cursor;
     up(cursor);
     grid_barrier();
     down(cursor);
   }
 
  private:
-  // One warp asks for the weights of a step: a copy a row, each issued by its own lane.
-  __device__ __forceinline__ void request(int step, int slot) {
-    const bool in = step < in_steps;
-    const Slabs& slabs = in ? plan.in : plan.out;
-    const int columns = in ? p.hidden : p.inter, index = in ? step : step - in_steps;
-    const int tile = index / slabs.count, start = (index - tile * slabs.count) * slabs.width;
-    const int half = lane / kTileRows;  // 1: up rows, or the second tile of neurons
-    const bool up_row = in && kGated && half == 1;
-    const int first = in ? neuron_begin + tile * kNeurons : output_begin + tile * kTileRows;
-    const int row = first + lane % kTileRows + (in && !kGated ? half * kTileRows : 0);
-    const bool mine = half < (in ? 2 : 1) && row < (in ? neuron_end : output_end);
-    const uint32_t bytes = min(slabs.width, columns - start) * sizeof(T);
-    const int copies = __popc(__ballot_sync(kAllLanes, mine));
-    if (lane == 0) barrier_expect(&full[slot], bytes * copies);
-    __syncwarp();
-    if (mine) {
-      const T* weights = static_cast<const T*>(in ? p.w_in : p.w_out);
-      const size_t source = (size_t(row) + (up_row ? p.inter : 0)) * columns + start;
-      copy_bulk(shared + slot * plan.slot_bytes + lane * slabs.pitch, weights + source, bytes, &full[slot]);
+  // One warp: all the block's weights, in the order in which they are used.
+  __device__ __forceinline__ void ask_for_weights() {
+    Cursor cursor;
+    for (int first = neuron_begin; first < neuron_end; first += kNeurons) {
+      const int count = min(kTileRows, neuron_end - first);
+      const int second_count = kGated ? count : max(0, min(kTileRows, neuron_end - first - kTileRows));
+      const size_t second = kGated ? size_t(first) + p.inter : size_t(first) + kTileRows;
+      ask_for_tile(cursor, static_cast<const T*>(p.w_in), plan.in, p.hidden, first, count, second, second_count);
+    }
+    for (int first = output_begin; first < output_end; first += kTileRows) {
+      const int count = min(kTileRows, output_end - first);
+      ask_for_tile(cursor, static_cast<const T*>(p.w_out), plan.out, p.inter, first, count, 0, 0);
     }
   }
 
-  // This warp has read the slot. The last of the 16 to say so asks for the slot's next data.
-  __device__ __forceinline__ void release(const Cursor& cursor) {
-    if (cursor.step + plan.slots >= steps) return;
-    int before = 0;
-    __syncwarp();
-    if (lane == 0) {
-      __threadfence_block();
-      before = atomicAdd(&readers[cursor.slot], 1);
-      if (before == kFusedWarps - 1) {
-        readers[cursor.slot] = 0;
-        __threadfence_block();
+  // The slabs of one slot's rows: up to 8 from row `first`, and up to 8 from row `second`. Whole rows lie one after
+  // the other in memory and are one copy; parts of rows are a copy each, issued by a lane each.
+  __device__ __forceinline__ void ask_for_tile(Cursor& cursor, const T* weights, const Slabs& slabs, int columns, size_t first,
+                                               int count, size_t second, int second_count) {
+    const bool whole = slabs.count == 1;
+    const int half = whole ? lane : lane / kTileRows, row = whole ? 0 : lane % kTileRows;
+    const int rows = half == 0 ? count : second_count;
+    const bool mine = half < 2 && row < rows;
+    const T* source = weights + ((half == 0 ? first : second) + row) * columns;
+    const int target = (half * kTileRows + row) * slabs.pitch;
+    for (int start = 0; start < columns; start += slabs.width, cursor.advance(plan.slots)) {
+      const uint32_t bytes = min(slabs.width, columns - start) * sizeof(T);
+      if (!cursor.first_round) barrier_wait(&empty[cursor.slot], cursor.parity ^ 1);
+      if (lane == 0) barrier_expect(&full[cursor.slot], bytes * (count + second_count));
+      __syncwarp();
+      if (mine) {
+        char* slot = shared + cursor.slot * plan.slot_bytes;
+        copy_bulk(slot + target, source + start, whole ? bytes * rows : bytes, &full[cursor.slot]);
       }
     }
-    if (__shfl_sync(kAllLanes, before, 0) == kFusedWarps - 1) request(cursor.step + plan.slots, cursor.slot);
+  }
+
+  // This warp has read the slot.
+  __device__ __forceinline__ void release(Cursor& cursor) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&empty[cursor.slot]);
+    cursor.advance(plan.slots);
   }
 
   // The normalised x of all rows, into shared memory. Every block does it again: x is a few KB in the L2 cache.
   __device__ __forceinline__ void normalise() {
-    constexpr int kCount = Vec16<T>::kCount;
-    const T *weight = static_cast<const T*>(p.norm_weight), *bias = static_cast<const T*>(p.norm_bias);
-    for (int r = kFusedWarps - 1 - warp; r < p.rows; r += kFusedWarps) {  // warp 0, which has other work, last
+    for (int r = warp; r < p.rows; r += kFusedWarps) {
       const T* row = static_cast<const T*>(p.x) + size_t(r) * p.hidden;
-      const RowStats stats = row_stats<T, !kGated>(row, p.hidden, p.eps);
       T* target = reinterpret_cast<T*>(shared + plan.x_offset + r * plan.x_pitch);
-#pragma unroll 4
-      for (int k = lane * kCount; k < p.hidden; k += kWarpSize * kCount) {
-        store16(target + k, normalise16<T, !kGated>(load16(row + k), stats, weight + k, bias + k));
-      }
+      normalise_row<T, !kGated>(row, static_cast<const T*>(p.norm_weight), static_cast<const T*>(p.norm_bias), target,
+                                p.hidden, p.eps);
     }
   }
 
@@ -165,15 +169,16 @@ class Block {
     const int half = warp / kInSlices, slice = warp % kInSlices;
     const T* x = reinterpret_cast<const T*>(shared + plan.x_offset);
     T* neurons = static_cast<T*>(p.scratch);
+    const int tiles = (neuron_end - neuron_begin + kNeurons - 1) / kNeurons;
     Dot dot;
     typename Dot::Input input;
-    for (int begin = 0; begin < in_tiles; begin += plan.batch) {
-      const int count = min(plan.batch, in_tiles - begin);
+    for (int begin = 0; begin < tiles; begin += plan.batch) {
+      const int count = min(plan.batch, tiles - begin);
       for (int tile = 0; tile < count; ++tile) {
         dot.clear();
-        for (int slab = 0; slab < plan.in.count; ++slab, cursor.advance(plan.slots)) {
-          const int start = slab * plan.in.width, width = min(plan.in.width, p.hidden - start);
-          if (plan.in.count > 1 || cursor.step == 0) {  // one slab: the input stays in registers
+        for (int start = 0; start < p.hidden; start += plan.in.width) {
+          const int width = min(plan.in.width, p.hidden - start);
+          if (plan.in.count > 1 || begin + tile == 0) {  // one slab: the input stays in registers
             Dot::template load<kInSlices, false>(input, x + start, plan.x_pitch / int(sizeof(T)), p.rows, width, slice);
           }
           barrier_wait(&full[cursor.slot], cursor.parity);
@@ -183,9 +188,9 @@ class Block {
         }
         dot.store(partial(tile, warp), p.rows);
       }
-      __syncthreads();
+      sync_consumers();
       const int first = neuron_begin + begin * kNeurons, found = min(count * kNeurons, neuron_end - first);
-      for (int i = threadIdx.x; i < found * p.rows; i += kThreads) {
+      for (int i = threadIdx.x; i < found * p.rows; i += kConsumers) {
         const int r = p.rows == 1 ? 0 : i / found, n = i - r * found;
         const int tile = n / kNeurons, column = n % kTileRows;
         const int source = kGated || n % kNeurons < kTileRows ? 0 : kInSlices;
@@ -193,7 +198,7 @@ class Block {
         if (kGated) value *= sum_partials<kInSlices>(tile, kInSlices, r, column);
         neurons[size_t(r) * p.inter + first + n] = from_float<T>(value);
       }
-      if (begin + count < in_tiles) __syncthreads();
+      if (begin + count < tiles) sync_consumers();
     }
   }
 
@@ -213,8 +218,9 @@ class Block {
     for (int i = 0; i < kAhead; ++i) {
       if (i < plan.out.count) load(inputs[i], i);
     }
-    for (int begin = 0; begin < out_tiles; begin += plan.batch) {
-      const int count = min(plan.batch, out_tiles - begin);
+    const int tiles = (output_end - output_begin + kTileRows - 1) / kTileRows;
+    for (int begin = 0; begin < tiles; begin += plan.batch) {
+      const int count = min(plan.batch, tiles - begin);
       for (int tile = 0; tile < count; ++tile) {
         dot.clear();
         for (int group = 0; group < plan.out.count; group += kAhead) {
@@ -228,30 +234,28 @@ class Block {
             dot.template multiply<kOutSlices>(inputs[i], weights, plan.out.pitch, width, p.rows, warp);
             if (plan.out.count > kAhead) load(inputs[i], slab + kAhead < plan.out.count ? slab + kAhead : i);
             release(cursor);
-            cursor.advance(plan.slots);
           }
         }
         dot.store(partial(tile, warp), p.rows);
       }
-      __syncthreads();
+      sync_consumers();
       const int first = output_begin + begin * kTileRows, found = min(count * kTileRows, output_end - first);
-      for (int i = threadIdx.x; i < found * p.rows; i += kThreads) {
+      for (int i = threadIdx.x; i < found * p.rows; i += kConsumers) {
         const int r = p.rows == 1 ? 0 : i / found, n = i - r * found;
         const size_t index = size_t(r) * p.hidden + first + n;
         const float skip = kGated ? to_float(residual[index]) : 0.0f;
         out[index] = from_float<T>(skip + sum_partials<kOutSlices>(n / kTileRows, 0, r, n % kTileRows));
       }
-      if (begin + count < out_tiles) __syncthreads();
+      if (begin + count < tiles) sync_consumers();
     }
   }
 
   const MlpProblem& p;
   const Plan& plan;
   char* shared;
-  uint64_t* full;  // a barrier a slot: its data are there
-  int* readers;    // how many warps have read the slot
+  uint64_t *full, *empty;  // barriers of each slot: its data are there; all warps have read them
   int warp, lane;
-  int neuron_begin, neuron_end, output_begin, output_end, in_tiles, out_tiles, in_steps, steps;
+  int neuron_begin, neuron_end, output_begin, output_end;
 };
 
 template <typename T, bool kGated, int kRows>

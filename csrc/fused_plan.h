@@ -8,7 +8,7 @@
 
 namespace six_engines {
 
-constexpr int kFusedWarps = 16;
+constexpr int kFusedWarps = 8;  // that multiply; one more asks for the data
 constexpr int kMaxSlots = 16;
 constexpr int kMinSlots = 3;  // fewer could not keep the memory busy
 
@@ -19,7 +19,15 @@ struct Slabs {
   int pitch;  // bytes from one row of a slab to the next
 };
 
+// The run of `total` things that block b of `blocks` owns begins at b * each + min(b, extra).
+struct Share {
+  int each, extra;
+};
+
+inline Share share(int total, int blocks) { return {total / blocks, total % blocks}; }
+
 struct Plan {
+  Share neurons, outputs;  // of each block
   Slabs in, out;
   int x_pitch;            // bytes between the normalised rows of x
   int slots, slot_bytes;  // of the ring
@@ -27,15 +35,15 @@ struct Plan {
   int x_offset, partial_offset, barrier_offset, shared_bytes;  // bytes; the ring is at 0
 };
 
-// Two rows that are read side by side lie 64 bytes apart modulo the 128 bytes of all banks, so they share no bank.
+// Two rows of x that are read side by side lie 64 bytes apart modulo the 128 bytes of all banks, so they share no bank.
 constexpr int padded(int bytes) { return (bytes - 64 + 127) / 128 * 128 + 64; }
 
 inline Slabs cut(int columns, int max_width, int element_bytes) {
   Slabs slabs;
   slabs.count = (columns + max_width - 1) / max_width;
-  slabs.width = std::min(columns, ((columns + slabs.count - 1) / slabs.count + 31) / 32 * 32);
+  slabs.width = std::min(columns, ((columns + slabs.count - 1) / slabs.count + 63) / 64 * 64);
   slabs.count = (columns + slabs.width - 1) / slabs.width;
-  slabs.pitch = padded(slabs.width * element_bytes);
+  slabs.pitch = slabs.width * element_bytes;
   return slabs;
 }
 
@@ -45,11 +53,13 @@ inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_s
   const int element = p.dtype == DType::kFloat32 ? 4 : 2;
   const int max_width = kFusedWarps * bytes_per_slice / element;
   Plan plan;
+  plan.neurons = share(p.inter, blocks);
+  plan.outputs = share(p.hidden, blocks);
   plan.in = cut(p.hidden, max_width / 2, element);  // half of the warps take the other tile of the slot
   plan.slot_bytes = std::max(2 * tile_rows * plan.in.pitch, 16 * 1024);
-  plan.out = cut(p.inter, std::min(max_width, (plan.slot_bytes / tile_rows - 128) / element / 32 * 32), element);
+  plan.out = cut(p.inter, std::min(max_width, plan.slot_bytes / tile_rows / element / 64 * 64), element);
   plan.tile_floats = (kFusedWarps * rows + 1) * tile_rows;  // + 1: neighbouring tiles in different banks
-  const int most_rows = std::max((p.inter + blocks - 1) / blocks, (p.hidden + blocks - 1) / blocks);
+  const int most_rows = std::max(plan.neurons.each, plan.outputs.each) + 1;
   plan.batch = std::min((most_rows + tile_rows - 1) / tile_rows, kPartialBytes / int(sizeof(float)) / plan.tile_floats);
   plan.x_pitch = padded(p.hidden * element);
   const int64_t x_bytes = (int64_t(rows) * plan.x_pitch + 127) / 128 * 128;

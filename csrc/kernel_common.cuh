@@ -83,12 +83,10 @@ __device__ RowStats row_stats(const T* row, int columns, float eps) {
   return {mean, rsqrtf(warp_sum(squares) / columns + eps)};
 }
 
-// Sixteen bytes of the normalised row: (x - mean) * inverse * weight + bias, rounded once to T.
+// Sixteen bytes of the normalised row: (x - mean) * inverse * scale + shift, rounded once to T.
 template <typename T, bool kLayerNorm>
-__device__ __forceinline__ Vec16<T> normalise16(const Vec16<T>& x, RowStats stats, const T* weight, const T* bias) {
-  const Vec16<T> scale = load16(weight);
-  Vec16<T> shift;
-  if (kLayerNorm) shift = load16(bias);
+__device__ __forceinline__ Vec16<T> normalise16(const Vec16<T>& x, RowStats stats, const Vec16<T>& scale,
+                                                const Vec16<T>& shift) {
   Vec16<T> result;
 #pragma unroll
   for (int i = 0; i < Vec16<T>::kCount; ++i) {
@@ -97,6 +95,54 @@ __device__ __forceinline__ Vec16<T> normalise16(const Vec16<T>& x, RowStats stat
     result.values[i] = from_float<T>(value);
   }
   return result;
+}
+
+// A whole normalised row, by one warp. A row that fits into the warp's registers is read once, and everything that is
+// needed is asked for before the first sum: three times in a row the latency of memory would cost more than the work.
+template <typename T, bool kLayerNorm>
+__device__ void normalise_row(const T* row, const T* weight, const T* bias, T* target, int columns, float eps) {
+  constexpr int kCount = Vec16<T>::kCount, kHeld = 4, kStride = kWarpSize * kCount;
+  const int begin = int(threadIdx.x) % kWarpSize * kCount;
+  if (columns > kHeld * kStride) {
+    const RowStats stats = row_stats<T, kLayerNorm>(row, columns, eps);
+#pragma unroll 4
+    for (int k = begin; k < columns; k += kStride) {
+      store16(target + k, normalise16<T, kLayerNorm>(load16(row + k), stats, load16(weight + k),
+                                                     kLayerNorm ? load16(bias + k) : Vec16<T>()));
+    }
+    return;
+  }
+  Vec16<T> x[kHeld], scale[kHeld], shift[kLayerNorm ? kHeld : 1];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = begin + i * kStride;
+    if (k >= columns) continue;
+    x[i] = load16(row + k);
+    scale[i] = load16(weight + k);
+    if (kLayerNorm) shift[i] = load16(bias + k);
+  }
+  RowStats stats{0.0f, 0.0f};
+#pragma unroll
+  for (int pass = kLayerNorm ? 0 : 1; pass < 2; ++pass) {  // the mean, then the squares of x - mean
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (begin + i * kStride >= columns) continue;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const float centred = to_float(x[i].values[j]) - stats.mean;
+        sum += pass == 0 ? centred : centred * centred;
+      }
+    }
+    const float average = warp_sum(sum) / columns;
+    if (pass == 0) stats.mean = average;
+    else stats.inverse = rsqrtf(average + eps);
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = begin + i * kStride;
+    if (k < columns) store16(target + k, normalise16<T, kLayerNorm>(x[i], stats, scale[i], shift[kLayerNorm ? i : 0]));
+  }
 }
 
 }  // namespace six_engines

@@ -10,7 +10,7 @@
 namespace six_engines {
 
 constexpr int kTileRows = 8;       // weight rows in a tile: the n of the tensor core's m16n8k16
-constexpr int kStepsPerSlab = 4;   // how often a warp reads 64 bytes of each row at most, before the next slab
+constexpr int kStepsPerSlab = 8;   // how often a warp reads 64 bytes of each row at most, before the next slab; even
 constexpr int kBytesPerStep = 64;
 
 __device__ __forceinline__ void tensor_core(float (&d)[4], uint4 a, uint2 b, __half) {
@@ -25,10 +25,17 @@ __device__ __forceinline__ void tensor_core(float (&d)[4], uint4 a, uint2 b, __n
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-// The column that this lane reads in a step, of a slab that kSlices warps share.
+// The column that this lane reads in a step, of a slab that kSlices warps share 128 bytes (two steps) at a time.
 template <typename T, int kSlices>
 __device__ __forceinline__ int lane_column(int step, int slice) {
-  return ((step * kSlices + slice) * kBytesPerStep + int(threadIdx.x) % 4 * 16) / int(sizeof(T));
+  const int byte = (step / 2 * kSlices + slice) * 2 * kBytesPerStep + step % 2 * kBytesPerStep;
+  return (byte + int(threadIdx.x) % 4 * 16) / int(sizeof(T));
+}
+
+// Eight lanes are served at a time: two rows. Where rows are a multiple of 128 bytes apart both would want the same
+// banks, so the odd rows take the two steps of a pair in the other order.
+__device__ __forceinline__ int flip_of_lane(int pitch) {
+  return pitch % (2 * kBytesPerStep) == 0 ? int(threadIdx.x) / 4 % 2 : 0;
 }
 
 // float16 and bfloat16: tensor cores, float32 sums. The input rows are the m (16, rows that do not exist are zero), the
@@ -67,12 +74,19 @@ struct TileDot {
   template <int kSlices>
   __device__ __forceinline__ void multiply(const Input& in, const char* tile, int pitch, int width, int, int slice) {
     const int g = int(threadIdx.x) % kWarpSize / 4;
+    const int flip = flip_of_lane(pitch);
     uint4 weight[kStepsPerSlab];
 #pragma unroll
     for (int step = 0; step < kStepsPerSlab; ++step) {
-      const int column = lane_column<T, kSlices>(step, slice);
+      const int column = lane_column<T, kSlices>(step, slice) + (step % 2 == 0 ? flip : -flip) * (kBytesPerStep / int(sizeof(T)));
       const uint4* address = reinterpret_cast<const uint4*>(tile + g * pitch + column * int(sizeof(T)));
       weight[step] = column < width ? *address : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int step = 0; step < kStepsPerSlab; step += 2) {
+      const uint4 first = weight[step], second = weight[step + 1];
+      weight[step] = flip ? second : first;
+      weight[step + 1] = flip ? first : second;
     }
 #pragma unroll
     for (int step = 0; step < kStepsPerSlab; ++step) {
@@ -113,9 +127,11 @@ struct TileDot<float, kRows> {
   template <int kSlices>
   __device__ __forceinline__ void multiply(const Input& in, const char* tile, int pitch, int width, int rows, int slice) {
     const int g = int(threadIdx.x) % kWarpSize / 4;
+    const int flip = flip_of_lane(pitch);
+#pragma unroll 2
     for (int step = 0; step < kStepsPerSlab; ++step) {
-      const int column = lane_column<float, kSlices>(step, slice);
-      if (column >= width) break;
+      const int column = lane_column<float, kSlices>(step ^ flip, slice);
+      if (column >= width) continue;
       const float4 weight = *reinterpret_cast<const float4*>(tile + g * pitch + column * int(sizeof(float)));
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {

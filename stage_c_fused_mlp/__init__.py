@@ -1,6 +1,7 @@
 """Stage C: a kernel of our own for the MLP block, from the formula to a model that runs on it.
 
-C++ and CUDA sources in `csrc/`, built once by `extension.py`, called through `fused_mlp.py`, put into the model by `patch.py`.
+C++ and CUDA sources in `csrc/`, built once by `extension.py`, called through `fused_mlp.py`, put into the model by
+`patch.py`.
 """
 
 from stage_a_naive.outputs import GenerationOutput

@@ -1,9 +1,9 @@
 """Builds the C++ and CUDA sources of `csrc/` into a library of PyTorch operators, once.
 
-A compiled extension depends on more than its source: on PyTorch's version, on the CUDA toolkit, on the GPU it is for. All of
-that goes into a key, and the key names the folder where the library lies. So an edit, an upgrade or another GPU builds anew,
-and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built: the operators then
-run on the CPU, and a call with CUDA tensors says what is missing.
+A compiled extension depends on more than its source: on PyTorch's version, on the CUDA toolkit, on the GPU it is for.
+All of that goes into a key, and the key names the folder where the library lies. So an edit, an upgrade or another GPU
+builds anew, and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built:
+the operators then run on the CPU, and a call with CUDA tensors says what is missing.
 
 `python -m stage_c_fused_mlp.extension` (`make ext`) builds and does nothing else.
 """
@@ -122,7 +122,7 @@ def plan(name: str = "fused_mlp") -> Extension:
 
 
 def _path_with_ninja() -> str:
-    """PATH, with this Python's scripts at its end: `pip install ninja` puts it there, also in an inactive environment."""
+    """PATH with this Python's scripts at its end: `pip install ninja` puts it there, in an inactive environment too."""
     paths = os.environ.get("PATH", "").split(os.pathsep)
     scripts = str(Path(sys.executable).parent)
     return os.pathsep.join(paths if scripts in paths else [*paths, scripts])
@@ -200,7 +200,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(extension: Extension, verbose: bool) -> None:
-    """Compile in a folder of its own and move the library into place whole: a build that fails leaves nothing behind."""
+    """Compile in a folder of its own and move the library into place whole: a failed build leaves nothing behind."""
     from torch.utils.cpp_extension import load
 
     parts = f"C++ and CUDA for {', '.join(extension.architectures)}" if extension.cuda else "C++ only"
@@ -232,7 +232,9 @@ def _readable(extension: Extension, output: str) -> str:
     """The compiler's first errors; everything it said goes to a file."""
     log = extension.library.with_suffix(".log")
     log.write_text(output)
-    errors = [line for line in output.splitlines() if re.search(r"\b(fatal error|error)\b[ :]", line)] or [output[-500:]]
+    errors = [line for line in output.splitlines() if re.search(r"\b(fatal error|error)\b[ :]", line)] or [
+        output[-500:]
+    ]
     first = "\n  ".join(errors[:5])
     return f"building {extension.name} failed; the first errors:\n  {first}\nEverything is in {log}. {STILL_WORKS}"
 

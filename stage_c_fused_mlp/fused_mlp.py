@@ -1,9 +1,9 @@
 """The two MLP blocks: the formula in PyTorch, and the operators of our own that compute the same.
 
 Between two attention layers a transformer does the same thing to every token on its own: normalise, multiply by a tall
-matrix, apply a nonlinearity, multiply by a wide matrix. `*_reference` says it in five lines of PyTorch, one kernel a line; with one
-token the kernels are short, and most of the time goes into starting them and into waiting for memory in between. The
-operators `torch.ops.six_engines.*` do it in one kernel.
+matrix, apply a nonlinearity, multiply by a wide matrix. `*_reference` says it in five lines of PyTorch, one kernel a
+line; with one token the kernels are short, and much of the time goes into starting them and into waiting for memory in
+between. The operators `torch.ops.six_engines.*` do it in one kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ln_mlp_reference(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Ten
 def swiglu_mlp_reference(
     x: Tensor, rms_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, residual: Tensor, eps: float
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019), then SwiGLU (Shazeer 2020) and the residual; shapes as in `fused_swiglu_mlp`."""
+    """RMSNorm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020) and the residual; shapes as in `fused_swiglu_mlp`."""
     normalised = F.rms_norm(x, x.shape[-1:], rms_weight, eps)  # [rows, hidden]
     gate, up = (normalised @ w_gate_up.T).chunk(2, dim=-1)  # [rows, intermediate] each
     return (F.silu(gate) * up) @ w_down.T + residual
@@ -48,7 +48,9 @@ def load_operators() -> Extension:
     extension = load_extension("fused_mlp")
 
     @torch.library.register_fake("six_engines::fused_ln_mlp")
-    def _(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float, generation: str = "auto") -> Tensor:
+    def _(
+        x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float, generation: str = "auto"
+    ) -> Tensor:
         return torch.empty_like(x)
 
     @torch.library.register_fake("six_engines::fused_swiglu_mlp")
@@ -62,7 +64,7 @@ def load_operators() -> Extension:
 
 
 def _ready_for(x: Tensor) -> None:
-    """Before the first call: the extension is loaded, and has a CUDA part if x is there. Not traced by torch.compile."""
+    """Load the extension before the first call, and see that it has a CUDA part if x is on a GPU."""
     if torch.compiler.is_compiling():
         return
     extension = load_operators()
@@ -76,7 +78,7 @@ def fused_ln_mlp(
     """LayerNorm -> w1 -> SiLU -> w2.
 
     Args:
-        x: `[rows, hidden]`, float32, float16 or bfloat16; all other tensors have its dtype and device and are contiguous.
+        x: `[rows, hidden]`, float32, float16 or bfloat16; all others have its dtype and device and are contiguous.
         gamma, beta: `[hidden]`.
         w1: `[intermediate, hidden]`; both sizes are multiples of 8.
         w2: `[hidden, intermediate]`.

@@ -1,6 +1,7 @@
 """The engine of stage B with the MLP block of every layer replaced by one kernel of our own.
 
-The path of a token is stage B's, line for line. Only what `model(...)` does inside a decode step is different: see `patch.py`.
+The path of a token is stage B's, line for line. Only what `model(...)` does inside a decode step is different: see
+`patch.py`.
 """
 
 from __future__ import annotations

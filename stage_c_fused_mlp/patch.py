@@ -1,16 +1,15 @@
 """Put the fused MLP block into a model of transformers, and take it out again.
 
-A decoder layer of Qwen or Llama ends with `x + mlp(norm(x))`. The patch gives each layer a `forward` of its own that ends with
-one call of `fused_swiglu_mlp` instead, for as many rows as that kernel is made for; a prefill, with its many rows, goes
-through the layer's own `forward` and cuBLAS as before.
+A decoder layer of Qwen or Llama ends with `x + mlp(norm(x))`. The patch gives each layer a `forward` of its own that
+ends with one call of `fused_swiglu_mlp` instead, for as many rows as that kernel is made for; a prefill, with its many
+rows, goes through the layer's own `forward` and cuBLAS as before.
 
-The kernel wants gate and up in one matrix. Both together are two thirds of an MLP's weights, so there must not be a second
-copy: the patch packs them and makes the old parameters views of the packed matrix, one layer at a time.
+The kernel wants gate and up in one matrix. Both together are two thirds of an MLP's weights, so there must not be a
+second copy: the patch packs them and makes the old parameters views of the packed matrix, one layer at a time.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -22,7 +21,7 @@ from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
 
 
 class PatchError(ValueError):
-    """The model's MLP is not of the kind that the kernel computes; the message names the layer and what is different."""
+    """The model's MLP is not of the kind that the kernel computes; the message names the layer and the difference."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ def replace_mlp_in_qwen(model: nn.Module, generation: str = "auto") -> PatchRepo
     before = parameter_bytes(model)
     for layer in layers:
         _pack(layer.mlp)
-        layer.forward = MethodType(functools.partial(_fused_forward, generation=generation), layer)
+        layer.mlp.generation = generation
+        layer.forward = MethodType(_fused_forward, layer)
     return PatchReport(len(layers), before, parameter_bytes(model))
 
 
@@ -91,7 +91,7 @@ def restore_mlp(model: nn.Module) -> None:
             raise PatchError(f"layer {index} is not patched, so there is nothing to restore")
     for layer in layers:
         del layer.forward  # the class's own comes to light
-        del layer.mlp.gate_up_proj
+        del layer.mlp.gate_up_proj, layer.mlp.generation
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
             linear.weight.data = linear.weight.data.clone()
 
@@ -99,7 +99,9 @@ def restore_mlp(model: nn.Module) -> None:
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     layers = getattr(getattr(model, "model", model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise PatchError(f"{type(model).__name__} has no list of decoder layers; Qwen2, Qwen3 and Llama models have one")
+        raise PatchError(
+            f"{type(model).__name__} has no list of decoder layers; Qwen2, Qwen3 and Llama models have one"
+        )
     yield from layers
 
 
@@ -137,14 +139,14 @@ def _check(layer: nn.Module, index: int) -> None:
 
 
 def _pack(mlp: nn.Module) -> None:
-    """Give the MLP `gate_up_proj`, `[2 * intermediate, hidden]`; gate and up become its halves and free their own memory."""
+    """Give the MLP `gate_up_proj`, `[2 * intermediate, hidden]`; gate and up become its halves."""
     packed = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = packed.chunk(2)
     # A buffer, so that a CUDA graph of torch.compile knows that it stays; not in the state_dict, which has both halves.
     mlp.register_buffer("gate_up_proj", packed, persistent=False)
 
 
-def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, generation: str, **kwargs: object) -> Tensor:
+def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
     """The layer's forward: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
     batch, tokens, hidden = hidden_states.shape
     if batch * tokens > MOST_ROWS_FUSED:
@@ -153,5 +155,7 @@ def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, gener
     rows = (hidden_states + attended).view(batch * tokens, hidden)
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     operator = torch.ops.six_engines.fused_swiglu_mlp
-    out = operator(rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, generation)
+    out = operator(
+        rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, mlp.generation
+    )
     return out.view(batch, tokens, hidden)

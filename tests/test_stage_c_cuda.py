@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 import torch
+from test_stage_c_operators import EPS, OPERATORS, TOLERANCE, error, make_inputs
 
 from stage_c_fused_mlp.extension import CSRC, SOURCES
 from stage_c_fused_mlp.fused_mlp import fused_ln_mlp, fused_swiglu_mlp, ln_mlp_reference, swiglu_mlp_reference
-from test_stage_c_operators import EPS, OPERATORS, TOLERANCE, error, make_inputs
 
 GENERATIONS = ("naive", "warp", "fused", "library", "auto")
 KERNELS = GENERATIONS[:3]
@@ -24,7 +24,17 @@ SIZES = [(1, 8, 8), (2, 64, 176), (3, 104, 328), (16, 256, 136), (17, 72, 200), 
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_nvcc_alone_compiles_the_kernels(source, architecture, tmp_path):
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    command = ["nvcc", "-std=c++17", target, "-Xptxas", "-O1", "-c", str(CSRC / source), "-o", str(tmp_path / "kernel.o")]
+    command = [
+        "nvcc",
+        "-std=c++17",
+        target,
+        "-Xptxas",
+        "-O1",
+        "-c",
+        str(CSRC / source),
+        "-o",
+        str(tmp_path / "kernel.o"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -16,7 +16,14 @@ from stage_c_fused_mlp.fused_mlp import (
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-SIZES = [(1, 8, 8), (1, 64, 176), (3, 104, 328), (5, 56, 40), (16, 256, 136), (17, 72, 200)]  # rows, hidden, intermediate
+SIZES = [
+    (1, 8, 8),
+    (1, 64, 176),
+    (3, 104, 328),
+    (5, 56, 40),
+    (16, 256, 136),
+    (17, 72, 200),
+]  # rows, hidden, intermediate
 OPERATORS = [(fused_ln_mlp, ln_mlp_reference), (fused_swiglu_mlp, swiglu_mlp_reference)]
 
 gpu_or_cpu = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -34,7 +41,13 @@ def make_inputs(operator, rows, hidden, inter, dtype, device="cpu", seed=0, mean
     if operator is fused_ln_mlp:
         return [x, norm, normal(hidden, scale=0.1), normal(inter, hidden, scale=hidden**-0.5),
                 normal(hidden, inter, scale=inter**-0.5)]  # fmt: skip
-    return [x, norm, normal(2 * inter, hidden, scale=hidden**-0.5), normal(hidden, inter, scale=inter**-0.5), normal(rows, hidden)]
+    return [
+        x,
+        norm,
+        normal(2 * inter, hidden, scale=hidden**-0.5),
+        normal(hidden, inter, scale=inter**-0.5),
+        normal(rows, hidden),
+    ]
 
 
 def error(out, reference, inputs):
@@ -64,7 +77,7 @@ def test_rows_with_a_large_mean_keep_their_digits(device):
         assert error(fused_ln_mlp(*inputs, EPS, generation), ln_mlp_reference, inputs) < 2e-4, generation
 
 
-def test_every_finite_and_infinite_float16_is_widened_right():
+def test_float16_weights_of_every_size_are_widened_right():
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     values = values[values.isfinite()][: 63488 // 8 * 8]
     # w1 carries the values, x is constant: LayerNorm gives zero, beta one; so silu(sum over one row of w1) is seen.
@@ -126,8 +139,16 @@ def changed(index, change):
         (changed(2, lambda t: t[:-8]), ValueError, r"w_gate_up has shape \[40, 16\], expected \[48, 16\]"),
         (changed(3, lambda t: t.T.contiguous().T), ValueError, "w_down is not contiguous"),
         (changed(4, lambda t: t[:1]), ValueError, r"residual has shape \[1, 16\], expected \[2, 16\]"),
-        (changed(4, lambda t: torch.empty(33)[1:].view(2, 16)), ValueError, "residual does not start at a multiple of 16"),
-        (make_inputs(fused_swiglu_mlp, 2, 12, 24, torch.float32), ValueError, "hidden size is 12, expected a multiple of 8"),
+        (
+            changed(4, lambda t: torch.empty(33)[1:].view(2, 16)),
+            ValueError,
+            "residual does not start at a multiple of 16",
+        ),
+        (
+            make_inputs(fused_swiglu_mlp, 2, 12, 24, torch.float32),
+            ValueError,
+            "hidden size is 12, expected a multiple of 8",
+        ),
         (make_inputs(fused_swiglu_mlp, 2, 16, 20, torch.float32), ValueError, "intermediate size is 20"),
     ],
 )

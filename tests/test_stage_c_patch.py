@@ -35,6 +35,15 @@ def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(n
     assert torch.equal(after, before)
 
 
+def test_a_patched_model_compiles_as_one_graph():
+    model = tiny(TINY[0])
+    with torch.no_grad():
+        before = model(PROMPT, use_cache=False).logits
+        replace_mlp_in_qwen(model)
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(PROMPT, use_cache=False).logits
+    torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
+
+
 def test_more_rows_than_the_kernel_takes_go_through_the_layer_as_before():
     model = tiny(TINY[0])
     prompt = torch.arange(40)[None]

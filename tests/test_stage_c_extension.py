@@ -1,0 +1,104 @@
+"""The builder of the extension: what it builds where, what it says, and two builders at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stage_c_fused_mlp import extension as builder
+from stage_c_fused_mlp.extension import Extension, ExtensionError, gencode, plan
+
+SMALL = """
+#include <torch/library.h>
+int64_t answer() { return 42; }
+TORCH_LIBRARY(small_test_library, m) { m.def("answer() -> int", &answer); }
+"""
+
+
+@pytest.fixture
+def csrc(tmp_path, monkeypatch):
+    """A csrc/ with one small source, and a cache of its own."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "small.cpp").write_text(SMALL)
+    monkeypatch.setattr(builder, "CSRC", folder)
+    monkeypatch.setitem(builder.SOURCES, "small", ("small.cpp",))
+    monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path / "cache"))
+    return folder
+
+
+def test_the_key_follows_sources_headers_architectures_and_nothing_else(csrc):
+    (csrc / "small.cpp").write_text('#include "a.h"\n' + SMALL)
+    (csrc / "a.h").write_text('#include "b.h"\n')
+    (csrc / "b.h").write_text("")
+    (csrc / "unrelated.h").write_text("")
+    before = Extension("small", (), "").key
+    (csrc / "unrelated.h").write_text("int changed;")
+    assert Extension("small", (), "").key == before
+    assert Extension("small", ("9.0",), "").key != before
+    (csrc / "b.h").write_text("int changed;")
+    assert Extension("small", (), "").key != before
+
+
+def test_two_processes_at_once_build_once_and_both_can_use_it(csrc, tmp_path):
+    code = (
+        "import sys, pathlib, torch; from stage_c_fused_mlp import extension as b;"
+        f"b.CSRC = pathlib.Path({str(csrc)!r}); b.SOURCES['small'] = ('small.cpp',);"
+        "b.load_extension('small'); print(torch.ops.small_test_library.answer())"
+    )
+    command = [sys.executable, "-c", code]
+    run = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    results = [process.communicate(timeout=300) for process in run]
+    assert [out.strip() for out, _ in results] == ["42", "42"], results
+    assert sum("once, into" in err for _, err in results) == 1
+    folder = Extension("small", (), "").library.parent if torch.version.cuda is None else plan("small").library.parent
+    assert not list(folder.glob("building-*"))
+
+
+def test_a_compiler_error_is_short_and_leaves_nothing_half_done(csrc, capsys):
+    (csrc / "small.cpp").write_text("int answer() { return forty_two; }")
+    with pytest.raises(ExtensionError, match=r"(?s)building small failed.*error: .forty_two. was not declared.*\.log"):
+        builder.load_extension("small")
+    found = plan("small")
+    assert not found.library.exists() and found.library.with_suffix(".log").exists()
+    assert not list(found.library.parent.glob("building-*"))
+
+
+def test_no_compiler_is_an_error_that_says_what_still_works(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ExtensionError, match=r"needs a C\+\+ compiler.*no-such-compiler.*Stages A, B, D and E need no"):
+        plan()
+
+
+def test_no_ninja_is_an_error_with_the_command_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(builder.shutil, "which", lambda name: None if name == "ninja" else "/somewhere/" + name)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    with pytest.raises(ExtensionError, match="pip install ninja"):
+        plan()
+
+
+def test_an_unknown_extension_is_an_error_that_lists_those_there_are():
+    with pytest.raises(ExtensionError, match="no extension 'fused_mpl'; there are: fused_mlp"):
+        plan("fused_mpl")
+
+
+def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason():
+    cpu_only = Extension("fused_mlp", (), "nvcc was not found; install the CUDA toolkit")
+    assert not any(source.suffix == ".cu" for source in cpu_only.sources)
+    with pytest.raises(ExtensionError, match="built without CUDA: nvcc was not found"):
+        cpu_only.require_cuda()
+
+
+def test_architectures_become_options_of_nvcc():
+    assert gencode(("9.0a",)) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert gencode(("8.0", "9.0+PTX")) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+    with pytest.raises(ExtensionError, match="TORCH_CUDA_ARCH_LIST has 'Hopper'"):
+        gencode(("Hopper",))
