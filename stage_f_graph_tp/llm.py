@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections.abc import Callable
+from os import PathLike
 
 import torch
 
@@ -22,7 +24,7 @@ from stage_f_graph_tp.model_runner import GraphModelRunner, Job, build_rank, bui
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.parallel import check_divisible
-from stage_f_graph_tp.worker import Ranks, rendezvous, serve
+from stage_f_graph_tp.worker import Ranks, rendezvous, serve, started_by_torchrun
 
 
 class LLM(stage_e.LLM):
@@ -43,13 +45,28 @@ class LLM(stage_e.LLM):
 
     options_class = GraphOptions
 
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        **options: object,
+    ) -> None:
+        self._close_ranks: Callable[[], object] = _nothing
+        try:
+            super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
+        except BaseException:
+            self._close_ranks()
+            raise
+
     @property
     def engine_class(self) -> type[Engine]:
         return OverlappedEngine if self.options.overlap else Engine
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         size = self.options.tensor_parallel_size
-        self._close_ranks = _nothing
         if size > 1:
             return self._build_ranks(size, seed)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
@@ -58,9 +75,9 @@ class LLM(stage_e.LLM):
 
     def _build_ranks(self, size: int, seed: int) -> tuple[Runtime, GraphModelRunner]:
         check_divisible(ModelConfig.from_hf(self.source.config), size)
-        meeting = rendezvous(size)
-        if self.device.type == "cuda" and not meeting.is_torchrun and size > torch.cuda.device_count():
+        if self.device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
             raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
+        meeting = rendezvous(size)
         job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
         if meeting.rank > 0:
             serve(meeting, build_worker)
@@ -72,7 +89,7 @@ class LLM(stage_e.LLM):
             ranks.send(pickle.dumps(job))
             return build_rank(job, meeting, ranks)
         except RuntimeError:
-            ranks.explain()
+            ranks.explain()  # a collective that broke because a rank died says so
             raise
 
     def close(self) -> None:

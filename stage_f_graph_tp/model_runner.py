@@ -27,15 +27,15 @@ from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_e_batching.model_runner import InFlight, ModelRunner
 from stage_e_batching.sampler import DRAWN, DrawnTokens
 from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
 from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
-from stage_f_graph_tp.worker import Ranks, Rendezvous
+from stage_f_graph_tp.worker import Ranks, Rendezvous, interrupts_held
 
 FUSED_DECODE_ROWS = 8  # up to so many rows the one-launch step was measured faster than the layers in a graph
 
@@ -86,7 +86,10 @@ class GraphModelRunner(ModelRunner):
 
             fuse_layers(self.model)
         if self._is_cuda and not options.enforce_eager:
-            self.capture(GraphRecorder(runtime.device), ladder(options.max_num_seqs))
+            if runtime.backend.name == "reference":  # it asks the device for the longest context
+                print("CUDA graphs: not used (attention_backend='reference' cannot be recorded)", file=sys.stderr)
+            else:
+                self.capture(GraphRecorder(runtime.device), ladder(options.max_num_seqs))
 
     # ---- graphs ------------------------------------------------------------------------------------------------
 
@@ -149,12 +152,16 @@ class GraphModelRunner(ModelRunner):
         if self.ranks is None:
             return self.execute_order(shape, seats, needs)
         order = Order(shape, len(seats), needs, self.buffers.packed(shape))
-        self.ranks.send(pickle.dumps(order))
-        try:
-            return WatchedInFlight(self.execute_order(shape, seats, needs), self.ranks)
-        except RuntimeError:
-            self.ranks.explain()  # a collective that broke because a rank died says so
-            raise
+        self._draw_failed = False
+        with interrupts_held():
+            self.ranks.send(pickle.dumps(order))
+            try:
+                return WatchedInFlight(self.execute_order(shape, seats, needs), self.ranks)
+            except BaseException as error:
+                if not self._draw_failed:  # rank 0 left the step before its last collective: the others still wait
+                    self.ranks.explain()
+                    self.ranks.fail(f"rank 0 could not run a step: {error!r}")
+                raise
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
         """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
@@ -193,11 +200,15 @@ class GraphModelRunner(ModelRunner):
         """Rank 0 draws, the others receive."""
         if self.group is None:
             return super().draw(logits, sample_seats, inputs)
-        if self.group.rank == 0:
-            drawn = super().draw(logits, sample_seats, inputs)
-        else:
-            drawn = DrawnTokens(torch.empty(logits.shape[0], dtype=torch.int64, device=self.device))
-        self.group.broadcast(drawn.ids)
+        drawn = DrawnTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
+        try:
+            if self.group.rank == 0:
+                drawn = super().draw(logits, sample_seats, inputs)
+        except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
+            self._draw_failed = True
+            raise
+        finally:
+            self.group.broadcast(drawn.ids)
         return drawn
 
     def obey(self, message: bytes) -> None:
@@ -254,7 +265,10 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check = ranks.check if ranks is not None else _nothing
+    meeting.agree("started", 1, check)
     group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
+    if ranks is not None:
+        ranks.leave_group = group.abort
     factory = partial(ShardedFactory, group=group)
     runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory)
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there

@@ -20,16 +20,19 @@ import os
 import pickle
 import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -84,7 +87,10 @@ def rendezvous(size: int) -> Rendezvous:
     if world_size != size:
         raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world_size} processes")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return Rendezvous(dist.TCPStore(host, port, is_master=False), rank, size, True)
+    # The store is torchrun's own, but with some of its ways to meet it only reserves the port for rank 0.
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
+    return Rendezvous(store, rank, size, True)
 
 
 class WorkerError(RuntimeError):
@@ -92,12 +98,18 @@ class WorkerError(RuntimeError):
 
 
 class Ranks:
-    """Rank 0's connections to the other ranks, and the processes if it started them itself."""
+    """Rank 0's connections to the other ranks, and the processes if it started them itself.
+
+    Attributes:
+        failure: why the ranks cannot be used any more.
+        leave_group: called once, when that happens: a collective that one of the ranks will never join must end.
+    """
 
     def __init__(self, meeting: Rendezvous) -> None:
         self._processes: list[subprocess.Popen] = []
-        self._connections: list[Connection] = []
+        self._connections: dict[int, Connection] = {}  # by rank
         self.failure: WorkerError | None = None
+        self.leave_group: Callable[[], None] = _nothing
         key = secrets.token_bytes(32)
         host = os.environ["MASTER_ADDR"] if meeting.is_torchrun else LOOPBACK
         with Listener((host, 0), backlog=meeting.size, authkey=key) as listener:
@@ -113,42 +125,51 @@ class Ranks:
     def _accept(self, listener: Listener, count: int) -> None:
         """Wait for every worker to connect, noticing one that dies before it does."""
 
+        given_up = False
+
         def accept() -> None:
-            with contextlib.suppress(OSError):  # the listener was closed: starting was given up
-                while len(self._connections) < count:
-                    self._connections.append(_without_delay(listener.accept()))
+            while len(self._connections) < count and not given_up:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger's connection, or ours
+                    connection = _without_delay(listener.accept())
+                    self._connections[int(connection.recv_bytes())] = connection
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         deadline = time.monotonic() + START_TIMEOUT
-        while thread.is_alive():
-            thread.join(0.05)
-            codes = [p.returncode for p in self._processes if p.poll() is not None]
-            if codes:
-                raise WorkerError(f"a worker ended with exit code {codes[0]} before it connected; see its output above")
-            if time.monotonic() > deadline:
-                raise WorkerError(f"the workers did not connect within {START_TIMEOUT:.0f} s")
+        try:
+            while thread.is_alive():
+                thread.join(0.05)
+                codes = [p.returncode for p in self._processes if p.poll() is not None]
+                if codes:
+                    raise WorkerError(f"a worker ended with exit code {codes[0]} before it connected; see above")
+                if time.monotonic() > deadline:
+                    raise WorkerError(f"the workers did not connect within {START_TIMEOUT:.0f} s")
+        finally:
+            given_up = True
+            with contextlib.suppress(OSError):  # wakes the thread up; closing the listener alone would not
+                socket.create_connection(listener.address, 1).close()
+            thread.join(5)
 
     def send(self, message: bytes) -> None:
         """Send a message of any length to every other rank."""
         self.check()
         try:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.send_bytes(message)
         except OSError as error:
             self.check()
-            self._fail(f"a worker's connection broke: {error}")
+            self.fail(f"a worker's connection broke: {error}")
 
     def check(self) -> None:
         """Raise `WorkerError` if another rank has failed or died."""
         if self.failure is not None:
             raise self.failure
-        for rank, connection in enumerate(self._connections, 1):
+        for rank, connection in self._connections.items():
             try:
                 if connection.poll():
-                    self._fail(f"a worker failed:\n{connection.recv_bytes().decode()}")
+                    self.fail(f"rank {rank} failed:\n{connection.recv_bytes().decode()}")
             except (EOFError, OSError):
-                self._fail(f"worker {rank} of {len(self._connections)} died")
+                self.fail(f"rank {rank} of {len(self._connections) + 1} died")
 
     def explain(self) -> None:
         """After a collective broke: raise what happened to the other rank, if that comes to light within a second."""
@@ -157,13 +178,18 @@ class Ranks:
             self.check()
             time.sleep(0.01)
 
-    def _fail(self, message: str) -> None:
+    def fail(self, message: str) -> NoReturn:
+        """Give the ranks up."""
         self.failure = WorkerError(message + "\nthe engine cannot go on; close it and make a new one")
+        self.leave_group()
         raise self.failure
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
-        for connection in self._connections:
+        if self.failure is None:
+            self.failure = WorkerError("the engine was closed; make a new one")
+            self.leave_group()
+        for connection in self._connections.values():
             connection.close()  # a worker ends when its connection does
         for process in self._processes:
             try:
@@ -171,7 +197,7 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._connections, self._processes = [], []
+        self._connections, self._processes = {}, []
 
 
 def _start(meeting: Rendezvous, rank: int) -> subprocess.Popen:
@@ -192,6 +218,7 @@ def serve(meeting: Rendezvous, build: Callable[[Rendezvous, object], Callable[[b
     """
     address, key = pickle.loads(meeting.store.get("control"))
     connection = _without_delay(Client(address, authkey=key))
+    connection.send_bytes(str(meeting.rank).encode())
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -206,11 +233,30 @@ def serve(meeting: Rendezvous, build: Callable[[Rendezvous, object], Callable[[b
         while True:
             handle(messages.get())
     except BaseException:
-        rank = f"rank {meeting.rank}: "
         with contextlib.suppress(OSError):
-            connection.send_bytes((rank + traceback.format_exc().strip()).encode())
+            connection.send_bytes(traceback.format_exc().strip().encode())
         time.sleep(1)  # let rank 0 read it before the connection breaks
         os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is done: rank 0 may not leave a step in which the others wait for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if interrupted.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _without_delay(connection: Connection) -> Connection:
@@ -224,6 +270,7 @@ def main(argv: list[str]) -> None:
     """Entry point of a worker process that rank 0 started."""
     from stage_f_graph_tp.model_runner import build_worker  # here: the model's modules import this one
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; what it ends is rank 0's to say
     host, port, rank, size = argv[0], *map(int, argv[1:])
     store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     serve(Rendezvous(store, rank, size, False), build_worker)
