@@ -1,0 +1,131 @@
+"""Find the body of a function in a file's text, and put another in its place.
+
+Only the lines of the body change. Everything else stays byte for byte, with decorators, signature, docstring and the
+comments in them: they are the specification that the learner works from. Python is read with `ast`; in C++ and CUDA a
+definition is a name, a parameter list and a brace, and its body ends at the brace that matches.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from dataclasses import dataclass
+
+
+class BodyNotFound(LookupError):
+    """There is no such function in the text, or more than one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a function stands: character offsets into the text.
+
+    Attributes:
+        start, end: of the whole definition; in Python with its decorators, in C++ from the name on.
+        body_start, body_end: of the body, without the docstring; whole lines in Python, between the braces in C++.
+        indent: of the body's lines.
+    """
+
+    start: int
+    end: int
+    body_start: int
+    body_end: int
+    indent: str
+
+
+def find(text: str, name: str, path: str) -> Span:
+    """Where the function `name` (`function` or `Class.method`) is defined in the text of `path`."""
+    return _find_python(text, name) if path.endswith(".py") else _find_braces(text, name)
+
+
+def stub(text: str, name: str, path: str, message: str) -> str:
+    """The text with the function's body replaced by one that fails with `message`.
+
+    Python raises `NotImplementedError`, and so does C++ called from Python. In CUDA it is a compile-time error: a
+    kernel cannot raise, and what it prints before it gives up is often lost.
+    """
+    span = find(text, name, path)
+    if path.endswith(".py"):
+        body = f'{span.indent}raise NotImplementedError("{message}")\n'
+    elif path.endswith((".cu", ".cuh")):
+        body = f'\n{span.indent}static_assert(false, "{message}");\n'
+    else:
+        body = f'\n{span.indent}TORCH_CHECK_NOT_IMPLEMENTED(false, "{message}");\n'
+    return text[: span.body_start] + body + text[span.body_end :]
+
+
+def transplant(text: str, donor: str, name: str, path: str) -> str:
+    """The text with the function's body taken from another version of the file."""
+    here, there = find(text, name, path), find(donor, name, path)
+    return text[: here.body_start] + donor[there.body_start : there.body_end] + text[here.body_end :]
+
+
+def definition(text: str, name: str, path: str) -> str:
+    """The whole function as it stands in the text."""
+    span = find(text, name, path)
+    return text[span.start : span.end]
+
+
+def _find_python(text: str, name: str) -> Span:
+    scope: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        found = [node for node in scope.body if getattr(node, "name", None) == part]
+        if len(found) != 1:
+            raise BodyNotFound(f"{len(found)} definitions of {name}, expected one")
+        [scope] = found
+    if not isinstance(scope, ast.FunctionDef):
+        raise BodyNotFound(f"{name} is not a function")
+    starts = [0]  # offset of each line
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
+    if ast.get_docstring(scope, clean=False) is not None:
+        before_body = scope.body[0].end_lineno
+    else:
+        before_body = _signature_end(text, scope.lineno)
+    if before_body >= scope.end_lineno:
+        raise BodyNotFound(f"{name} has no body of its own")
+    indent = " " * scope.body[0].col_offset
+    return Span(starts[first - 1], starts[scope.end_lineno], starts[before_body], starts[scope.end_lineno], indent)
+
+
+def _signature_end(text: str, lineno: int) -> int:
+    """The last line of the `def` statement that starts at `lineno`."""
+    lines = text.splitlines(keepends=True)[lineno - 1 :]
+    for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
+        if token.type == tokenize.NEWLINE:
+            return lineno - 1 + token.end[0]
+    raise BodyNotFound(f"the statement at line {lineno} has no end")
+
+
+def _find_braces(text: str, name: str) -> Span:
+    code = _blank_comments_and_strings(text)
+    found = []
+    for match in re.finditer(rf"\b{re.escape(name)}\s*\(", code):
+        closed = _matching(code, match.end() - 1, "()")
+        opening = re.compile(r"\s*(?:const\s*|noexcept\s*)*\{").match(code, closed)
+        if opening:
+            found.append((match.start(), opening.end() - 1))
+    if len(found) != 1:
+        raise BodyNotFound(f"{len(found)} definitions of {name}, expected one")
+    [(start, brace)] = found
+    end = _matching(code, brace, "{}")
+    return Span(start, end, brace + 1, end - 1, "  ")
+
+
+def _matching(code: str, at: int, pair: str) -> int:
+    """The offset just behind the bracket that closes the one at `at`."""
+    depth = 0
+    for offset in range(at, len(code)):
+        depth += (code[offset] == pair[0]) - (code[offset] == pair[1])
+        if depth == 0:
+            return offset + 1
+    raise BodyNotFound(f"the bracket at offset {at} is never closed")
+
+
+def _blank_comments_and_strings(text: str) -> str:
+    """The same text with spaces for what is not code, so that a brace in a comment counts for nothing."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\''
+    return re.sub(pattern, lambda match: re.sub(r"[^\n]", " ", match.group()), text, flags=re.DOTALL)

@@ -1,0 +1,40 @@
+"""Break it, lab D: some answers quote a conversation that their user never had.
+
+It happens only on a busy server, and goes away with `enable_prefix_caching=False`. The block manager of the broken
+engine differs from the reference by one line. Write a test that passes with the reference and fails with the broken one.
+"""
+
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.sequence import Sequence
+
+
+def sequence_of(token_ids: list[int]) -> Sequence:
+    """A request with this prompt."""
+    return Sequence(Request(0, list(token_ids), SamplingParams(), seed=0))
+
+
+def prefill(manager: BlockManager, sequence: Sequence) -> bool:
+    """Give a sequence its pages and note that its whole prompt was computed, as a step of the engine does."""
+    if not manager.allocate(sequence, len(sequence)):
+        return False
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    manager.confirm()
+    return True
+
+
+def test_a_page_that_was_given_away_is_not_found_under_its_old_content():
+    """The first request ends, others take its pages, and then the first prompt is asked again."""
+    manager = BlockManager(num_blocks=2, block_size=4)
+    first = sequence_of(range(9))
+    assert not prefill(manager, first), "3 pages do not fit"
+    first = sequence_of(range(8))
+    assert prefill(manager, first)
+    manager.free(first)
+    other = sequence_of(range(100, 108))
+    assert prefill(manager, other), "it takes both pages"
+    manager.free(other)
+    assert manager.count_cached_tokens(sequence_of([*range(8), 8])) == 0, "both pages hold the other's tokens"
+    manager.check_invariants([])

@@ -1,0 +1,27 @@
+"""Break it, lab F: with CUDA graphs on, answers that share one old page turn to nonsense, with them off they do not.
+
+It happens only when the number of requests is not one of the captured sizes. `cuda_graph.py` of the broken engine
+differs from the reference by one number. Write a test that passes with the reference and fails with the broken one; it
+needs no GPU.
+"""
+
+import numpy as np
+
+from stage_e_batching.step_input import StepInput, StepShape, host_views
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
+
+
+def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:
+    """The graphs of batch size `size` alone, and the host arrays of its input, filled with what an old step left."""
+    graphs = DecodeGraphs([size], table_width=2, max_model_len=8, padding_seat=size)
+    shape = StepShape(size, size, size, 2, size, 1, 8)
+    return graphs, host_views(np.full(shape.num_bytes, 3, np.uint8), shape)
+
+
+def test_padding_rows_touch_nothing():
+    """A batch of 3 in a graph of 4: the fourth row may neither read nor write the pool."""
+    graphs, host = graph_input(4)
+    graphs.pad(host, 3)
+    assert host.slot_mapping[3] == -1, "its key and value must go nowhere"
+    assert host.context_lens[3] == 0, "it must read no key"
+    assert host.seats[3] == host.sample_seats[3] == 4, "its token must go to the padding seat"

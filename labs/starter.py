@@ -1,0 +1,124 @@
+"""Write a lab's starter: a copy of the stage in which the bodies of the exercises are missing.
+
+    python -m labs.starter d            (make lab-d)
+    python -m labs.starter d --force    (make lab-d FORCE=1): begin again; what was there is kept aside
+    python -m labs.starter --show       whose code `LAB=1` would run
+
+The copy lies in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
+package of the same name, and every later stage runs on top of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from labs import bodies
+from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
+
+IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
+
+
+class AlreadyThere(FileExistsError):
+    """There is a learner's copy already, and nobody said that it may be replaced."""
+
+
+def write_starter(
+    lab: Lab, work: Path = WORK, force: bool = False, missing: Collection[Exercise] | None = None
+) -> list[Path]:
+    """Write the copy; returns the files and folders that it is made of.
+
+    Args:
+        lab: which one.
+        work: where to.
+        force: replace a copy that is there, after moving it to `work/old/`.
+        missing: the exercises whose bodies are taken out; None is all of the lab.
+
+    Raises:
+        AlreadyThere: there is a copy, and `force` is False; nothing was written.
+    """
+    missing = lab.exercises if missing is None else missing
+    tests = sorted({exercise.path for exercise in lab.exercises if exercise.is_break_it})
+    sources = [ROOT / folder for folder in [*lab.folders, *tests]]
+    targets = [work / folder.removeprefix("labs/") for folder in [*lab.folders, *tests]]
+    there = [target for target in targets if target.exists()]
+    if there and not force:
+        raise AlreadyThere(", ".join(str(target) for target in there))
+    aside = work / "old" / time.strftime(f"{lab.letter}-%Y%m%d-%H%M%S")
+    for target in there:
+        kept = aside / target.relative_to(work)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        target.rename(kept)
+    for source, target in zip(sources, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=IGNORED)
+        else:
+            shutil.copyfile(source, target)
+    for exercise in missing:
+        file = exercise.copy_in(work)
+        text = bodies.stub(file.read_text(encoding="utf-8"), exercise.name, exercise.path, exercise.message)
+        file.write_text(text, encoding="utf-8")
+    models = work / "models"  # the tutor is looked for beside the stages
+    if not models.exists():
+        models.symlink_to(ROOT / "models", target_is_directory=True)
+    return targets
+
+
+def learners_packages(work: Path = WORK) -> list[str]:
+    """The stages that the learner has a copy of."""
+    return sorted(folder.name for folder in work.glob("stage_*") if folder.is_dir())
+
+
+def next_steps(lab: Lab) -> str:
+    """What a learner does first."""
+    letter, width = lab.letter, max(len(exercise.title) for exercise in lab.exercises)
+    lines = [f"Lab {letter.upper()}: {lab.title}", f"Your copy is in labs/work/. Start with labs/lab_{letter}.md."]
+    lines += [
+        f"  {exercise.id}  {exercise.title:{width}}  {exercise.points:3} points  "
+        f"{exercise.copy_in(WORK).relative_to(ROOT)}: {exercise.name}"
+        for exercise in lab.exercises
+    ]
+    lines += [
+        f"make grade-{letter}                 the whole table; all red is where you start",
+        f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
+        f"make stage-{letter} LAB=1           run your engine on the tutor",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m labs.starter", description=__doc__.splitlines()[0])
+    parser.add_argument("lab", nargs="?", choices=list(load_labs()))
+    parser.add_argument("--force", action="store_true", help="replace a copy that is there (it is kept in work/old/)")
+    parser.add_argument("--show", action="store_true", help="say which stages are the learner's")
+    args = parser.parse_args(argv)
+    if args.show:
+        packages = learners_packages()
+        if not packages:
+            print("error: LAB=1, but there is no stage of yours in labs/work/; `make lab-d` makes one", file=sys.stderr)
+            return 2
+        print(f"[lab] yours: {', '.join(packages)}; every other stage is the reference", file=sys.stderr)
+        return 0
+    if args.lab is None:
+        parser.error("which lab? a … f")
+    lab = load_labs()[args.lab]
+    try:
+        write_starter(lab, force=args.force)
+    except AlreadyThere as error:
+        print(
+            f"error: your work is there already: {error}\n"
+            f"Nothing was written. `make lab-{lab.letter} FORCE=1` begins again (the old copy goes to labs/work/old/).",
+            file=sys.stderr,
+        )
+        return 2
+    print(next_steps(lab))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Judges lab A."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import stage_a_naive.llm as stage
+import stage_a_naive.outputs as outputs
+import stage_a_naive.sampling as sampling
+from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, one_hot
+from stage_a_naive import chat
+from stage_a_naive.sampling import SamplingParams
+
+NEG = -math.inf
+
+
+class TestChatPrompt:
+    def test_one_message(self):
+        text = chat.chatml([{"role": "user", "content": "Hi"}])
+        assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", f"got {text!r}"
+
+    def test_several_messages_keep_their_order(self):
+        text = chat.chatml([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "两行\nlines"}])
+        assert text == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n两行\nlines<|im_end|>\n<|im_start|>assistant\n"
+        ), f"got {text!r}"
+
+
+class TestSample:
+    def test_greedy_is_the_exact_argmax_with_the_first_of_equals(self):
+        logits = torch.tensor([[0.1, 3.0, 3.0, -1.0], [5.0, 0.0, 1.0, 2.0]])
+        ids = sampling.sample(logits, [SamplingParams(temperature=0.0)] * 2, [1, 2], [0, 0])
+        assert ids.tolist() == [1, 0], f"greedy rows are argmax, expected [1, 0], got {ids.tolist()}"
+        assert ids.dtype == torch.int64, f"ids are int64, got {ids.dtype}"
+
+    def test_draws_follow_the_softmax(self):
+        probs = torch.tensor([0.5, 0.3, 0.2])
+        logits = probs.log().repeat(3000, 1)
+        ids = sampling.sample(logits, [SamplingParams()] * 3000, list(range(3000)), [0] * 3000)
+        shares = torch.bincount(ids, minlength=3) / 3000
+        assert (shares - probs).abs().max() < 0.05, f"tokens of probability 0.5, 0.3, 0.2 came {shares.tolist()}"
+
+    def test_a_draw_depends_on_seed_and_step_and_not_on_the_company(self):
+        torch.manual_seed(0)
+        logits = torch.randn(6, 500)
+        params = [SamplingParams(temperature=5.0)] * 6
+        together = sampling.sample(logits, params, [7, 8, 9, 7, 8, 9], [0, 1, 2, 3, 4, 5])
+        alone = [sampling.sample(logits[i : i + 1], params[:1], [(7, 8, 9)[i % 3]], [i]).item() for i in range(6)]
+        assert together.tolist() == alone, "a row draws the same token alone and in a batch"
+        same = logits[:1].repeat(20, 1)
+        steps = sampling.sample(same, params[:1] * 20, [7] * 20, list(range(20)))
+        seeds = sampling.sample(same, params[:1] * 20, list(range(20)), [0] * 20)
+        assert len(set(steps.tolist())) > 5, "another step must draw with other noise"
+        assert len(set(seeds.tolist())) > 5, "another seed must draw with other noise"
+
+    def test_greedy_and_drawn_rows_mix(self):
+        logits = torch.tensor([[0.0, 9.0, 0.0]]).repeat(2, 1)
+        params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=1)]
+        assert sampling.sample(logits, params, [0, 1], [0, 0]).tolist() == [1, 1], "top_k=1 leaves only the likeliest"
+
+
+class TestFilterLogits:
+    def filtered(self, logits: list[float], **params: float) -> torch.Tensor:
+        return sampling.filter_logits(torch.tensor(logits), SamplingParams(**params))
+
+    def kept(self, logits: list[float], **params: float) -> list[int]:
+        return [i for i, value in enumerate(self.filtered(logits, **params).tolist()) if value > NEG]
+
+    def test_temperature_divides(self):
+        out = self.filtered([1.0, 2.0, 4.0], temperature=0.5).softmax(-1)
+        expected = (torch.tensor([1.0, 2.0, 4.0]) / 0.5).softmax(-1)
+        assert torch.allclose(out, expected), f"softmax(logits / 0.5) expected, got {out.tolist()}"
+
+    def test_a_tiny_temperature_does_not_overflow(self):
+        out = self.filtered([1.0, 2.0, 4.0], temperature=1e-38)
+        assert out.argmax() == 2 and not out.isnan().any(), f"temperature 1e-38 gave {out.tolist()}"
+
+    def test_top_k_keeps_the_k_highest_and_ties_with_the_kth(self):
+        assert self.kept([1.0, 5.0, 3.0, 4.0], top_k=2) == [1, 3], "top_k=2 keeps the two highest"
+        assert self.kept([1.0, 5.0, 3.0, 3.0], top_k=2) == [1, 2, 3], "ties with the k-th stay"
+        assert self.kept([1.0, 5.0, 3.0], top_k=50) == [0, 1, 2], "top_k above the vocabulary keeps all"
+        assert self.kept([1.0, 5.0, 3.0], top_k=0) == [0, 1, 2], "top_k=0 is off"
+
+    def test_top_p_keeps_the_smallest_set_that_reaches_p(self):
+        logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+        assert self.kept(logits, top_p=0.7) == [0, 1], "0.5 does not reach 0.7, 0.5 + 0.3 does"
+        assert self.kept(logits, top_p=0.01) == [0], "one token always stays"
+        shuffled = [logits[i] for i in (3, 0, 2, 1)]
+        assert self.kept(shuffled, top_p=0.7) == [1, 3], "the mask must go back to the tokens' own places"
+
+    def test_min_p_keeps_what_is_likely_beside_the_likeliest(self):
+        logits = torch.tensor([0.6, 0.3, 0.07, 0.03]).log().tolist()
+        assert self.kept(logits, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
+
+    def test_temperature_comes_before_top_p(self):
+        logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+        assert self.kept(logits, temperature=0.1, top_p=0.9) == [0], "a low temperature sharpens what top_p sees"
+        assert self.kept(logits, temperature=10.0, top_p=0.6) == [0, 1], "a high one flattens it"
+
+
+class TestPenalties:
+    def penalised(self, logits: list[float], prompt: list[int], output: list[int], **params: float) -> list[float]:
+        rows = torch.tensor([logits])
+        out = sampling.apply_penalties(rows, [SamplingParams(**params)], [prompt], [output])
+        assert rows.tolist() == [logits], "the logits that were given must not be changed"
+        return out[0].tolist()
+
+    def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign(self):
+        out = self.penalised([2.0, -2.0, 2.0, -2.0], [0, 1], [], repetition_penalty=2.0)
+        assert out == [1.0, -4.0, 2.0, -2.0], f"expected [1, -4, 2, -2], got {out}"
+
+    def test_repetition_counts_prompt_and_output_once(self):
+        out = self.penalised([4.0, 4.0, 4.0], [0, 0, 1], [1, 1], repetition_penalty=2.0)
+        assert out == [2.0, 2.0, 4.0], f"a token is penalised once however often it was seen, got {out}"
+
+    def test_presence_once_and_frequency_every_time_of_the_output_alone(self):
+        out = self.penalised([1.0, 1.0, 1.0], [2], [0, 0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25)
+        assert out == [1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1.0], f"expected [-0.25, 0.25, 1.0], got {out}"
+
+    def test_rows_are_independent_and_no_penalty_is_no_copy(self):
+        logits = torch.ones(2, 3)
+        plain = [SamplingParams()] * 2
+        assert sampling.apply_penalties(logits, plain, [[0], [0]], [[1], [1]]) is logits, "nobody asks: same tensor"
+        params = [SamplingParams(), SamplingParams(presence_penalty=1.0)]
+        out = sampling.apply_penalties(logits, params, [[0], [0]], [[1], [1]])
+        assert out.tolist() == [[1, 1, 1], [1, 0, 1]], f"only the second row asks, got {out.tolist()}"
+
+
+class TestOverlap:
+    @pytest.mark.parametrize(
+        "text, stop, length",
+        [("abc", "cde", 1), ("abcd", "cde", 2), ("abc", "xyz", 0), ("", "abc", 0), ("aaa", "aab", 2), ("ab", "ab", 0)],
+    )
+    def test_length_of_the_held_back_end(self, text: str, stop: str, length: int):
+        found = outputs._overlap(text, stop)
+        assert found == length, f"{text!r} may be going on to {stop!r} with its last {length} letters, got {found}"
+
+
+class CountingModel:
+    """A model that says last + 1. Its cache is the list of the tokens that it has seen."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids, past_key_values=None, use_cache=True, **_):
+        assert input_ids.shape[0] == 1, f"input_ids are [1, tokens], got {list(input_ids.shape)}"
+        seen = [*(past_key_values or []), *input_ids[0].tolist()]
+        assert seen == list(range(seen[0], seen[0] + len(seen))), f"token and cache do not fit together: {seen}"
+        self.calls.append(input_ids[0].tolist())
+        return SimpleNamespace(logits=one_hot(input_ids + 1, 100), past_key_values=seen)
+
+
+class TestGenerateOne:
+    def engine(self, **attributes: object) -> stage.LLM:
+        engine = object.__new__(stage.LLM)
+        vars(engine).update(
+            model=CountingModel(), device=torch.device("cpu"), tokenizer=DigitTokenizer(), max_model_len=50,
+            eos_token_ids=frozenset({20}), sampling_fn=None,
+        )  # fmt: skip
+        vars(engine).update(attributes)
+        return engine
+
+    def generate(self, engine: stage.LLM, prompt: list[int], max_tokens: int):
+        request = completion_of(prompt, max_tokens).request
+        # Text is not this exercise's matter: completions make it at the end.
+        original, stage.Completion = stage.Completion, lambda *args: outputs.Completion(*args[:4], text_at_end=True)
+        try:
+            return engine._generate_one(request, 0.0, None)
+        finally:
+            stage.Completion = original
+
+    def test_one_prefill_then_one_token_a_step(self):
+        engine = self.engine()
+        output = self.generate(engine, [3, 4, 5], 4)
+        assert output["token_ids"] == [6, 7, 8, 9], f"expected 6, 7, 8, 9, got {output['token_ids']}"
+        assert engine.model.calls == [[3, 4, 5], [6], [7], [8]], (
+            f"the whole prompt once, then one new token a call and none after the last, got {engine.model.calls}"
+        )
+        assert output["finish_reason"] == "length"
+
+    def test_it_stops_at_the_end_of_sequence_token(self):
+        output = self.generate(self.engine(), [17], 40)
+        assert (output["token_ids"], output["finish_reason"]) == ([18, 19, 20], "stop"), f"got {output}"
+
+    def test_an_answer_of_one_token_needs_no_decode_step(self):
+        engine = self.engine()
+        assert self.generate(engine, [1, 2], 1)["token_ids"] == [3]
+        assert len(engine.model.calls) == 1, "the prefill's logits are the first token's"
+
+    def test_the_times_are_measured(self):
+        metrics = self.generate(self.engine(), [3, 4, 5], 4)["metrics"]
+        assert metrics["num_prompt_tokens"] == 3 and metrics["num_generated_tokens"] == 4, f"got {metrics}"
+        assert metrics["prefill_time"] > 0 and metrics["decode_time"] > 0 and metrics["ttft"] > 0, f"got {metrics}"
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM)
