@@ -161,7 +161,7 @@ def measure_end_to_end() -> list[dict]:
     return found
 
 
-def measure_all(shapes: list[Shape], end_to_end: bool) -> dict:
+def measure_all(shapes: list[Shape]) -> dict:
     """Every shape, number of rows and generation, in bfloat16."""
     load_operators().require_cuda()
     table = []
@@ -186,7 +186,7 @@ def measure_all(shapes: list[Shape], end_to_end: bool) -> dict:
         "shapes": [{**asdict(shape), "weight_bytes": shape.weight_bytes} for shape in shapes],
         "errors": errors,
         "rows": table,
-        "end_to_end": measure_end_to_end() if end_to_end else [],
+        "end_to_end": [],
     }
 
 
@@ -211,8 +211,15 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.error("measuring needs an NVIDIA GPU, and PyTorch sees none; --report needs none")
     else:
-        result = measure_all([shape for shape in SHAPES if shape.model in options.models], options.end_to_end)
-        options.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        result = measure_all([shape for shape in SHAPES if shape.model in options.models])
+        write(result, options.output)
+        if options.end_to_end:
+            result["end_to_end"] = measure_end_to_end()
+            write(result, options.output)
+
+
+def write(result: dict, path: Path) -> None:
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
