@@ -1,0 +1,205 @@
+"""A model cut over several ranks computes what the whole one computes, and each rank reads only its part.
+
+A `RankGroup` is an object and not global, so the ranks of most tests here are threads of one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import stage_f_graph_tp
+from stage_a_naive.loading import random_tensor, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.attention import pick_backend
+from stage_d_paged.batch import Chunk, flat_batch
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.layers import LayerFactory
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.sequence import Sequence
+from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, WeightLoader
+from stage_f_graph_tp import model_runner
+from stage_f_graph_tp.model_runner import Job, build_rank
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.parallel import RankGroup, ShardedFactory, VocabParallelEmbedding, check_divisible
+from stage_f_graph_tp.worker import Rendezvous
+
+CPU, F32 = torch.device("cpu"), torch.float32
+
+
+def on_ranks(size: int, work: Callable[[RankGroup], object]) -> list:
+    """Run `work` on `size` ranks at the same time; returns their results by rank."""
+    store = dist.HashStore()
+    with torch.inference_mode(), ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(RankGroup(store, rank, size, CPU)), range(size)))
+
+
+def config_of(preset: str, **changes: object) -> ModelConfig:
+    return replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), **changes)
+
+
+def run_model(config: ModelConfig, make: LayerFactory, weights: WeightLoader) -> torch.Tensor:
+    """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`."""
+    model = DecoderModel(config, pick_backend("reference", CPU, F32, config.head_dim), make, 64)
+    model.load(weights)
+    pool = KVCache(config.num_layers, 16, 4, model.num_kv_heads, config.head_dim, F32, CPU)
+    sequences = [Sequence(Request(i, list(range(3 + i, 12 + 3 * i)), SamplingParams(), 0)) for i in range(2)]
+    for i, sequence in enumerate(sequences):
+        sequence.block_table = list(range(8 * i, 8 * i + 8))
+    logits = []
+    for step in range(2):
+        chunks = [Chunk(s, step * (len(s) - 1), 1 if step else len(s)) for s in sequences]
+        batch = flat_batch(chunks, 4, CPU)
+        with torch.inference_mode():
+            hidden = model(batch.input_ids, batch.positions, pool, batch.metadata)
+            logits.append(model.compute_logits(hidden[batch.last_rows]))
+        for sequence in sequences:
+            sequence.token_ids.append(7)
+    return torch.cat(logits)
+
+
+def random_weights() -> WeightLoader:
+    return WeightLoader(RandomWeights("random", 0, CPU, F32))
+
+
+def test_the_three_collectives():
+    def work(group: RankGroup) -> tuple[torch.Tensor, ...]:
+        own = torch.full((2, 3), float(group.rank + 1))
+        told = torch.full((2,), group.rank + 5)
+        group.broadcast(told)
+        return group.all_reduce(own.clone()), group.all_gather(own), told
+
+    for total, gathered, told in on_ranks(3, work):
+        assert total.tolist() == [[6.0] * 3] * 2
+        assert gathered.tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 2
+        assert told.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_model_gives_the_whole_models_logits(preset, ranks, tied):
+    # 4 ranks share 2 KV heads; 4099 is no multiple of anything.
+    config = config_of(preset, vocab_size=4099, tie_word_embeddings=tied)
+    whole = run_model(config, LayerFactory(config, F32, CPU), random_weights())
+    shards = on_ranks(ranks, lambda group: run_model(config, ShardedFactory(config, F32, CPU, group), random_weights()))
+    for logits in shards:
+        assert logits.shape == (4, 4099)
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits, shards[0]), "all ranks see the same logits"
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(10, 2), (11, 2), (5, 4), (4096, 3)])
+def test_every_token_is_looked_up_and_scored_by_exactly_one_rank(vocab, ranks):
+    table, hidden = torch.randn(vocab, 8), torch.randn(3, 8)
+
+    class Source:
+        def fill(self, target, name, shape, index):
+            target.copy_(table[index])
+
+    def work(group: RankGroup) -> tuple[torch.Tensor, ...]:
+        embedding = VocabParallelEmbedding(vocab, 8, group, F32, CPU)
+        embedding.load(Source(), "embed")
+        return embedding(torch.arange(vocab)), embedding.logits(hidden)
+
+    for rows, logits in on_ranks(ranks, work):
+        assert torch.equal(rows, table)
+        torch.testing.assert_close(logits, hidden @ table.T)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """llama-tiny with 2 KV heads as a directory of two safetensors files."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    config = config_of("llama-tiny")
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    class Recorder(RandomWeights):
+        def read(self, name, shape, index):
+            shapes[name] = shape
+            return super().read(name, shape, index)
+
+    run_model(config, LayerFactory(config, F32, CPU), WeightLoader(Recorder("random", 0, CPU, F32)))
+    tensors = {name: random_tensor(name, shape, 0, CPU, F32).contiguous() for name, shape in shapes.items()}
+    files = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return path, config, sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_reads_only_its_slices_of_the_files(checkpoint, ranks):
+    path, config, total = checkpoint
+    whole = run_model(config, LayerFactory(config, F32, CPU), random_weights())
+
+    class Counting(SafetensorsDirectory):
+        count = 0
+
+        def read(self, name, shape, index):
+            tensor = super().read(name, shape, index)
+            self.count += tensor.numel()
+            return tensor
+
+    def work(group: RankGroup) -> tuple[torch.Tensor, int]:
+        source = Counting(path)
+        logits = run_model(config, ShardedFactory(config, F32, CPU, group), WeightLoader(source))
+        return logits, source.count
+
+    norms = config.hidden_size * (2 * config.num_layers + 1)
+    copies = max(1, ranks // config.num_kv_heads)  # of each KV head
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.hidden_size
+    for logits, count in on_ranks(ranks, work):
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+        assert count == norms + (total - norms - kv) // ranks + kv * copies // ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (3, {}, "tensor_parallel_size=3 does not divide the model's 4 attention heads"),
+        (8, {}, "tensor_parallel_size=8 does not divide the model's 4 attention heads"),
+        (4, {"intermediate_size": 322}, "does not divide the model's 322 intermediate features"),
+        (6, {"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 60}, "4 KV heads do not divide one another"),
+    ],
+    ids=str,
+)
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(ranks, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_divisible(config_of("qwen2-tiny", **changes), ranks)
+
+
+def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("stage_f_graph_tp.llm.rendezvous", None)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
+        stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=3)
+    monkeypatch.setattr("stage_e_batching.llm.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2, but there are 1 GPUs"):
+        stage_f_graph_tp.LLM("random:qwen2-tiny", device="cuda", dtype="bfloat16", tensor_parallel_size=2)
+
+
+def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch):
+    free = {0: 50, 1: 30}
+    choices = iter(free.values())
+    monkeypatch.setattr(model_runner, "choose_num_blocks", lambda runtime, options: next(choices))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meetings = [
+        Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2, False)
+        for rank in range(2)
+    ]
+    job = Job.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))
+    with ThreadPoolExecutor(2) as pool:
+        runners = [runner for _, runner in pool.map(partial(build_rank, job), meetings)]
+    assert [runner.kv_cache.num_blocks for runner in runners] == [30, 30]
+    assert {runner.kv_cache.tensor.shape[-2] for runner in runners} == {1}, "one of the two KV heads each"
