@@ -5,7 +5,8 @@ passes over `[rows, vocab]`. Everything a logit needs is known where it is read,
 own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
 78 MB, read once. A second, tiny kernel compares the stretches' winners.
 
-The noise is stage A's, bit for bit: the same hash in unsigned 32-bit arithmetic.
+The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from stage A's
+in the fifth digit, so a draw differs only where two tokens come that close: one in some hundred thousand.
 """
 
 from __future__ import annotations
@@ -28,10 +29,25 @@ def _mix32(x):
 
 
 @triton.jit
-def _gumbel(token, key):
+def _log2(x, NATIVE: tl.constexpr):
+    if NATIVE:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
+
+
+@triton.jit
+def _gumbel(token, key, NATIVE: tl.constexpr):
+    """`-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
+
+    That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
+    which is just where the winners are. There the series of -log(1 - x) is used.
+    """
     bits = _mix32(_mix32(token.to(tl.uint32)) ^ key)
     uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-    return -tl.log(-tl.log(uniform))
+    x = 1.0 - uniform  # exact
+    series = x * (1.0 + x * (0.5 + x * (0.33333334 + x * 0.25)))
+    exponential = tl.where(x < 0.015625, series, _log2(uniform, NATIVE) * -0.6931472)
+    return _log2(exponential, NATIVE) * -0.6931472
 
 
 @triton.jit
@@ -44,28 +60,32 @@ def _best_of_stretch_kernel(
     vocab,
     row_stride,
     SPAN: tl.constexpr,
+    NATIVE: tl.constexpr,  # the logarithm is the GPU's instruction; Triton's interpreter has none
 ):
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     stretches = tl.num_programs(1)
-    token = stretch * SPAN + tl.arange(0, SPAN)
-    inside = token < vocab
-    logit = tl.load(logits + row * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    first = stretch * SPAN
+    token = first + tl.arange(0, SPAN)
+    logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + row)
-    noise = _gumbel(token, tl.load(noise_keys + row).to(tl.uint32, bitcast=True))
+    key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
-    # A stretch may be filtered out entirely: -inf minus -inf would be no number.
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    greedy = temperature == 0.0
-    score = tl.where(greedy, logit, tl.div_rn(logit - shift, tl.where(greedy, 1.0, temperature)) + noise)
-    best = tl.argmax(score, 0, tie_break_left=True)
-    chosen = tl.arange(0, SPAN) == best
+    noise = 0.0
+    if temperature == 0.0:
+        best = first + tl.argmax(logit, 0, tie_break_left=True)
+    else:
+        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        score = (logit - shift) * (1.0 / temperature) + _gumbel(token, key, NATIVE)
+        best = first + tl.argmax(score, 0, tie_break_left=True)
+        noise = _gumbel(best, key, NATIVE)
     place = row * stretches + stretch
     plane = tl.num_programs(0).to(tl.int64) * stretches
-    tl.store(winners + place, tl.max(tl.where(chosen, logit, float("-inf")), 0))
-    tl.store(winners + plane + place, tl.max(tl.where(chosen, noise, float("-inf")), 0))
+    tl.store(winners + place, tl.load(logits + row * row_stride + best).to(tl.float32))
+    tl.store(winners + plane + place, noise)
     tl.store(winners + 2 * plane + place, highest)
-    tl.store(winner_ids + place, stretch * SPAN + best)
+    tl.store(winner_ids + place, best.to(tl.int64))
 
 
 @triton.jit
@@ -87,7 +107,7 @@ def _best_of_row_kernel(
     highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
-    score = tl.where(greedy, logit, tl.div_rn(logit - highest, tl.where(greedy, 1.0, temperature)) + noise)
+    score = tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
     best = tl.argmax(score, 0, tie_break_left=True)
     token = tl.load(winner_ids + place, mask=inside, other=0)
     tl.store(ids + row, tl.sum(tl.where(stretch == best, token, 0), 0))
@@ -113,7 +133,16 @@ def draw(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: Tensor |
     winner_ids = torch.empty(rows, stretches, dtype=torch.int64, device=scores.device)
     ids = torch.empty(rows, dtype=torch.int64, device=scores.device) if out is None else out
     _best_of_stretch_kernel[(rows, stretches)](
-        scores, temperatures, noise_keys, winners, winner_ids, vocab, scores.stride(0), SPAN=SPAN, num_warps=8
+        scores,
+        temperatures,
+        noise_keys,
+        winners,
+        winner_ids,
+        vocab,
+        scores.stride(0),
+        SPAN=SPAN,
+        NATIVE=isinstance(_best_of_stretch_kernel, triton.JITFunction),
+        num_warps=8,
     )
     _best_of_row_kernel[(rows,)](
         ids, temperatures, winners, winner_ids, stretches,

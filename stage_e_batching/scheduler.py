@@ -198,8 +198,10 @@ class Scheduler(Queues):
 
     def _allocate(self, sequence: BatchSequence) -> bool:
         """Pages for all of a waiting sequence's tokens, if they and the watermark are free."""
-        watermark = 0
-        if self.num_running:
-            watermark = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
-            watermark = min(watermark, self.block_manager.num_blocks)
-        return self.block_manager.allocate(sequence, len(sequence), watermark)
+        return self.block_manager.allocate(sequence, len(sequence), self.watermark(sequence))
+
+    def watermark(self, sequence: BatchSequence) -> int:
+        """Pages that must stay free when `sequence` is admitted, so that those who run can grow."""
+        if not self.num_running:
+            return 0
+        return min(WATERMARK * (self.num_running + 1) << sequence.num_preemptions, self.block_manager.num_blocks)
