@@ -5,7 +5,7 @@ passes over `[rows, vocab]`. Everything a logit needs is known where it is read,
 own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
 78 MB, read once. A second, tiny kernel compares the stretches' winners.
 
-The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from stage A's
+The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
 in the fifth digit, so a draw differs only where two tokens come that close: one in some hundred thousand.
 """
 
