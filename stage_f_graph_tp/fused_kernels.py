@@ -133,3 +133,24 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     grid = (tokens, triton.cdiv(width // 2, block))
     _silu_and_multiply_kernel[grid](gate_up, out, INTERMEDIATE=width // 2, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PAD)
+    inside = column < SIZE
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, values * scale * weights, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each row of `[tokens, size]`; a row is one program, which keeps it in registers between its passes."""
+    tokens, size = x.shape
+    out = torch.empty_like(x)
+    pad = triton.next_power_of_2(size)
+    warps = min(8, max(1, pad // 512))
+    _rms_norm_kernel[(tokens,)](x, weight, out, x.stride(0), eps, SIZE=size, SIZE_PAD=pad, num_warps=warps)
+    return out

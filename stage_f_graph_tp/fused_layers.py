@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from stage_d_paged.attention import AttentionMetadata
-from stage_d_paged.layers import RotaryEmbedding
+from stage_d_paged.layers import RMSNorm, RotaryEmbedding
 from stage_d_paged.model import MLP, Attention, DecoderModel
-from stage_f_graph_tp.fused_kernels import rotate_and_store, silu_and_multiply
+from stage_f_graph_tp.fused_kernels import rms_norm, rotate_and_store, silu_and_multiply
 
 Rotation = tuple[Tensor, Tensor, Tensor]
 
@@ -58,6 +58,18 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended.flatten(1), residual)
 
 
+class FusedNorm(nn.Module):
+    """RMSNorm as one small kernel."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
 class FusedMLP(nn.Module):
     """SwiGLU with its activation in one kernel."""
 
@@ -73,6 +85,9 @@ class FusedMLP(nn.Module):
 def fuse_layers(model: DecoderModel) -> None:
     """Exchange a model's parts for fused ones, in place; no weight is copied."""
     model.rotary = RotaryTables(model.rotary)
+    model.norm = FusedNorm(model.norm)
     for layer in model.layers:
+        layer.input_layernorm = FusedNorm(layer.input_layernorm)
+        layer.post_attention_layernorm = FusedNorm(layer.post_attention_layernorm)
         layer.self_attn = FusedAttention(layer.self_attn)
         layer.mlp = FusedMLP(layer.mlp)
