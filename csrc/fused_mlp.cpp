@@ -45,7 +45,8 @@ void check(const Arguments& a) {
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, "x is ", dtype,
                    "; float32, float16 and bfloat16 are supported");
   TORCH_CHECK_VALUE(a.x.dim() == 2, "x has ", a.x.dim(), " dimensions, expected 2: [rows, hidden]");
-  TORCH_CHECK_VALUE(a.w_out.dim() == 2, "the down weight has ", a.w_out.dim(), " dimensions, expected 2: [hidden, inter]");
+  TORCH_CHECK_VALUE(a.w_out.dim() == 2, "the down weight has ", a.w_out.dim(),
+                    " dimensions, expected 2: [hidden, inter]");
   const int64_t rows = a.x.size(0), hidden = a.x.size(1), inter = a.w_out.size(1);
   TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, "the hidden size is ", hidden, ", expected a multiple of 8");
   TORCH_CHECK_VALUE(inter > 0 && inter % 8 == 0, "the intermediate size is ", inter, ", expected a multiple of 8");
@@ -152,7 +153,8 @@ SIX_ENGINES_OPERATORS(cuda)
 
 TORCH_LIBRARY_FRAGMENT(six_engines, library) {
   library.def(
-      "fused_ln_mlp(Tensor x, Tensor gamma, Tensor beta, Tensor w1, Tensor w2, float eps, str generation='auto') -> Tensor");
+      "fused_ln_mlp(Tensor x, Tensor gamma, Tensor beta, Tensor w1, Tensor w2, float eps, "
+      "str generation='auto') -> Tensor");
   library.def(
       "fused_swiglu_mlp(Tensor x, Tensor rms_weight, Tensor w_gate_up, Tensor w_down, Tensor residual, float eps, "
       "str generation='auto') -> Tensor");

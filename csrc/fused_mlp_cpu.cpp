@@ -65,7 +65,7 @@ void widen(const float* source, float* target, int64_t count) { std::memcpy(targ
 
 float silu(float value) { return value / (1.0f + std::exp(-value)); }
 
-// target = normalised x, in float: (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias; RMSNorm has mean = bias = 0.
+// target = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias; RMSNorm has mean = bias = 0.
 void normalise(const float* x, const float* weight, const float* bias, float* target, int64_t count, double eps) {
   double mean = 0.0, squares = 0.0;
   if (bias != nullptr) {
@@ -131,8 +131,8 @@ void run(const at::Tensor& x, const at::Tensor& norm_weight, const at::Tensor& n
 
 }  // namespace
 
-at::Tensor mlp_cpu(const at::Tensor& x, const at::Tensor& norm_weight, const at::Tensor& norm_bias, const at::Tensor& w_in,
-                   const at::Tensor& w_out, const at::Tensor& residual, double eps) {
+at::Tensor mlp_cpu(const at::Tensor& x, const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                   const at::Tensor& w_in, const at::Tensor& w_out, const at::Tensor& residual, double eps) {
   at::Tensor out = at::empty_like(x);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "mlp_cpu", [&] {
     if constexpr (!std::is_same_v<scalar_t, double>) {

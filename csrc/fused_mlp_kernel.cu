@@ -212,7 +212,8 @@ cudaError_t launch_mlp_naive(const MlpProblem& p, cudaStream_t stream) {
 cudaError_t launch_mlp_warp(const MlpProblem& p, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
-  if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
+  const cudaError_t found = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (found != cudaSuccess) return found;
   for (int begin = 0; begin < p.rows; begin += kRowsPerLaunch) {
     const MlpProblem part = rows_of(p, begin, std::min(kRowsPerLaunch, p.rows - begin));
     cudaError_t error = cudaErrorInvalidValue;

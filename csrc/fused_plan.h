@@ -47,7 +47,8 @@ inline Slabs cut(int columns, int max_width, int element_bytes) {
   return slabs;
 }
 
-// The layout for this many rows and blocks; slots is 0 where it does not fit. bytes_per_slice: what a warp reads of a row's slab.
+// The layout for this many rows and blocks; slots is 0 where it does not fit. bytes_per_slice: what a warp reads of a
+// row's slab.
 inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_slice, int tile_rows, int shared_limit) {
   constexpr int kPartialBytes = 32 * 1024, kBarrierBytes = 2 * kMaxSlots * int(sizeof(uint64_t));
   const int element = p.dtype == DType::kFloat32 ? 4 : 2;

@@ -1,4 +1,5 @@
-// The arithmetic of the fused kernel: a tile of 8 weight rows in shared memory times up to 16 rows of input, by one warp.
+// The arithmetic of the fused kernel: one warp multiplies a tile of 8 weight rows, in shared memory, with up to 16 rows
+// of input.
 //
 // Both classes below see the tile in the same way: the 32 lanes of a warp form 8 rows of 4, lane (g, t) reads 16 bytes
 // of weight row g, and the four lanes t together read 64 neighbouring bytes of it. Several warps share out the columns
@@ -78,7 +79,8 @@ struct TileDot {
     uint4 weight[kStepsPerSlab];
 #pragma unroll
     for (int step = 0; step < kStepsPerSlab; ++step) {
-      const int column = lane_column<T, kSlices>(step, slice) + (step % 2 == 0 ? flip : -flip) * (kBytesPerStep / int(sizeof(T)));
+      const int other = (step % 2 == 0 ? flip : -flip) * (kBytesPerStep / int(sizeof(T)));
+      const int column = lane_column<T, kSlices>(step, slice) + other;
       const uint4* address = reinterpret_cast<const uint4*>(tile + g * pitch + column * int(sizeof(T)));
       weight[step] = column < width ? *address : make_uint4(0, 0, 0, 0);
     }
@@ -125,7 +127,8 @@ struct TileDot<float, kRows> {
   }
 
   template <int kSlices>
-  __device__ __forceinline__ void multiply(const Input& in, const char* tile, int pitch, int width, int rows, int slice) {
+  __device__ __forceinline__ void multiply(const Input& in, const char* tile, int pitch, int width, int rows,
+                                           int slice) {
     const int g = int(threadIdx.x) % kWarpSize / 4;
     const int flip = flip_of_lane(pitch);
 #pragma unroll 2
