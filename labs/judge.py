@@ -217,7 +217,7 @@ def run_tests(results: Path, directories: list[Path], selected: list[str], work:
     files = [str(file) for file in files if file.exists()]
     importlib.invalidate_caches()
     linecache.clearcache()
-    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", "-c", "/dev/null", "--no-header"]
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", "-c", "/dev/null"]
     recorder = Recorder(results, work.resolve(), selected)
     return int(pytest.main([*options, "--rootdir", str(directories[0]), *files], plugins=[recorder]))
 

@@ -1,7 +1,8 @@
 """Break it, lab D: some answers quote a conversation that their user never had.
 
 It happens only on a busy server, and goes away with `enable_prefix_caching=False`. The block manager of the broken
-engine differs from the reference by one line. Write a test that passes with the reference and fails with the broken one.
+engine differs from the reference by one line. Write a test that passes with the reference and fails with the broken
+one.
 """
 
 from stage_a_naive.outputs import Request

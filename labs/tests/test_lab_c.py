@@ -1,0 +1,197 @@
+"""Judges lab C. C++ and CUDA are compiled for this machine's CPU: see labs/native.py."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stage_c_fused_mlp.fused_mlp as fused_mlp
+import stage_c_fused_mlp.llm as stage
+import stage_c_fused_mlp.patch as patch
+from labs import native
+from labs.tests.support import check_whole_stage
+
+
+def block_by_hand(x, norm_weight, norm_bias, w_in, w_out, residual, eps):
+    """The MLP block in float64: gated with RMSNorm where there is no norm bias, else LayerNorm and one matrix up."""
+    x, norm_weight, w_in, w_out = (t.double() for t in (x, norm_weight, w_in, w_out))
+    if norm_bias is not None:
+        centred = x - x.mean(-1, keepdim=True)
+        normalised = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm_weight + norm_bias.double()
+        hidden = normalised @ w_in.T
+        return (hidden * hidden.sigmoid()) @ w_out.T
+    normalised = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm_weight
+    gate, up = (normalised @ w_in.T).chunk(2, -1)
+    return (gate * gate.sigmoid() * up) @ w_out.T + residual.double()
+
+
+def inputs(rows: int, hidden: int, inter: int, gated: bool, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(rows * hidden + inter)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    return [
+        normal(rows, hidden),
+        1 + normal(hidden, scale=0.1),
+        None if gated else normal(hidden, scale=0.1),
+        normal(2 * inter if gated else inter, hidden, scale=hidden**-0.5),
+        normal(hidden, inter, scale=inter**-0.5),
+        normal(rows, hidden) if gated else None,
+    ]
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+class TestFormula:
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_it_is_norm_gate_up_down_residual(self, rows: int):
+        x, norm, _, w_in, w_out, residual = (t if t is None else t.double() for t in inputs(rows, 16, 24, True))
+        out = fused_mlp.swiglu_mlp_reference(x, norm, w_in, w_out, residual, 1e-5)
+        assert out.shape == x.shape, f"[rows, hidden] expected, got {list(out.shape)}"
+        expected = block_by_hand(x, norm, None, w_in, w_out, residual, 1e-5)
+        assert torch.allclose(out, expected), "down(silu(gate(n)) * up(n)) + residual, n = RMSNorm(x), gate rows first"
+
+    def test_eps_is_used(self):
+        x, norm, _, w_in, w_out, residual = (t if t is None else t.double() for t in inputs(1, 16, 24, True))
+        x = x * 1e-3
+        out = fused_mlp.swiglu_mlp_reference(x, norm, w_in, w_out, residual, 1e-5)
+        assert torch.allclose(out, block_by_hand(x, norm, None, w_in, w_out, residual, 1e-5)), "eps goes under the root"
+
+
+class MLP(nn.Module):
+    """The gated block of transformers, as far as `_pack` sees it."""
+
+    def __init__(self, hidden: int, inter: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inter, bias=False)
+        self.up_proj = nn.Linear(hidden, inter, bias=False)
+        self.down_proj = nn.Linear(inter, hidden, bias=False)
+
+
+class TestPack:
+    def packed(self) -> tuple[MLP, Tensor, Tensor]:
+        torch.manual_seed(0)
+        mlp = MLP(8, 16)
+        gate, up = mlp.gate_proj.weight.detach().clone(), mlp.up_proj.weight.detach().clone()
+        patch._pack(mlp)
+        return mlp, gate, up
+
+    def test_gate_rows_come_first(self):
+        mlp, gate, up = self.packed()
+        assert mlp.gate_up_proj.shape == (32, 8), f"[2 * intermediate, hidden], got {list(mlp.gate_up_proj.shape)}"
+        assert torch.equal(mlp.gate_up_proj, torch.cat([gate, up])), "first all gate rows, then all up rows"
+
+    def test_there_is_no_second_copy(self):
+        mlp, gate, up = self.packed()
+        storage = mlp.gate_up_proj.untyped_storage().data_ptr()
+        for name in ("gate_proj", "up_proj"):
+            weight = getattr(mlp, name).weight
+            assert weight.untyped_storage().data_ptr() == storage, f"{name}.weight must be a view of gate_up_proj"
+        assert torch.equal(mlp.gate_proj.weight, gate) and torch.equal(mlp.up_proj.weight, up)
+        mlp.gate_up_proj[16, 0] = 123.0
+        assert mlp.up_proj.weight[0, 0] == 123.0
+
+    def test_the_parameters_stay_and_the_packed_matrix_is_not_saved(self):
+        mlp, _, _ = self.packed()
+        names = sorted(mlp.state_dict())
+        assert names == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"], f"state_dict has {names}"
+        assert "gate_up_proj" in dict(mlp.named_buffers()), "a buffer, so that .to() and CUDA graphs know it"
+
+
+class TestNormalise:
+    def normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        out = torch.full_like(x, torch.nan)
+        function = native.cpu_library("C.3").lab_normalise
+        p = native.pointer
+        native.check(function(p(x), p(weight), p(bias), p(out), len(x), ctypes.c_double(eps)))
+        return out
+
+    def test_without_bias_it_is_rms_norm(self):
+        x, weight = torch.randn(40), torch.randn(40)
+        expected = x / (x.pow(2).mean() + 1e-5).sqrt() * weight
+        assert torch.allclose(self.normalised(x, weight, None, 1e-5), expected, atol=1e-5), "x / sqrt(mean(x²) + eps) * w"
+
+    def test_with_bias_it_is_layer_norm(self):
+        x, weight, bias = torch.randn(40), torch.randn(40), torch.randn(40)
+        expected = torch.nn.functional.layer_norm(x, (40,), weight, bias, 1e-5)
+        assert torch.allclose(self.normalised(x, weight, bias, 1e-5), expected, atol=1e-5), "(x - mean) / std * w + b"
+
+    def test_a_large_mean_costs_no_digits(self):
+        x = torch.randn(64) + 3000.0
+        one, zero = torch.ones(64), torch.zeros(64)
+        expected = torch.nn.functional.layer_norm(x.double(), (64,), eps=1e-5).float()
+        worst = float((self.normalised(x, one, zero, 1e-5) - expected).abs().max())
+        assert worst < 1e-3, f"with a mean of 3000 the error is {worst:.3g}: subtract the mean before squaring"
+
+    def test_eps_keeps_zeros_finite(self):
+        assert torch.equal(self.normalised(torch.zeros(8), torch.ones(8), None, 1e-5), torch.zeros(8)), "0 stays 0"
+
+
+def call_block(function, dtype, gated, eps, tensors) -> Tensor:
+    x, w_out = tensors[0], tensors[4]
+    out = torch.full_like(x, torch.nan)
+    rows, hidden, inter = *x.shape, w_out.shape[1]
+    arguments = [native.pointer(t) for t in (*tensors, out)]
+    native.check(function(native.DTYPES[dtype], int(gated), rows, hidden, inter, eps, *arguments))
+    return out
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+class TestCpuOperator:
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_it_computes_the_block(self, gated: bool, dtype: torch.dtype):
+        for rows, hidden, inter in [(1, 8, 8), (3, 40, 72), (5, 64, 24)]:
+            tensors = inputs(rows, hidden, inter, gated, dtype)
+            function = native.cpu_library("C.4").lab_mlp_cpu
+            out = call_block(function, dtype, gated, ctypes.c_double(1e-5), tensors)
+            error = relative_error(out, block_by_hand(*tensors, 1e-5))
+            kind = "RMSNorm, gate and up, residual" if gated else "LayerNorm, one matrix up, no residual"
+            assert error < TOLERANCE[dtype], f"{kind}: relative error {error:.2g} for {rows} rows of {hidden}, {dtype}"
+
+
+class TestWarpSum:
+    def test_every_lane_gets_the_sum_of_its_own_warp(self):
+        values = torch.arange(64, dtype=torch.float32) ** 2
+        out = torch.zeros(64)
+        native.check(native.cuda_library("C.5").lab_warp_sum(native.pointer(values), native.pointer(out), 64))
+        sums = values.view(2, 32).sum(1)
+        assert out[0] == sums[0], f"lane 0 should have {sums[0]:.0f}, got {out[0]:.0f}"
+        assert torch.equal(out.view(2, 32), sums[:, None].expand(2, 32)), "all 32 lanes of each warp get the sum"
+
+
+class TestWarpKernel:
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("rows, hidden, inter", [(1, 8, 8), (1, 520, 40), (3, 40, 72), (6, 24, 136), (17, 8, 16)])
+    def test_float32(self, rows: int, hidden: int, inter: int, gated: bool):
+        self.check(rows, hidden, inter, gated, torch.float32)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype: torch.dtype):
+        self.check(2, 48, 40, True, dtype)
+
+    def test_an_input_longer_than_the_stage_goes_slab_by_slab(self):
+        self.check(16, 520, 8, False, torch.float32)  # 32 KiB hold 512 columns of 16 rows
+
+    def check(self, rows: int, hidden: int, inter: int, gated: bool, dtype: torch.dtype) -> None:
+        tensors = inputs(rows, hidden, inter, gated, dtype)
+        function = native.cuda_library("C.6").lab_mlp_warp
+        out = call_block(function, dtype, gated, ctypes.c_float(1e-5), tensors)
+        error = relative_error(out, block_by_hand(*tensors, 1e-5))
+        assert error < TOLERANCE[dtype], (
+            f"relative error {error:.2g} with {rows} rows, hidden {hidden}, intermediate {inter}, "
+            f"{'gated' if gated else 'not gated'}, {dtype}"
+        )
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM)
