@@ -1,6 +1,6 @@
 """What the engine's own Python costs a step: stage E with a model that takes no time.
 
-    python -m benchmarks.step_cost --output benchmarks/results/step_cost_cpu.json
+    python -m benchmarks.step_cost --output benchmarks/results/step-cost-NAME.json
 
 The scheduler, the building of the model's input, the sampler's choice of its path and the handing out of tokens are all
 real; only the model, the sampling arithmetic and the device are left out. What remains is what the CPU must do between
@@ -38,9 +38,9 @@ VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's
 class NullRunner:
     """Builds every step's input as the real runner does, and makes up the tokens."""
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int = BLOCK_SIZE) -> None:
         device = torch.device("cpu")
-        self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE)
+        self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, block_size)
         self.sampler = Sampler(max_num_seqs, VOCAB_SIZE, device)
         num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
         self.buffers = StepBuffers(num_bytes, device)
@@ -50,6 +50,8 @@ class NullRunner:
         for sequence in step.admitted:
             self.sampler.seat(sequence)
         self.batch.update(step)
+        if not step.sequences:
+            return Sampled([])
         shape = self.batch.shape_of(step)
         host = self.buffers.next_host(shape)
         steps = self.batch.fill(step, host)
@@ -132,7 +134,7 @@ def main() -> None:
         print(f"{row['sequences']:4d} sequences: {row['us_per_step']:7.1f} µs a step ({parts})")
     if arguments.output:
         options = {"steps": arguments.steps, "repeats": arguments.repeats, "block_size": BLOCK_SIZE}
-        record = {"benchmark": "step_cost", "environment": environment(), "options": options, "rows": rows}
+        record = {"kind": "step-cost", "environment": environment(), "options": options, "rows": rows}
         arguments.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -17,9 +17,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-PREFILL, DECODE, WAIT, PREEMPT = "#d95f02", "#1b9e77", "#dddddd", "#b2182b"
+PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
 
 
 def draw(trace: str | PathLike[str], picture: str | PathLike[str], title: str = "") -> None:
@@ -35,34 +36,44 @@ def draw(trace: str | PathLike[str], picture: str | PathLike[str], title: str = 
     figure, (lanes, tokens, pages) = plt.subplots(
         3, 1, figsize=(10, 7), sharex=True, height_ratios=[4, 1.5, 1], layout="constrained"
     )
-    _draw_lanes(lanes, records)
+    draw_lanes(lanes, records)
     _draw_tokens(tokens, records)
     _draw_pages(pages, records)
     if title:
-        figure.suptitle(title)
+        lanes.set_title(title, loc="left")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 
 
-def _draw_lanes(axes: Axes, records: list[dict]) -> None:
-    """One lane a request: what it did in every step."""
-    lane_of: dict[int, int] = {}
+def draw_lanes(axes: Axes, records: list[dict]) -> None:
+    """One lane a request: what it did in every step. `padding`, in a record of a static batch: who has finished and
+    keeps its seat.
+    """
+    ids = {request for record in records for request in record["waiting"]}
+    ids |= {entry["id"] for record in records for entry in record["sequences"]}
+    lane_of = {request: lane for lane, request in enumerate(sorted(ids))}
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for x, record in enumerate(records):
         for request in record["waiting"]:
-            lane = lane_of.setdefault(request, len(lane_of))
-            bars.setdefault((lane, WAIT), []).append((x, 1))
+            bars.setdefault((lane_of[request], WAIT), []).append((x, 1))
         for i, entry in enumerate(record["sequences"]):
-            lane = lane_of.setdefault(entry["id"], len(lane_of))
-            bars.setdefault((lane, DECODE if i < record["num_decodes"] else PREFILL), []).append((x, 1))
+            colour = DECODE if i < record["num_decodes"] else PREFILL
+            bars.setdefault((lane_of[entry["id"]], colour), []).append((x, 1))
+        for request in record.get("padding", ()):
+            bars.setdefault((lane_of[request], PADDING), []).append((x, 1))
         for preemption in record["preempted"]:
-            axes.plot(x + 0.5, lane_of.setdefault(preemption["id"], len(lane_of)), "x", color=PREEMPT, zorder=3)
+            axes.plot(x + 0.5, lane_of[preemption["id"]], "x", color=PREEMPT, zorder=3)
     for (lane, colour), spans in bars.items():
         axes.broken_barh(spans, (lane - 0.4, 0.8), color=colour, linewidth=0)
     axes.set_ylabel("request")
     axes.set_ylim(len(lane_of) - 0.4, -0.6)
-    names = ((WAIT, "waits"), (PREFILL, "prefill"), (DECODE, "decode"), (PREEMPT, "preempted"))
-    axes.legend(handles=[Patch(color=colour, label=name) for colour, name in names], ncols=4, loc="upper right")
+    names = [(WAIT, "waits"), (PREFILL, "prefill"), (DECODE, "decode")]
+    if any(record.get("padding") for record in records):
+        names.append((PADDING, "done, keeps its seat"))
+    handles = [Patch(color=colour, label=name) for colour, name in names]
+    if any(record["preempted"] for record in records):
+        handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
+    axes.legend(handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _draw_tokens(axes: Axes, records: list[dict]) -> None:
