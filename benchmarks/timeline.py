@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
 
@@ -73,7 +74,8 @@ def draw_lanes(axes: Axes, records: list[dict]) -> None:
     handles = [Patch(color=colour, label=name) for colour, name in names]
     if any(record["preempted"] for record in records):
         handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
-    axes.legend(handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_tokens(axes: Axes, records: list[dict]) -> None:

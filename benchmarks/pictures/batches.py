@@ -1,0 +1,102 @@
+"""Static and continuous batching side by side, a preemption, and what a long prompt does to the others' pace.
+
+Records are those of stage E's trace (`stage_e_batching/trace.py`). Stage D writes none; its steps are noted from what its
+model is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks import timeline
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, drawn_by, finish, new_figure, plain
+from stage_a_naive import SamplingParams
+from stage_d_paged import LLM as StaticLLM
+from stage_d_paged.attention import AttentionMetadata
+
+
+def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict]:
+    """Generate with stage D and return a record of every step. Each batch must be prefilled in a single step."""
+    records: list[dict] = []
+    first, seats = 0, 0  # the batch's first request and how many there are in it
+
+    def note(_: nn.Module, arguments: tuple, __: object) -> None:
+        nonlocal first, seats
+        metadata: AttentionMetadata = arguments[3]
+        counts = metadata.cu_seqlens_q.diff().tolist()
+        contexts = metadata.context_lens.tolist()
+        if metadata.max_query_len > 1:
+            first, seats = first + seats, len(counts)
+        live = [i for i, context in enumerate(contexts) if context > 0]
+        records.append(
+            {
+                "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
+                "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
+                "num_tokens": sum(counts[i] for i in live),
+                "padding": [first + i for i, context in enumerate(contexts) if context == 0],
+                "waiting": list(range(first + seats, len(prompts))),
+                "preempted": [],
+            }
+        )
+
+    handle = llm.runtime.model.register_forward_hook(note)
+    try:
+        llm.generate(list(prompts), list(params), use_tqdm=False)
+    finally:
+        handle.remove()
+    return records
+
+
+def read_trace(path: str | PathLike[str]) -> list[dict]:
+    """The steps of a trace that ran something."""
+    records = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+    return [record for record in records if record["sequences"]]
+
+
+def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
+    """A panel a run, on one axis of steps: what every request did in every step."""
+    figure = new_figure(10, 2.6 * len(runs))
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, records) in zip(panels, runs.items(), strict=True):
+        timeline.draw_lanes(axes, records)
+        rows = sum(len(record["sequences"]) + len(record.get("padding", ())) for record in records)
+        live = sum(len(record["sequences"]) for record in records)
+        axes.set_title(f"{name}: {len(records)} steps, {1 - live / rows:.0%} of rows idle", fontsize=11, loc="left")
+        plain(axes, "x")
+    panels[-1].set_xlabel("step")
+    return finish(figure, "what each request does in every step, in a static and in a continuous batch")
+
+
+def draw_trace(path: str | PathLike[str], title: str = "") -> Picture:
+    """`benchmarks.timeline`'s picture of a trace: lanes, tokens a step, pages in use."""
+    return drawn_by(lambda picture: timeline.draw(path, picture, title), "who ran when, tokens a step, pages in use")
+
+
+def token_gaps(records: Sequence[dict], request: int) -> tuple[list[float], list[float]]:
+    """(when, how long after the one before), in ms, for each token of a request after its first."""
+    ends = [
+        record["end"] for record in records
+        if any(entry["id"] == request and entry["samples"] for entry in record["sequences"])
+    ]  # fmt: skip
+    gaps = [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+    return [1e3 * (end - ends[0]) for end in ends[1:]], gaps
+
+
+def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
+    """The time between two tokens of one request, while a long prompt comes in."""
+    figure = new_figure(9, 3.4)
+    axes = figure.subplots()
+    for (name, records), colour, marker in zip(runs.items(), (ORANGE, BLUE), "so", strict=False):
+        when, gaps = token_gaps(records, request)
+        axes.plot(when, gaps, f"{marker}-", color=colour, linewidth=1, markersize=4, label=f"{name}: longest {max(gaps):.0f} ms")
+    axes.set_ylim(0)
+    axes.set_xlabel(f"ms since the first token of request {request}")
+    axes.set_ylabel(f"ms between two tokens\nof request {request}")
+    axes.legend(frameon=False)
+    plain(axes)
+    return finish(figure, "the time between two tokens of one request while another one's long prompt is prefilled")

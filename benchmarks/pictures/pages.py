@@ -1,0 +1,154 @@
+"""The page table as a drawing, pages over the steps of a real run, and what pages save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.patches import Rectangle
+from torch import nn
+
+from benchmarks import page_waste
+from benchmarks.pictures.picture import (
+    BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Picture, drawn_by, finish, new_figure, plain,
+)  # fmt: skip
+from benchmarks.results import load_results
+from stage_a_naive import SamplingParams
+from stage_d_paged import LLM
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.kv_cache import MemoryReport
+from stage_d_paged.sequence import Sequence as PagedSequence
+
+COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
+PAGES_A_ROW = 8
+
+
+def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_size: int) -> Picture:
+    """All pages of a small pool and whose tokens lie in them. A page with two colours is shared.
+
+    Args:
+        sequences: name (a letter) -> sequence; computed tokens are drawn full, allocated slots without a token empty.
+    """
+    rows = -(-num_blocks // PAGES_A_ROW)
+    columns = min(num_blocks, PAGES_A_ROW)
+    figure = new_figure(1.35 * columns, 0.8 * rows + 0.25 * len(sequences) + 0.4)
+    axes = figure.subplots()
+    users: dict[int, list[tuple[str, int]]] = {}
+    for name, sequence in sequences.items():
+        for i, page in enumerate(sequence.block_table):
+            users.setdefault(page, []).append((name, min(block_size, max(0, sequence.num_computed_tokens - i * block_size))))
+    colour = dict(zip(sequences, COLOURS, strict=False))
+    first = {(name, page): i * block_size for name, s in sequences.items() for i, page in enumerate(s.block_table)}
+    for page in range(num_blocks):
+        x, y = (page % PAGES_A_ROW) * (block_size + 0.6), (page // PAGES_A_ROW) * 1.7
+        owners = users.get(page, [])
+        for slot in range(block_size):
+            filled = [name for name, count in owners if slot < count]
+            for k, name in enumerate(filled):
+                height = 1 / len(filled)
+                axes.add_patch(Rectangle((x + slot, y + k * height), 1, height, facecolor=colour[name], linewidth=0))
+            text = "·" if owners and not filled else ""
+            if filled:
+                text = f"{''.join(filled).lower()}{first[filled[0], page] + slot}"
+            axes.text(x + slot + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
+        line = {"edgecolor": "black", "linewidth": 1.4} if owners else {"edgecolor": GREY, "linewidth": 0.8}
+        axes.add_patch(Rectangle((x, y), block_size, 1, fill=False, **line))
+        axes.text(x, y - 0.08, f"page {page}", fontsize=8, va="bottom", color="black" if owners else GREY)
+    below = rows * 1.7
+    for i, (name, sequence) in enumerate(sequences.items()):
+        text = f"{name}: {sequence.num_computed_tokens} tokens, block table {sequence.block_table}"
+        axes.text(0, below + 0.55 * i, text, fontsize=9, va="center", color=colour[name], fontweight="bold")
+    axes.set_xlim(-0.2, columns * (block_size + 0.6))
+    axes.set_ylim(below + 0.55 * len(sequences), -0.6)
+    axes.axis("off")
+    return finish(figure, f"{num_blocks} pages of {block_size} slots and the sequences whose tokens lie in them")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Pages held by each sequence of a batch in one step, and how many of its tokens they hold."""
+
+    tables: list[list[int]]
+    context: list[int]  # 0: the sequence has finished; it keeps its seat and its pages until the batch ends
+
+
+def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Held]:
+    """Generate, and note the block tables that the model is given in every step."""
+    found: list[Held] = []
+
+    def note(_: nn.Module, arguments: tuple, __: object) -> None:
+        metadata: AttentionMetadata = arguments[3]
+        tables = [[page for page in row if page >= 0] for row in metadata.block_tables.tolist()]
+        context = metadata.context_lens.tolist()
+        for i, length in enumerate(context):
+            if length == 0:  # a padding row shows the model no pages
+                tables[i] = found[-1].tables[i]
+        found.append(Held(tables, context))
+
+    handle = llm.runtime.model.register_forward_hook(note)
+    try:
+        llm.generate(list(prompts), list(params), use_tqdm=False)
+    finally:
+        handle.remove()
+    return found
+
+
+def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
+    """Which sequence holds which page in which step; a page is taken when its first token comes."""
+    pages = sorted({page for step in steps for table in step.tables for page in table})
+    figure = new_figure(9, 0.17 * len(pages) + 1.2)
+    axes = figure.subplots()
+    spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, page, finished) -> steps
+    shared: list[tuple[int, int]] = []
+    for x, step in enumerate(steps):
+        seen: set[int] = set()
+        for i, (table, length) in enumerate(zip(step.tables, step.context, strict=True)):
+            for page in table:
+                if page in seen:
+                    shared.append((x, page))
+                    continue
+                seen.add(page)
+                spans.setdefault((i, page, length == 0), []).append((x, 1))
+    for (i, page, finished), places in spans.items():
+        colour, alpha = COLOURS[i % len(COLOURS)], 0.3 if finished else 1
+        axes.broken_barh(places, (pages.index(page) - 0.45, 0.9), facecolor=colour, alpha=alpha, linewidth=0)
+    for i in range(len(steps[0].tables)):
+        axes.bar(0, 0, color=COLOURS[i % len(COLOURS)], label=f"request {i}")
+    axes.bar(0, 0, color=GREY, alpha=0.3, label="finished, still held")
+    if shared:
+        axes.scatter([x + 0.5 for x, _ in shared], [pages.index(p) for _, p in shared], s=1.5, color="black", label="shared")
+    axes.set_ylim(-0.6, len(pages) - 0.4)
+    axes.set_xlim(0, len(steps))
+    axes.set_ylabel(f"page of {block_size} tokens")
+    axes.set_xlabel("step of the model (the first one is the prefill)")
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    plain(axes, "x")
+    return finish(figure, "pages are handed out one by one as the sequences grow")
+
+
+def draw_memory(report: MemoryReport) -> Picture:
+    """Bytes held by pages next to bytes of contiguous reservations, the empty part pale."""
+    figure = new_figure(8, 2.2)
+    axes = figure.subplots()
+    rows = (
+        ("contiguous reservations", report.reserved_bytes, report.reservation_waste),
+        (f"pages of {report.block_size} tokens", report.page_bytes, report.page_waste),
+    )
+    for y, (_, size, waste) in enumerate(rows):
+        mib = size / 2**20
+        axes.barh(y, mib * (1 - waste), color=BLUE, height=0.6, label="keys and values" if y == 0 else None)
+        axes.barh(y, mib * waste, left=mib * (1 - waste), color=BLUE, alpha=0.2, height=0.6, label="empty" if y == 0 else None)
+        axes.annotate(f"{mib:.1f} MiB, {waste:.0%} empty", (mib, y), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.set_yticks([0, 1], [name for name, _, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.4 * max(size for _, size, _ in rows) / 2**20)
+    axes.set_xlabel(f"MiB for {report.num_sequences} sequences")
+    axes.legend(frameon=False, loc="lower right")
+    plain(axes, "x")
+    return finish(figure, "memory held by pages, next to contiguous reservations of the longest length")
+
+
+def draw_waste() -> Picture:
+    """The committed count for the benchmark's workload: what share of the memory is empty, by page size."""
+    result = load_results(page_waste.RESULT)
+    return drawn_by(lambda path: page_waste.draw(result, path), "the share of KV memory that is empty, by page size")

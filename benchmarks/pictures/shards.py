@@ -1,0 +1,136 @@
+"""How tensor parallelism splits a model: which part of every matrix each rank reads, asked of stage F's own layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor
+
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Picture, finish, new_figure
+from stage_a_naive.loading import resolve
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.weights import Index, WeightLoader
+from stage_f_graph_tp.parallel import ShardedFactory
+
+COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, "#777777")
+ROWS = {
+    "model.embed_tokens": "embedding,\nLM head",
+    "self_attn.q_proj": "Q",
+    "self_attn.k_proj": "K",
+    "self_attn.v_proj": "V",
+    "self_attn.o_proj": "attention\noutput",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+ROWS_FULL = {
+    name: f"{name}.weight" if name.startswith("model.") else f"model.layers.0.{name}.weight" for name in ROWS
+}
+LONGEST = 2.6
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank reads of one tensor: rows and columns as (start, stop)."""
+
+    rank: int
+    name: str
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def numbers(self) -> int:
+        count = 1
+        for start, stop in self.bounds:
+            count *= stop - start
+        return count
+
+
+class _Recorder:
+    """A source of weights that holds none and notes what it is asked for."""
+
+    name = "recorder"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.parts: list[Part] = []
+
+    def names(self) -> None:
+        return None
+
+    def shape(self, name: str) -> None:
+        return None
+
+    def read(self, name: str, shape: tuple[int, ...], index: Index) -> Tensor:
+        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
+        bounds += [(0, size) for size in shape[len(bounds) :]]
+        self.parts.append(Part(self.rank, name, shape, tuple(bounds)))
+        return torch.empty(shape, device="meta")[index]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A rank's place in a group that never exchanges anything: enough to build and load its layers."""
+
+    rank: int
+    size: int
+
+
+def split(model: str, size: int) -> list[Part]:
+    """Every tensor part that every one of `size` ranks reads. Nothing is loaded.
+
+    Raises:
+        ValueError: this number of ranks does not divide the model.
+    """
+    config = ModelConfig.from_hf(resolve(model).config)
+    parts: list[Part] = []
+    for rank in range(size):
+        factory = ShardedFactory(config, torch.float32, torch.device("meta"), _Seat(rank, size))
+        recorder = _Recorder(rank)
+        DecoderModel(config, None, factory, 8).load(WeightLoader(recorder))
+        parts += recorder.parts
+    return parts
+
+
+def draw_split(parts: list[Part]) -> Picture:
+    """The matrices of one layer and the embedding, each region in its rank's colour.
+
+    Lengths are roots of sizes, and no side is drawn longer than `LONGEST` times the hidden size's.
+    """
+    ranks = 1 + max(part.rank for part in parts)
+    figure = new_figure(10, 3.1)
+    axes = figure.subplots()
+    found = {name: [part for part in parts if part.name == full] for name, full in ROWS_FULL.items()}
+    hidden = found["self_attn.q_proj"][0].shape[1]
+    x = 0.0
+    for name, label in ROWS.items():
+        x += _draw_matrix(axes, x, label, found[name], hidden) + 0.45
+    handles = [Patch(color=COLOURS[rank % len(COLOURS)], label=f"rank {rank}") for rank in range(ranks)]
+    axes.legend(handles=handles, frameon=False, loc="lower right", ncols=ranks)
+    axes.set_xlim(-0.1, x)
+    axes.set_ylim(LONGEST + 0.1, -0.8)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    return finish(figure, f"the matrices of a layer and which of {ranks} ranks holds which part")
+
+
+def _draw_matrix(axes: Axes, x: float, label: str, parts: list[Part], hidden: int) -> float:
+    """Draws one matrix with its upper left corner at (x, 0); returns its width. A side of `hidden` is drawn 1 long."""
+    rows, columns = parts[0].shape
+    height, width = (min(LONGEST, (side / hidden) ** 0.5) for side in (rows, columns))
+    holders: dict[tuple, list[int]] = {}
+    for part in parts:
+        holders.setdefault(part.bounds, []).append(part.rank)
+    for ((top, bottom), (left, right)), ranks in holders.items():
+        for i, rank in enumerate(ranks):  # several ranks that hold the same part share its area in stripes
+            one = (right - left) / columns * width / len(ranks)
+            corner = (x + left / columns * width + i * one, top / rows * height)
+            box = Rectangle(corner, one, (bottom - top) / rows * height, facecolor=COLOURS[rank % len(COLOURS)],
+                            edgecolor="white", linewidth=1)  # fmt: skip
+            axes.add_patch(box)
+    axes.text(x + width / 2, -0.06, f"{label}\n{rows} × {columns}", ha="center", va="bottom", fontsize=9)
+    return width

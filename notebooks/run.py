@@ -1,0 +1,125 @@
+"""Runs the notebooks and keeps their outputs fit to be read: in the repository, on the web, and in a diff.
+
+    python notebooks/run.py                  # run all, in place
+    python notebooks/run.py a_naive          # run those whose name begins so
+    python notebooks/run.py --check          # run all and write nothing; exit status 1 where one fails or is out of date
+
+A notebook notes, in its metadata, a hash of the code that its outputs came from. So it can be told without running it
+whether somebody has changed a cell since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+METADATA = "six_engines"
+CELL_SECONDS = 300
+# Lines of a log that say nothing to a reader: progress bars, and the profiler's greeting.
+NOISE = re.compile(r"\d+%\||^USDT:|^\s*$")
+
+
+def notebooks() -> list[Path]:
+    """All notebooks, in reading order."""
+    return sorted(FOLDER.glob("*.ipynb"))
+
+
+def read(path: Path) -> NotebookNode:
+    """A notebook, as it lies in its file."""
+    return nbformat.read(path, as_version=4)
+
+
+def source_hash(notebook: NotebookNode) -> str:
+    """A hash of the code cells: equal exactly if the outputs can be of this code."""
+    digest = hashlib.sha256()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            digest.update(cell.source.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def execute(path: Path) -> NotebookNode:
+    """The notebook with fresh outputs, run from its first cell to its last in a kernel of its own.
+
+    Raises:
+        CellExecutionError: a cell raised; the message has the cell and the traceback.
+    """
+    notebook = read(path)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False,
+        resources={"metadata": {"path": str(FOLDER)}},
+    )  # fmt: skip
+    client.execute(env=environment)
+    tidy(notebook)
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        METADATA: {"source": source_hash(notebook)},
+    }
+    return notebook
+
+
+def tidy(notebook: NotebookNode) -> None:
+    """Take noise and this machine's folders out of the outputs."""
+    for cell in notebook.cells:
+        cell.metadata = {}
+        if cell.cell_type != "code":
+            continue
+        kept = []
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                lines = [line.rsplit("\r", 1)[-1] for line in output.text.replace(f"{ROOT}{os.sep}", "").split("\n")]
+                if output.name == "stderr":
+                    lines = [line for line in lines if not NOISE.search(line)]
+                output.text = "\n".join(lines) + ("\n" if output.name == "stderr" and lines else "")
+                if not output.text.strip():
+                    continue
+            kept.append(output)
+        cell.outputs = kept
+
+
+def is_current(notebook: NotebookNode) -> bool:
+    """Whether the outputs are of the code that the notebook holds."""
+    return notebook.metadata.get(METADATA, {}).get("source") == source_hash(notebook)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="beginnings of names; all notebooks where none is given")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    chosen = [p for p in notebooks() if not options.names or p.stem.startswith(tuple(options.names))]
+    failed = False
+    for path in chosen:
+        if options.check and not is_current(read(path)):
+            print(f"{path.name}: its outputs are older than its code; run `make notebooks`", file=sys.stderr)
+            failed = True
+        start = time.perf_counter()
+        try:
+            notebook = execute(path)
+        except CellExecutionError as error:
+            print(f"{path.name}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if not options.check:
+            nbformat.write(notebook, path)
+        print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
