@@ -1,0 +1,233 @@
+"""Several ranks behind one `LLM`: the tokens of one rank, and errors instead of hangs when a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import stage_e_batching
+import stage_f_graph_tp
+from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.worker import Ranks, Rendezvous, WorkerError, interrupts_held
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
+PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SECONDS = 10  # an error must come much sooner than the collectives' timeout of a minute
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+
+
+def ids(outputs) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def ranked(size: int = 2, model: str = "random:qwen2-tiny", **options: object) -> stage_f_graph_tp.LLM:
+    return stage_f_graph_tp.LLM(model, device="cpu", tensor_parallel_size=size, **options)
+
+
+def children() -> set[int]:
+    """This process's living children."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> stage_e_batching.LLM:
+    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Small chunks and a pool that is too small for all requests at once."""
+    llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
+    yield llm
+    llm.close()
+
+
+def test_greedy_tokens_are_those_of_one_rank_under_chunking_and_preemption(one_rank, two_ranks):
+    expected = ids(one_rank.generate(PROMPTS, GREEDY, False))
+    for _ in range(2):  # the second time with cached prefixes
+        assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
+    assert two_ranks.engine.counters.num_preemptions > 0
+    assert two_ranks.engine.stats()["num_used_pages"] == 0
+
+
+def test_sampled_tokens_are_those_of_one_rank(one_rank, two_ranks):
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, ignore_eos=True),
+        SamplingParams(temperature=1.1, seed=2, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
+        GREEDY,
+    ]
+    found, expected = (engine.generate(PROMPTS, params, False) for engine in (two_ranks, one_rank))
+    assert ids(found) == ids(expected)
+    assert [list(top) for top in found[3]["logprobs"]] == [list(top) for top in expected[3]["logprobs"]]
+
+
+def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks, monkeypatch):
+    calls = 0
+
+    def fail(logits, params):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError("stop here")
+        return logits.argmax(-1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two_ranks, "sampling_fn", fail)
+        with pytest.raises(ZeroDivisionError, match="stop here"):
+            two_ranks.generate(PROMPTS, GREEDY, False)
+    assert not two_ranks.engine.has_unfinished()
+    assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+
+
+def test_ctrl_c_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks):
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(200):
+            two_ranks.generate(PROMPTS, GREEDY, False)
+    timer.join()
+    assert not two_ranks.engine.has_unfinished()
+    assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+
+
+def test_an_interrupt_is_held_until_the_block_is_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_messages_have_no_fixed_size_and_two_engines_live_side_by_side(one_rank, two_ranks):
+    prompts = [[i % 4000 + 1, 5] for i in range(512)]
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    long = [(i * 7919) % 4000 + 1 for i in range(4000)]
+    wide = ranked(model="random:llama-tiny", num_kvcache_blocks=1200)
+    expected = ids(two_ranks.generate(PROMPTS, GREEDY, False))
+    outputs = wide.generate([long, *prompts], few, False)
+    assert [len(answer) for answer in ids(outputs)] == [3] * 513
+    single = stage_e_batching.LLM("random:llama-tiny", device="cpu", num_kvcache_blocks=300)
+    assert ids(outputs)[:9] == ids(single.generate([long, *prompts[:8]], few, False))
+    assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
+    wide.close()
+    assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
+
+
+def test_a_killed_worker_is_an_error_within_seconds_and_a_new_engine_starts(one_rank):
+    before = children()
+    llm = ranked()
+    [worker] = children() - before
+    timer = threading.Timer(0.5, os.kill, [worker, signal.SIGKILL])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        for _ in range(1000):
+            llm.generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
+    assert not llm.engine.has_unfinished()
+    with pytest.raises(WorkerError, match="close it and make a new one"):
+        llm.generate(PROMPTS, GREEDY, False)
+    llm.close()
+    llm.close()
+    assert children() == before
+    again = ranked()
+    assert ids(again.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+    again.close()
+    assert children() == before
+    with pytest.raises(WorkerError, match="the engine was closed"):
+        again.generate(PROMPTS, GREEDY, False)
+
+
+def test_what_a_worker_raises_is_shown_and_an_engine_that_is_dropped_leaves_no_process(monkeypatch):
+    before = children()
+    llm = ranked()
+    llm.runner.ranks.send(b"no order at all")
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="(?s)rank 1 failed:.*Traceback.*pickle"):
+        for _ in range(1000):
+            llm.generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
+    del llm
+    gc.collect()
+    assert children() == before
+
+
+def test_a_step_that_fails_on_rank_0_alone_ends_the_engine_and_does_not_hang(monkeypatch):
+    before = children()
+    llm = ranked()
+    monkeypatch.setattr(llm.runner, "forward", lambda *args: 1 / 0)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 could not run a step: ZeroDivisionError"):
+        llm.generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
+    llm.close()
+    assert children() == before
+
+
+def test_a_failure_after_the_workers_started_ends_them(monkeypatch):
+    before = children()
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        ranked(max_num_batched_tokens=100)
+    assert children() == before
+
+
+def test_a_worker_that_cannot_start_is_reported(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(WorkerError, match="ended with exit code 1 before it connected"):
+        Ranks(Rendezvous(store, 0, 2, False))
+
+
+def test_one_rank_has_no_group_no_process_and_no_port(monkeypatch):
+    for name in ("TCPStore", "ProcessGroupGloo", "init_process_group"):
+        monkeypatch.delattr(dist, name)
+    before = children()
+    llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
+    llm.generate([[1, 2, 3]], GREEDY, False)
+    assert llm.runner.group is None and llm.runner.ranks is None
+    assert not dist.is_initialized() and children() == before
+    llm.close()
+    llm.close()
+
+
+def test_torchrun_starts_the_same_engine_and_answers_once(one_rank):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "stage_f_graph_tp", "--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "16"]
+    question = "What is a KV cache?"
+    process = subprocess.Popen(
+        [*command, "--prompt", question], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        stdout, _ = process.communicate(timeout=100)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+    llm = stage_e_batching.LLM("tutor", device="cpu")
+    conversation = [{"role": "user", "content": question}]
+    [output] = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16), False)
+    assert stdout.startswith(output["text"]) and stdout.count("[performance]") == 1
