@@ -15,11 +15,12 @@
 namespace six_engines {
 
 struct AttentionItem {
-  int exists, row, kv_head, split, begin, end, chunks, context;  // chunks [begin, end) of 16 tokens
+  int exists, fresh, row, kv_head, split, begin, end, context;  // chunks [begin, end) of 16 cached tokens
   long long cell;                                                 // of the first chunk, see chunk_cell
 };
 
-// Per row in shared memory: context length (0 for a padding row), chunks a split, splits.
+// Per row in shared memory: context length (0 for a padding row), chunks a split, splits. The last split is this step's
+// own token, which comes straight from the projection.
 __device__ __forceinline__ const int* row_table(const Worker& w) { return w.shared<int>(w.plan.rows_at); }
 
 // Elements from the beginning of a layer's keys to this KV head's key of the chunk's first token. (A chunk never crosses
@@ -32,10 +33,7 @@ __device__ __forceinline__ long long chunk_cell(const Worker& w, int row, int kv
   return (((page << w.plan.page_shift) + (token & (s.block_size - 1))) * s.kv_heads + kv_head) * D;
 }
 
-// Chunks of cached tokens; this step's own token is the last split's first, and needs a split even if it is alone.
-__device__ __forceinline__ int cached_chunks(int context) {
-  return context == 0 ? 0 : max(1, ceil_div(context - 1, kAttentionChunk));
-}
+__device__ __forceinline__ int cached_chunks(int context) { return ceil_div(max(context - 1, 0), kAttentionChunk); }
 
 template <int D>
 __device__ __forceinline__ AttentionItem attention_item(const Worker& w, int index) {
@@ -45,12 +43,12 @@ __device__ __forceinline__ AttentionItem attention_item(const Worker& w, int ind
   item.row = index / w.step.kv_heads % w.step.rows;
   item.split = index / w.step.kv_heads / w.step.rows;
   item.context = rows[item.row];
-  item.chunks = cached_chunks(item.context);
-  const int per_split = rows[kMaxDecodeRows + item.row];
+  const int per_split = rows[kMaxDecodeRows + item.row], splits = rows[2 * kMaxDecodeRows + item.row];
+  item.exists = item.split < splits;
+  item.fresh = item.split == splits - 1;
   item.begin = item.split * per_split;
-  item.end = min(item.begin + per_split, item.chunks);
-  item.exists = item.split < kMaxDecodeSplits && item.begin < item.end;
-  if (item.exists) item.cell = chunk_cell<D>(w, item.row, item.kv_head, item.begin);
+  item.end = min(item.begin + per_split, cached_chunks(item.context));
+  if (item.exists && !item.fresh) item.cell = chunk_cell<D>(w, item.row, item.kv_head, item.begin);
   return item;
 }
 
@@ -62,7 +60,7 @@ __device__ __forceinline__ long long layer_elements(const DecodeStep& s, int hea
 template <typename T, int D>
 __device__ __forceinline__ void prefetch_item(const Worker& w, const AttentionItem& item, int layer) {
   const DecodeStep& s = w.step;
-  if (!item.exists || layer >= s.layers) return;
+  if (!item.exists || item.fresh || layer >= s.layers) return;
   const T* cache = static_cast<const T*>(s.kv_cache) + layer_elements(s, D) * (layer + (w.lane >= 16 ? s.layers : 0));
   for (int chunk = item.begin; chunk < item.end; ++chunk) {
     const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
@@ -74,11 +72,29 @@ __device__ __forceinline__ void prefetch_item(const Worker& w, const AttentionIt
   }
 }
 
-// Waits for a head's projected values (16-bit pairs, in the words from `words` on), applies the optional norm over the
-// head and the rotary embedding, and returns the lane's part: columns 32 s + 8 q .. + 7 for each s.
+// A head as the projection left it: 16-bit pairs in words; the lane's are columns 32 s + 8 q .. + 7 for each s.
+template <int D>
+struct RawHead {
+  Word words[D / 32][2][2] = {};
+
+  __device__ __forceinline__ bool look(const Worker& w, const Word* head) {
+    bool ready = true;
+#pragma unroll
+    for (int s = 0; s < D / 32; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        peek2(head + s * 16 + (w.lane & 3) * 4 + half * 2, words[s][half]);
+        ready = ready && has_tag(words[s][half][0], w.tag) && has_tag(words[s][half][1], w.tag);
+      }
+    }
+    return ready;
+  }
+};
+
+// The optional norm over the head, then the rotary embedding.
 template <typename T, int D>
-__device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const void* norm, int row, bool active,
-                       uint4 (&out)[D / 32]) {
+__device__ __forceinline__ void rotate_head(const Worker& w, const RawHead<D>& raw, const void* norm, int row,
+                                            uint4 (&out)[D / 32]) {
   constexpr int kSteps = D / 32;
   const int q = w.lane & 3;
   uint4 weight[kSteps] = {};
@@ -86,27 +102,13 @@ __device__ __forceinline__ void rotated_head(Worker& w, const Word* words, const
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) weight[s] = __ldg(static_cast<const uint4*>(norm) + s * 4 + q);
   }
-  Word raw[kSteps][2][2] = {};
-  wait_words(w, [&] {
-    bool ready = true;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (!active) continue;
-        peek2(words + s * 16 + q * 4 + half * 2, raw[s][half]);
-        ready = ready && has_tag(raw[s][half][0], w.tag) && has_tag(raw[s][half][1], w.tag);
-      }
-    }
-    return ready;
-  });
   float v[kSteps][8];
   float squares = 0.0f;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
     for (int e = 0; e < 8; e += 2) {
-      const float2 pair = unpack_pair<T>(payload(raw[s][e / 4][e / 2 % 2]));
+      const float2 pair = unpack_pair<T>(payload(raw.words[s][e / 4][e / 2 % 2]));
       v[s][e] = pair.x;
       v[s][e + 1] = pair.y;
       squares += pair.x * pair.x + pair.y * pair.y;
@@ -172,16 +174,24 @@ __device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32
   }
 }
 
-// This step's own token, straight from the projection: it starts the running maximum and sum, and goes into the cache.
+// This step's own token: a split of its own, whose softmax is 1; it also goes into the cache.
 template <typename T, int D>
-__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer, const void* k_norm,
-                       const Word* projected, const uint4 (&query)[D / 32], float scale,
-                       float& largest, float& sum, float (&acc)[D / 64][8][2]) {
+__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer, const LayerWeights& weights,
+                                             const Word* projected, float scale, float& largest, float& sum,
+                                             float (&acc)[D / 64][8][2]) {
   const DecodeStep& s = w.step;
-  const int g = w.lane >> 2, q = w.lane & 3;
+  const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
   T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer + (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
-  uint4 key[D / 32];
-  rotated_head<T, D>(w, projected + (s.heads + item.kv_head) * (D / 2), k_norm, item.row, true, key);
+  uint4 query[D / 32], key[D / 32];
+  {
+    RawHead<D> raw_query, raw_key;
+    wait_words(w, [&] {
+      const bool ready = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
+      return raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2)) && ready;
+    });
+    rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
+    rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
+  }
   float score = 0.0f;
 #pragma unroll
   for (int step = 0; step < D / 32; ++step) {
@@ -238,13 +248,17 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       }
     }
   };
-  load_keys(item.begin, keys + item.cell);
-  rotated_head<T, D>(w, projected + (item.kv_head * group + g) * (D / 2), weights.q_norm, item.row, g < group, query);
-
   const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
   float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
-  if (item.end == item.chunks)
-    attend_fresh<T, D>(w, item, layer, weights.k_norm, projected, query, scale, largest, sum, acc);
+  if (item.fresh) {
+    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
+  } else {
+    load_keys(item.begin, keys + item.cell);
+    RawHead<D> raw;  // instruction rows without a head repeat the last one
+    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
+    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
+  }
+#pragma unroll 1
   for (int chunk = item.begin; chunk < item.end; ++chunk) {
     const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
     if (chunk > item.begin) load_keys(chunk, keys + cell);

@@ -1,11 +1,14 @@
 // Streaming and multiplying. One warp of a block (`stream_step`) copies the block's slices of all matrices, in the order
 // in which they will be used, into a ring of shared-memory slots; it knows no activations and so never waits for
-// another block, only for a free slot. The other warps multiply what has arrived (`multiply_tiles`).
+// another block, only for a free slot. The other warps multiply what has arrived (`multiply_units`, `multiply_tile`).
 //
-// Within a tile the warps divide the columns: a warp's step is 32 columns of 16 weight rows against up to 8 requests,
-// two m16n8k16 instructions. A lane takes its 8 columns of a row with one 16-byte load, although the instruction's own
-// order would give it 2 + 2 columns of one 16-column block and 2 + 2 of the next: the sum does not care in which order
-// columns are visited, as long as weights and activations agree, and both are loaded the same way.
+// The product has to be short in instructions, not in operations: first versions gave a warp two steps of every tile and
+// spent 350 instructions around 8 of arithmetic. Now a step (32 columns of 8 weight rows, times up to 4 requests) is two
+// loads and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16 bytes of a
+// weight row are its whole operand: four registers of two values, of which the instruction takes the first and third for
+// row g and the second and fourth for row g + 8. So row g of the instruction is one half of the columns of weight row g,
+// and row g + 8 the other half. Two columns of the instruction hold a request's activations, one for each half. Of the
+// four products of halves two are meaningless; the other two land in the same lane, which adds them (c[0] + c[3]).
 #pragma once
 
 #include "decode_plan.cuh"
@@ -16,11 +19,8 @@ namespace six_engines {
 struct RingPosition {
   int slot = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+  __device__ __forceinline__ void advance(int by, int slots) {
+    for (slot += by; slot >= slots; slot -= slots) parity ^= 1;
   }
 };
 
@@ -101,12 +101,12 @@ __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" 
 // gate_up: a gate tile and its up tile alternate.
 __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* weights, uint64_t policy) {
   const MatrixPlan m = w.plan.matrix[kind];
-  const int first = w.shared<int>(w.plan.slices_at)[2 * kind], count = w.shared<int>(w.plan.slices_at)[2 * kind + 1];
+  const Slice slice = w.shared<Slice>(w.plan.slices_at)[kind];
   const int halves = kind == kGateUp ? 2 : 1;
   const long long row_bytes = m.steps * 64LL;
-  const auto* base = static_cast<const unsigned char*>(weights) + (first + w.lane) * row_bytes;
-  for (int row = 0; row < count; row += m.tile_rows) {
-    const int rows = min(m.tile_rows, count - row);
+  const auto* base = static_cast<const unsigned char*>(weights) + (slice.first + w.lane) * row_bytes;
+  for (int row = 0; row < slice.count; row += m.tile_rows) {
+    const int rows = min(m.tile_rows, slice.count - row);
     for (int half = 0; half < halves; ++half) {
       const auto* source = base + (row + half * m.rows) * row_bytes;
       for (int chunk = 0; chunk < m.chunks; ++chunk) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* w
         if (w.lane < rows)
           bulk_copy(w.ring + w.at.slot * w.plan.slot_bytes + w.lane * m.stride, source + chunk * m.chunk_steps * 64, bytes,
                     full, policy);
-        w.at.advance(w.plan.slots);
+        w.at.advance(1, w.plan.slots);
       }
     }
   }
@@ -144,91 +144,105 @@ __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table
 
 // ---- the consumer warps --------------------------------------------------------------------------------------------
 
-struct Accumulator {  // of one slot: two independent chains of matrix instructions
-  float c[4] = {}, d[4] = {};
-};
+// Activations lie in shared memory in the order in which a lane wants them: of every 8 columns first 0, 1, 4, 5 and then
+// 2, 3, 6, 7. The byte offset of column pair `pair` (columns 2 pair and 2 pair + 1):
+__device__ __forceinline__ int act_offset(int pair) { return (pair >> 2) * 16 + (pair & 1) * 8 + (pair & 2) * 2; }
 
-// This warp's columns of one slot; `act` is the lane's shared address of the activations of the slot's first column.
-template <typename T>
-__device__ __forceinline__ void multiply_slot(const Worker& w, const MatrixPlan& m, int slot, int rows, int steps, uint32_t act,
-                                              Accumulator& sum) {
-  const int g = w.lane >> 2, q = w.lane & 3;
-  const bool high_row = g + 8 < rows, request = g < w.step.rows;  // a row beyond `rows` is computed from stale weights, not read
-  const uint32_t low = w.ring + slot * w.plan.slot_bytes + g * m.stride + q * 16;
-#pragma unroll 2
-  for (int step = w.warp; step < steps; step += kWarps) {
-    uint4 a = load_shared(low + step * 64), b = {}, x = {};
-    if (high_row) b = load_shared(low + 8 * m.stride + step * 64);
-    if (request) x = load_shared(act + step * 64);
-    mma<T>(sum.c, a.x, b.x, a.y, b.y, x.x, x.y);
-    mma<T>(sum.d, a.z, b.z, a.w, b.w, x.z, x.w);
-  }
+// Lane (g, q): the sum of weight row g times request q, over `steps` steps. `a`: shared address of the lane's part of the
+// weights, `x`: of the activations. Four sums at a time, because one instruction's result comes some 30 cycles later.
+__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
 
-// This warp's share of a tile's sums, into `partial` [padded rows][warps][16].
-__device__ __forceinline__ void store_partial(const Worker& w, float* partial, const Accumulator& sum) {
-  const int g = w.lane >> 2, q = w.lane & 3;
-  float* mine = partial + (2 * q * kWarps + w.warp) * 16 + g;  // requests 2q and 2q + 1
-  if (2 * q < w.plan.padded_rows) {
-    mine[0] = sum.c[0] + sum.d[0];
-    mine[8] = sum.c[2] + sum.d[2];
-  }
-  if (2 * q + 1 < w.plan.padded_rows) {
-    mine[kWarps * 16] = sum.c[1] + sum.d[1];
-    mine[kWarps * 16 + 8] = sum.c[3] + sum.d[3];
-  }
-}
-
-// Tiles [begin, end) of the block's slice against all requests, slots in pairs: while the second slot's loads are on
-// their way the first is multiplied. A pair is two tiles, or two chunks of one tile.
-template <typename T>
-__device__ __forceinline__ void multiply_tiles(Worker& w, const MatrixPlan& m, int begin, int end, int count, int halves) {
-  const DecodePlan& plan = w.plan;
-  float* partial = w.shared<float>(plan.partial_at);
-  const int tile_floats = plan.padded_rows * kWarps * 16;
-  const uint32_t act = shared_address(w.smem) + plan.act_at + (w.lane >> 2) * slot_stride(m.steps) + (w.lane & 3) * 16;
-  const bool whole = m.chunks == 1;
-  const auto rows_of = [&](int tile) { return min(m.tile_rows, count - (halves == 2 ? tile >> 1 : tile) * m.tile_rows); };
-  for (int tile = begin; tile < end; tile += whole ? 2 : 1) {
-    Accumulator first, second;
-    for (int chunk = 0; chunk < m.chunks; chunk += 2) {
-      const bool pair = whole ? tile + 1 < end : chunk + 1 < m.chunks;
-      const int column = chunk * m.chunk_steps, next = whole ? column : column + m.chunk_steps;
-      const RingPosition a = w.at;
-      w.at.advance(plan.slots);
-      const RingPosition b = w.at;
-      if (pair) w.at.advance(plan.slots);
-      if (!w.skips(kSkipStreaming)) {
-        wait_barrier(w, w.full + a.slot * 8, a.parity);
-        if (pair) wait_barrier(w, w.full + b.slot * 8, b.parity);
-      }
-      multiply_slot<T>(w, m, a.slot, rows_of(tile), min(m.chunk_steps, m.steps - column), act + column * 64, first);
-      if (pair)
-        multiply_slot<T>(w, m, b.slot, rows_of(whole ? tile + 1 : tile), min(m.chunk_steps, m.steps - next), act + next * 64,
-                         second);
-      __syncwarp();
-      if (w.lane == 0) {
-        barrier_arrive(w.empty + a.slot * 8);
-        if (pair) barrier_arrive(w.empty + b.slot * 8);
-      }
-    }
-    if (!whole) {
+template <typename T, int kSets>
+__device__ __forceinline__ void multiply_steps(uint32_t a, const uint32_t (&x)[2], int steps, float (&out)[2]) {
+  float c[kSets][4][4] = {};
+  int at = 0;
+#pragma unroll 1
+  for (; at + 4 * 64 <= steps * 64; at += 4 * 64) {
+    uint4 weights[4];
+    uint2 act[kSets][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) first.c[i] += second.c[i], first.d[i] += second.d[i];
+    for (int i = 0; i < 4; ++i) {
+      weights[i] = load_shared(a + at + i * 64);
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) act[set][i] = load_shared2(x[set] + at + i * 64);
     }
-    store_partial(w, partial + (tile - begin) * tile_floats, first);
-    if (whole && tile + 1 < end) store_partial(w, partial + (tile + 1 - begin) * tile_floats, second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int set = 0; set < kSets; ++set)
+        mma<T>(c[set][i], weights[i].x, weights[i].y, weights[i].z, weights[i].w, act[set][i].x, act[set][i].y);
+    }
   }
+#pragma unroll 1
+  for (; at < steps * 64; at += 64) {
+    const uint4 weights = load_shared(a + at);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const uint2 act = load_shared2(x[set] + at);
+      mma<T>(c[set][0], weights.x, weights.y, weights.z, weights.w, act.x, act.y);
+    }
+  }
+#pragma unroll
+  for (int set = 0; set < kSets; ++set)
+    out[set] += (c[set][0][0] + c[set][0][3]) + (c[set][1][0] + c[set][1][3]) +
+                ((c[set][2][0] + c[set][2][3]) + (c[set][3][0] + c[set][3][3]));
 }
 
-// Sum over warps of one output: 4 lanes (share 0 to 3) divide the warps, and all 4 get the result.
-__device__ __forceinline__ float reduce_partial(const float* partial, int share) {
-  float v = 0.0f;
-#pragma unroll
-  for (int k = 0; k < ceil_div(kWarps, 4); ++k)
-    if (share + 4 * k < kWarps) v += partial[(share + 4 * k) * 16];
-  v += __shfl_xor_sync(kAllLanes, v, 1);
-  return v + __shfl_xor_sync(kAllLanes, v, 2);
+// Waits for a slot and multiplies `steps` steps of it.
+template <typename T>
+__device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, RingPosition at, int rows, int first, int steps,
+                                              int act_step, int arrivals, float (&out)[2]) {
+  const int g = w.lane >> 2, q = w.lane & 3, stride = slot_stride(m.steps);
+  const uint32_t a = w.ring + at.slot * w.plan.slot_bytes + min(g, rows - 1) * m.stride + q * 16 + first * 64;
+  const uint32_t act = shared_address(w.smem) + w.plan.act_at + (g & 1) * 8 + q * 16 + act_step * 64;
+  const int request = g >> 1, last = w.step.rows - 1;  // instruction columns without a request repeat the last one
+  const uint32_t x[2] = {act + min(request, last) * stride, act + min(request + 4, last) * stride};
+  if (!w.skips(kSkipStreaming)) wait_barrier(w, w.full + at.slot * 8, at.parity);
+  if (w.plan.sets == 1)
+    multiply_steps<T, 1>(a, x, steps, out);
+  else
+    multiply_steps<T, 2>(a, x, steps, out);
+  __syncwarp();
+  if (w.lane == 0) barrier_arrive(w.empty + at.slot * 8, arrivals);
+}
+
+// This warp's units of one matrix; their sums go to `partial` [unit][set][lane], and the ring moves on. A barrier only
+// knows the parity of its turn, so no warp may look for a slot's next turn while its last may still be under way: a
+// matrix of more slots than the ring has is taken in windows.
+template <typename T>
+__device__ __forceinline__ void multiply_units(Worker& w, const MatrixPlan& m, const Slice& slice) {
+  const Unit* units = w.shared<Unit>(w.plan.units_at) + m.units_at;
+  float* partial = w.shared<float>(w.plan.partial_at) + w.lane;
+  const int window = w.plan.slots * m.parts;
+#pragma unroll 1
+  for (int base = 0; base < slice.units; base += window) {
+    if (base > 0) workers_sync();
+#pragma unroll 1
+    for (int index = base + w.warp; index < min(base + window, slice.units); index += kWarps) {
+      const Unit unit = units[index];
+      RingPosition at = w.at;
+      at.advance(unit.slot, w.plan.slots);
+      float out[2] = {};
+      multiply_slot<T>(w, m, at, unit.rows, unit.first, unit.steps, unit.act_step, unit.arrivals, out);
+      partial[index * w.plan.sets * 32] = out[0];
+      if (w.plan.sets == 2) partial[index * 64 + 32] = out[1];
+    }
+  }
+  w.at.advance(slice.slots, w.plan.slots);
+}
+
+// Adds up a tile's units: what this lane's row and request come to.
+__device__ __forceinline__ float sum_units(const Worker& w, const MatrixPlan& m, int tile, int set) {
+  const int units = m.chunks * m.parts;
+  const float* partial = w.shared<float>(w.plan.partial_at) + (tile * units * w.plan.sets + set) * 32 + w.lane;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int i = 0; i < units; ++i) sum += partial[i * w.plan.sets * 32];
+  return sum;
 }
 
 }  // namespace six_engines

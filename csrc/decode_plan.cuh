@@ -3,7 +3,8 @@
 //
 // A matrix is divided by output rows, evenly, so each block owns a contiguous slice of it in every layer and the bytes
 // that stream into one multiprocessor are the same as into any other, to within a row. A slice is cut into tiles of at
-// most 16 rows (the m of the matrix instruction), a tile into chunks of columns where its rows are too long for a slot.
+// most 8 rows, a tile into chunks of columns where its rows are too long for a slot. A warp's work is a unit: a tile's
+// chunk, or part of one.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,8 @@ constexpr int kWarps = DECODE_WARPS;          // warps that compute; one more st
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;
 constexpr int kStepColumns = 32;              // columns a warp takes in one step: two matrix instructions
+constexpr int kTileRows = 8;                  // and 4 requests: one output a lane
+constexpr int kSlotArrivals = 64;             // that release a slot, shared among the warps that read it
 constexpr int kAttentionChunk = 16;           // tokens a warp attends to at once
 
 // The matrices of a layer in the order of their use, and the LM head.
@@ -31,45 +34,69 @@ struct MatrixPlan {
   int chunk_steps, chunks;
   int tile_rows;
   int stride;       // bytes between rows in a slot: an odd multiple of 64, so that 8 lanes never share a bank
+  int parts, part_steps;  // a slot is multiplied by `parts` warps, each taking some of its steps
+  int units_at;           // where this matrix's units begin in the block's table
+};
+
+// A warp's work on one slot.
+struct alignas(16) Unit {
+  unsigned short slot;           // counted from the first of this matrix
+  unsigned short rows;           // of weights in the slot
+  unsigned short first, steps;   // within the slot
+  unsigned short act_step;       // the same first step, counted from column 0
+  unsigned short arrivals;       // this warp's share of the slot's kSlotArrivals
+  unsigned short unused[2];
+};
+
+// What a block owns of a matrix.
+struct alignas(16) Slice {
+  int first, count, units, slots;
 };
 
 struct DecodePlan {
   MatrixPlan matrix[kKinds];
   int grid, slots, slot_bytes;
-  int padded_rows, row_bits, partial_tiles, page_shift;
-  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, best_at, table_at, barriers_at;
+  int sets, page_shift;  // sets: of 4 requests, 1 or 2
+  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, units_at, best_at, table_at, barriers_at;
   int smem_bytes;
   // Exchanged vectors: first word, and words of one request. What a kind publishes; for kQkv it goes to the attention.
   unsigned vector_at[4], vector_length[4];
+  unsigned unit_rows, attention_rows, act_rows;  // reciprocals: unit -> request, see row_of
   unsigned attention_at, attention_length, splits_at, candidates_at, total_words;
 };
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int slot_stride(int steps) { return steps * 64 + (steps % 2 == 0 ? 64 : 0); }
 
-// The slice of a matrix that this block owns.
-__device__ __forceinline__ void own_slice(const MatrixPlan& m, int& first, int& count) {
-  const long long units = m.rows / m.granule;
-  first = static_cast<int>(units * blockIdx.x / gridDim.x) * m.granule;
-  count = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x) * m.granule - first;
-}
+// n / d for the small n that are meant here is the upper half of n * reciprocal(d).
+inline unsigned reciprocal(unsigned d) { return d == 1 ? 0xffffffffu : 0xffffffffu / d + 1; }
 
 inline int most_rows(const MatrixPlan& m, int grid) { return ceil_div(m.rows / m.granule, grid) * m.granule; }
+inline int most_slots(const MatrixPlan& m, int grid, int halves) {
+  return ceil_div(most_rows(m, grid), m.tile_rows) * halves * m.chunks;
+}
 
-inline MatrixPlan plan_matrix(int rows, int granule, int columns, int grid, int slot_target) {
+inline MatrixPlan plan_matrix(int rows, int granule, int columns, int grid, int slot_target, int halves) {
   MatrixPlan m{};
   m.rows = rows;
   m.granule = granule;
   m.steps = columns / kStepColumns;
-  const int most = most_rows(m, grid);
-  int tile = std::min(16, slot_target / slot_stride(m.steps)) / granule * granule;
-  const bool whole = tile >= std::min(most, 8);  // whole rows fit: the longest possible copies
-  tile = std::min(whole ? tile : 16, most);
-  m.tile_rows = ceil_div(ceil_div(most, ceil_div(most, tile)), granule) * granule;
-  const int fits = whole ? m.steps : std::max(1, (slot_target / m.tile_rows - 64) / 64);
+  const int most = most_rows(m, grid), tiles = ceil_div(most, kTileRows);
+  m.tile_rows = ceil_div(ceil_div(most, tiles), granule) * granule;
+  const int fits = std::max(4, (slot_target / m.tile_rows - 64) / 64 / 4 * 4);  // in fours, as the product's loop
   m.chunks = ceil_div(m.steps, std::min(fits, m.steps));
-  m.chunk_steps = ceil_div(m.steps, m.chunks);
+  m.chunk_steps = m.chunks == 1 ? m.steps : ceil_div(ceil_div(m.steps, m.chunks), 4) * 4;
+  m.chunks = ceil_div(m.steps, m.chunk_steps);
   m.stride = slot_stride(m.chunk_steps);
+  int best = 1 << 30;
+  for (int parts = 1; parts <= 8; ++parts) {  // the fewest steps on the busiest warp; a unit itself costs about 8
+    const int steps = ceil_div(ceil_div(m.chunk_steps, parts), 4) * 4;
+    const int cost = ceil_div(most_slots(m, grid, halves) * parts, kWarps) * (steps + 8);
+    if (cost >= best || steps * (parts - 1) >= m.chunk_steps) continue;
+    best = cost;
+    m.parts = parts;
+    m.part_steps = steps;
+  }
   return m;
 }
 
@@ -94,39 +121,50 @@ inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
 inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_limit, DecodePlan& plan) {
   plan = DecodePlan{};
   plan.grid = std::min({multiprocessors, s.intermediate / 2, 1024});  // every block owns part of the MLP: see consume()
-  const int attention = s.heads * s.head_dim;
-  plan.matrix[kQkv] = plan_matrix(attention + 2 * s.kv_heads * s.head_dim, 2, s.hidden, plan.grid, s.slot_bytes);
-  plan.matrix[kOut] = plan_matrix(s.hidden, 1, attention, plan.grid, s.slot_bytes);
-  plan.matrix[kGateUp] = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, s.slot_bytes);
-  plan.matrix[kDown] = plan_matrix(s.hidden, 1, s.intermediate, plan.grid, s.slot_bytes);
-  plan.matrix[kHead] = plan_matrix(s.vocab, 1, s.hidden, plan.grid, s.slot_bytes);
-  for (const MatrixPlan& m : plan.matrix)
+  const int attention = s.heads * s.head_dim, qkv = attention + 2 * s.kv_heads * s.head_dim;
+  const int target = s.slot_bytes > 0 ? s.slot_bytes : std::min(18560, kTileRows * slot_stride(s.hidden / kStepColumns));
+  plan.matrix[kQkv] = plan_matrix(qkv, 2, s.hidden, plan.grid, target, 1);
+  plan.matrix[kOut] = plan_matrix(s.hidden, 1, attention, plan.grid, target, 1);
+  plan.matrix[kGateUp] = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, target, 2);
+  plan.matrix[kDown] = plan_matrix(s.hidden, 1, s.intermediate, plan.grid, target, 1);
+  plan.matrix[kHead] = plan_matrix(s.vocab, 1, s.hidden, plan.grid, target, 1);
+  int units = 0, most_units = 0;
+  for (int kind = 0; kind < kKinds; ++kind) {
+    MatrixPlan& m = plan.matrix[kind];
     plan.slot_bytes = std::max(plan.slot_bytes, (m.tile_rows * m.stride + 127) / 128 * 128);
-  plan.padded_rows = s.rows == 1 ? 1 : s.rows == 2 ? 2 : s.rows <= 4 ? 4 : 8;
-  while (1 << plan.row_bits < plan.padded_rows) ++plan.row_bits;
-  plan.partial_tiles = plan.padded_rows == 1 ? 8 : 16 / plan.padded_rows;
+    m.units_at = units;
+    if (kind == kHead) continue;  // so many tiles that each warp takes whole ones
+    const int own = most_slots(m, plan.grid, kind == kGateUp ? 2 : 1) * m.parts;
+    units += own;
+    most_units = std::max(most_units, own);
+  }
+  plan.sets = ceil_div(s.rows, 4);
+  plan.unit_rows = reciprocal(ceil_div(s.hidden, 64));
+  plan.attention_rows = reciprocal(attention / 4);
+  plan.act_rows = reciprocal(s.intermediate / 4);
   while (1 << plan.page_shift < s.block_size) ++plan.page_shift;
   plan_workspace(s, plan);
 
   int at = 0;
   const auto take = [&at](int bytes) { const int here = at; at += (bytes + 127) / 128 * 128; return here; };
   plan.act_at = take(s.rows * slot_stride(std::max({s.hidden, attention, s.intermediate}) / kStepColumns));
-  plan.partial_at = take(plan.partial_tiles * plan.padded_rows * kWarps * 16 * 4);
+  plan.partial_at = take(most_units * plan.sets * 32 * 4);
   plan.own_at = take(most_rows(plan.matrix[kOut], plan.grid) * kMaxDecodeRows * 4);
   plan.bias_at = take(most_rows(plan.matrix[kQkv], plan.grid) * 4);
   plan.rope_at = take(s.rows * s.head_dim * 4);
   plan.sums_at = take(s.rows * ceil_div(s.hidden, 64) * 4);
   plan.rows_at = take((3 * kMaxDecodeRows + 1) * 4);
   plan.items_at = take(kWarps * 64);
-  plan.slices_at = take(kKinds * 8);
-  plan.best_at = take(kWarps * 8 + 16);
+  plan.slices_at = take(kKinds * static_cast<int>(sizeof(Slice)));
+  plan.units_at = take(units * static_cast<int>(sizeof(Unit)));
+  plan.best_at = take(kWarps * kMaxDecodeRows * 8 + 16);
   plan.table_at = take(s.layers * static_cast<int>(sizeof(LayerWeights)));
   plan.barriers_at = take(64 * 16);
   plan.slots = std::min(64, (smem_limit - at) / plan.slot_bytes);
   if (plan.slots < 4) return "shared memory holds fewer than 4 slots of weights: use fewer rows";
   const int ring = plan.slots * plan.slot_bytes;  // the ring comes first; everything else moves behind it
   for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at, &plan.rows_at,
-                      &plan.items_at, &plan.slices_at, &plan.best_at, &plan.table_at, &plan.barriers_at})
+                      &plan.items_at, &plan.slices_at, &plan.units_at, &plan.best_at, &plan.table_at, &plan.barriers_at})
     *offset += ring;
   plan.smem_bytes = ring + at;
   if (most_rows(plan.matrix[kQkv], plan.grid) > kWorkers) return "more rows of the QKV projection a block than threads";

@@ -14,7 +14,7 @@ const char* unsupported(const DecodeStep& s) {
   if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8) return "heads must be a multiple of kv_heads, at most 8 to one";
   if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0) return "hidden and intermediate must be multiples of 32";
   if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0) return "block_size must be a power of two, at least 16";
-  if (s.max_splits < 1 || s.max_splits > kMaxDecodeSplits) return "max_splits must be 1 to 64";
+  if (s.max_splits < 2 || s.max_splits > kMaxDecodeSplits) return "max_splits must be 2 to 64";
   if (s.replicas < 1 || s.replicas > kMaxDecodeReplicas) return "replicas must be 1 to 4";
   return nullptr;
 }

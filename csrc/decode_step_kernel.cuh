@@ -30,12 +30,12 @@ namespace six_engines {
 // ---- collecting activations into shared memory -----------------------------------------------------------------------
 
 // Pairs of 16-bit values, one pair a word.
-__device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned length) {
+__device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned length, unsigned rows_of_units) {
   constexpr int kBatch = 4;
   const int row_units = length / 2, units = row_units * w.step.rows;
   const Word* words = exchanged(w, at, length, w.parity, blockIdx.x % w.step.replicas, 0);
-  unsigned char* act = w.smem + w.plan.act_at;
-  const int padding = slot_stride(length / 16) - length * 4;
+  const uint32_t act = shared_address(w.smem) + w.plan.act_at;
+  const int stride = slot_stride(length * 2 / kStepColumns);
 #pragma unroll 1
   for (int base = w.thread; base - w.lane < units; base += kBatch * kWorkers) {
     Word raw[kBatch][2] = {};
@@ -52,9 +52,11 @@ __device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned le
     });
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int unit = base + i * kWorkers, row = w.step.rows == 1 ? 0 : unit / row_units;
-      if (unit < units)
-        *reinterpret_cast<uint2*>(act + unit * 8 + row * padding) = make_uint2(payload(raw[i][0]), payload(raw[i][1]));
+      const int unit = base + i * kWorkers, row = __umulhi(unit, rows_of_units);
+      if (unit >= units) continue;
+      const uint32_t at = act + row * stride + act_offset((unit - row * row_units) * 2);
+      store_shared(at, payload(raw[i][0]));
+      store_shared(at + 8, payload(raw[i][1]));
     }
   }
   workers_sync();
@@ -98,7 +100,7 @@ __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind fro
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int unit = base + i * kWarps;
-      rows[i] = s.rows == 1 ? 0 : unit / row_units;
+      rows[i] = __umulhi(unit, w.plan.unit_rows);
       columns[i] = (unit - rows[i] * row_units) * 32 + w.lane;
       x[i] = make_float2(0.0f, 0.0f);
       if (unit >= units || columns[i] >= pairs) columns[i] = -1;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind fro
       squares[i] = x[i].x * x[i].x + x[i].y * x[i].y;
       if (columns[i] < 0) continue;
       const float2 g = unpack_pair<T>(gains[i]);
-      store_shared(act + rows[i] * stride + columns[i] * 4, pack_pair<T>(x[i].x * g.x * kPrescale<T>, x[i].y * g.y * kPrescale<T>));
+      store_shared(act + rows[i] * stride + act_offset(columns[i]), pack_pair<T>(x[i].x * g.x * kPrescale<T>, x[i].y * g.y * kPrescale<T>));
     }
   }
   workers_sync();
@@ -133,13 +135,12 @@ __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind fro
 }
 
 template <typename T>
-__device__ __forceinline__ float norm_scale(const Worker& w, int request, int share) {
+__device__ __forceinline__ float norm_scale(const Worker& w, int request) {
   const int row_units = ceil_div(w.step.hidden, 64);
-  const float* sums = w.shared<float>(w.plan.sums_at) + request * row_units;
+  const float* sums = w.shared<float>(w.plan.sums_at) + min(request, w.step.rows - 1) * row_units;
   float squares = 0.0f;
-  for (int i = share; i < row_units; i += 4) squares += sums[i];
-  squares += __shfl_xor_sync(kAllLanes, squares, 1);
-  squares += __shfl_xor_sync(kAllLanes, squares, 2);
+#pragma unroll 4
+  for (int i = 0; i < row_units; ++i) squares += sums[i];
   return rsqrtf(squares / w.step.hidden + w.step.eps) * (1.0f / kPrescale<T>);
 }
 
@@ -151,80 +152,101 @@ __device__ __forceinline__ unsigned long long ranked(float logit, int id) {
   const unsigned ordered = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
   return static_cast<unsigned long long>(ordered) << 32 | (0xffffffffu - static_cast<unsigned>(id));
 }
-__device__ __forceinline__ unsigned long long warp_best(unsigned long long best) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) best = max(best, __shfl_xor_sync(kAllLanes, best, offset));
+__device__ __forceinline__ unsigned long long best_of(unsigned long long best, int apart) {  // over lanes `apart` apart
+#pragma unroll 1
+  for (int offset = 16; offset >= apart; offset >>= 1) best = max(best, __shfl_xor_sync(kAllLanes, best, offset));
   return best;
 }
 
-// This block's slice of one matrix times the activations in shared memory, and what becomes of each output: QKV (plus
-// bias) and the MLP's activation leave as pairs of 16-bit values, the hidden state, of which the owner keeps the float32
-// values, grows and leaves as float32, logits go to memory. Four lanes (`share`) hold each output and store its copies.
+// This block's slice of one layer matrix times the activations in shared memory, and what becomes of each output: QKV
+// (plus bias) and the MLP's activation leave as pairs of 16-bit values; the hidden state, of which the owner keeps the
+// float32 values, grows and leaves as float32. A warp sums and emits whole tiles, lane (g, q) row g of request q.
 template <typename T>
-__device__ __forceinline__ void product(Worker& w, int kind, unsigned long long& best) {
+__device__ __forceinline__ void product(Worker& w, int kind) {
   const DecodeStep& s = w.step;
   const DecodePlan& plan = w.plan;
   const MatrixPlan m = plan.matrix[kind];
-  const int first = w.shared<int>(plan.slices_at)[2 * kind], count = w.shared<int>(plan.slices_at)[2 * kind + 1];
-  const int halves = kind == kGateUp ? 2 : 1;
-  const int tiles = ceil_div(count, m.tile_rows) * halves, tile_floats = plan.padded_rows * kWarps * 16;
-  // A warp reduces and emits one request's outputs: number `turn` of those warps that serve `request`.
-  const int request = w.warp & (plan.padded_rows - 1), turn = w.warp >> plan.row_bits, turns = kWarps >> plan.row_bits;
-  const int share = w.lane & 3, low_row = w.lane >> 2;
-  const bool serves = turn < turns && request < s.rows, normed = kind == kQkv || kind == kGateUp || kind == kHead;
-  const bool publishes = kind != kHead && share < (kind == kQkv ? 1 : s.replicas);
-  Word* target = nullptr;
-  if (kind != kHead) target = exchanged(w, plan.vector_at[kind], plan.vector_length[kind], w.parity, share, request);
-  float scale = 1.0f;
+  const Slice slice = w.shared<Slice>(plan.slices_at)[kind];
+  const int g = w.lane >> 2, q = w.lane & 3, halves = kind == kGateUp ? 2 : 1;
+  multiply_units<T>(w, m, slice);
+  workers_sync();
 #pragma unroll 1
-  for (int base = 0; base < tiles; base += plan.partial_tiles) {
-    const int end = min(base + plan.partial_tiles, tiles);
-    multiply_tiles<T>(w, m, base, end, count, halves);
-    workers_sync();
-    if (serves) {
-      if (normed && base == 0) scale = norm_scale<T>(w, request, share);
+  for (int tile = w.warp; tile * m.tile_rows < slice.count; tile += kWarps) {
 #pragma unroll 1
-      for (int eighth = turn; eighth < (end - base) / halves * 2; eighth += turns) {
-        const int tile = eighth >> 1, tile_row = (eighth & 1) * 8 + low_row;
-        const int row = (base / halves + tile) * m.tile_rows + tile_row;
-        if ((eighth & 1) * 8 >= m.tile_rows) continue;
-        const float* sums = w.shared<float>(plan.partial_at) + tile * halves * tile_floats + request * kWarps * 16 + tile_row;
-        float value = reduce_partial(sums, share) * scale;
-        if (kind == kGateUp) value = silu(value) * (reduce_partial(sums + tile_floats, share) * scale);
-        const bool valid = tile_row < m.tile_rows && row < count;
-        if (kind == kHead) {
-          if (valid && share == 0) s.logits[static_cast<long long>(request) * s.vocab + first + row] = value;
-          if (valid) best = max(best, ranked(value, first + row));
-        } else if (kind == kOut || kind == kDown) {
-          float* own = w.shared<float>(plan.own_at) + row * kMaxDecodeRows + request;
-          if (valid) value += *own;
-          __syncwarp();
-          if (valid && share == 0) *own = value;
-          if (valid && publishes) publish(target + first + row, tagged(__float_as_uint(value), w.tag));
-        } else {
-          if (kind == kQkv && valid) value += w.shared<float>(plan.bias_at)[row];
-          const float next = __shfl_down_sync(kAllLanes, value, 4);  // the next row's
-          if (valid && publishes && (w.lane & 4) == 0)
-            publish(target + (first + row) / 2, tagged(pack_pair<T>(value, next), w.tag));
-        }
+    for (int set = 0; set < plan.sets; ++set) {
+      const int request = set * 4 + q, row = tile * m.tile_rows + g;
+      const bool valid = g < m.tile_rows && row < slice.count && request < s.rows;
+      const float scale = kind == kQkv || kind == kGateUp ? norm_scale<T>(w, request) : 1.0f;
+      float value = sum_units(w, m, tile * halves, set) * scale;
+      if (kind == kGateUp) value = silu(value) * (sum_units(w, m, tile * halves + 1, set) * scale);
+      if (kind == kQkv && valid) value += w.shared<float>(plan.bias_at)[row];
+      uint32_t bits = __float_as_uint(value);
+      bool sends = valid;
+      int index = slice.first + row;
+      if (kind == kOut || kind == kDown) {
+        float* own = w.shared<float>(plan.own_at) + row * kMaxDecodeRows + request;
+        if (valid) *own = value = value + *own;
+        bits = __float_as_uint(value);
+      } else {
+        bits = pack_pair<T>(value, __shfl_down_sync(kAllLanes, value, 4));  // with the next row
+        index /= 2;
+        sends = valid && (g & 1) == 0;
       }
+      Word* target = exchanged(w, plan.vector_at[kind], plan.vector_length[kind], w.parity, 0, request) + index;
+      const int copies = kind == kQkv ? 1 : s.replicas;
+      for (int copy = 0; copy < copies; ++copy, target += 2 * kMaxDecodeRows * plan.vector_length[kind])
+        if (sends) publish(target, tagged(bits, w.tag));
     }
-    if (end < tiles) workers_sync();
+  }
+}
+
+// The LM head: so many tiles that a warp takes whole ones. Logits go to memory; `best` keeps the lane's largest.
+template <typename T>
+__device__ __forceinline__ void head_product(Worker& w, unsigned long long (&best)[2]) {
+  const DecodeStep& s = w.step;
+  const MatrixPlan m = w.plan.matrix[kHead];
+  const Slice slice = w.shared<Slice>(w.plan.slices_at)[kHead];
+  const int g = w.lane >> 2, q = w.lane & 3, slots = w.plan.slots;
+  const float scale[2] = {norm_scale<T>(w, q), norm_scale<T>(w, q + 4)};
+  const int window = min(kWarps, slots / m.chunks);  // tiles at a time, see multiply_units
+#pragma unroll 1
+  for (int base = 0; base < slice.count; base += window * m.tile_rows, w.at.advance(window * m.chunks, slots)) {
+    if (base > 0) workers_sync();
+    const int row = base + w.warp * m.tile_rows, rows = min(m.tile_rows, slice.count - row);
+    if (w.warp >= window || rows <= 0) continue;
+    float out[2] = {};
+    RingPosition at = w.at;
+    at.advance(w.warp * m.chunks, slots);
+#pragma unroll 1
+    for (int chunk = 0; chunk < m.chunks; ++chunk, at.advance(1, slots))
+      multiply_slot<T>(w, m, at, rows, 0, min(m.chunk_steps, m.steps - chunk * m.chunk_steps), chunk * m.chunk_steps,
+                       kSlotArrivals, out);
+#pragma unroll
+    for (int set = 0; set < 2; ++set) {
+      const int request = set * 4 + q, id = slice.first + row + g;
+      if (g >= rows || request >= s.rows) continue;
+      const float logit = out[set] * scale[set];
+      s.logits[static_cast<long long>(request) * s.vocab + id] = logit;
+      best[set] = max(best[set], ranked(logit, id));
+    }
   }
 }
 
 // The last block to arrive picks each row's argmax from the blocks' candidates and closes the step.
-__device__ __forceinline__ void finish_step(Worker& w, unsigned step_number, unsigned long long best) {
+__device__ __forceinline__ void finish_step(Worker& w, unsigned step_number, const unsigned long long (&bests)[2]) {
   const DecodeStep& s = w.step;
-  unsigned long long* bests = w.shared<unsigned long long>(w.plan.best_at);
+  unsigned long long* shared = w.shared<unsigned long long>(w.plan.best_at);  // [warps][rows]
   volatile unsigned long long* candidates = w.words + w.plan.candidates_at;
-  int* last = reinterpret_cast<int*>(bests + kWarps);
-  best = warp_best(best);
-  if (w.lane == 0) bests[w.warp] = best;
+  int* last = reinterpret_cast<int*>(shared + kWarps * kMaxDecodeRows);
+#pragma unroll 1
+  for (int set = 0; set < 2; ++set) {
+    const unsigned long long best = best_of(bests[set], 4);  // lanes of one request are 4 apart
+    if (w.lane < 4) shared[w.warp * kMaxDecodeRows + set * 4 + w.lane] = best;
+  }
   workers_sync();
   if (w.thread < s.rows) {
-    best = 0;
-    for (int warp = w.thread; warp < kWarps; warp += w.plan.padded_rows) best = max(best, bests[warp]);  // see product()
+    unsigned long long best = 0;
+    for (int warp = 0; warp < kWarps; ++warp) best = max(best, shared[warp * kMaxDecodeRows + w.thread]);
     candidates[blockIdx.x * kMaxDecodeRows + w.thread] = best;
     __threadfence();
   }
@@ -236,9 +258,9 @@ __device__ __forceinline__ void finish_step(Worker& w, unsigned step_number, uns
   workers_sync();
   if (!*last) return;
   if (w.warp < s.rows) {
-    best = 0;
+    unsigned long long best = 0;
     for (int block = w.lane; block < gridDim.x; block += 32) best = max(best, candidates[block * kMaxDecodeRows + w.warp]);
-    best = warp_best(best);
+    best = best_of(best, 1);
     if (w.lane == 0) s.greedy[w.warp] = 0xffffffffu - static_cast<unsigned>(best);
   }
   if (w.thread == 0) {
@@ -253,13 +275,13 @@ template <typename T, int D>
 __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, unsigned step_number) {
   const DecodeStep& s = w.step;
   const DecodePlan& plan = w.plan;
-  const int* slices = w.shared<int>(plan.slices_at);
+  const Slice* slices = w.shared<Slice>(plan.slices_at);
   const AttentionItem item = attention_item<D>(w, blockIdx.x + gridDim.x * w.warp);
   prefetch_item<T, D>(w, item, 0);
   if (w.lane == 0) w.shared<AttentionItem>(plan.items_at)[w.warp] = item;
   __syncwarp();
 
-  unsigned long long best = 0;
+  unsigned long long best[2] = {};
   long long* trace = s.trace == nullptr || w.thread != 0 ? nullptr : s.trace + blockIdx.x * s.trace_marks;
   const auto mark = [&] {
     if (trace != nullptr) *trace++ = clock64();
@@ -272,30 +294,73 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
     for (int kind = head ? kHead : kQkv; kind <= (head ? kHead : kDown); ++kind) {
       w.place = layer * 16 + kind;
       mark();
-      if (kind == kQkv || kind == kHead) {
-        float bias = 0.0f;
-        if (!head && weights.qkv_bias != nullptr && w.thread < slices[2 * kQkv + 1])
-          bias = to_float(static_cast<const T*>(weights.qkv_bias)[slices[2 * kQkv] + w.thread]);
-        gather_hidden<T>(w, layer == 0, kDown, step_number * s.layers + layer, (layer & 1) ^ 1, head ? s.final_norm : weights.input_norm);
-        if (!head && w.thread < slices[2 * kQkv + 1]) w.shared<float>(plan.bias_at)[w.thread] = bias;
-        w.tag = step_number * s.layers + layer + 1;
-        w.parity = layer & 1;
-      } else if (kind == kGateUp) {
-        gather_hidden<T>(w, false, kOut, w.tag, w.parity, weights.post_norm);
-      } else if (kind == kOut) {
+      if (kind == kOut) {
         attention_phase<T, D>(w, layer, weights);
         mark();
-        gather_pairs(w, plan.attention_at, plan.attention_length);
-      } else if (slices[2 * kDown + 1] > 0) {
+      }
+      if (kind == kOut || kind == kDown) {
+        const bool attended = kind == kOut;
         // (A block without rows of `down` must not wait here: nothing would keep the others from overtaking it.)
-        gather_pairs(w, plan.vector_at[kGateUp], plan.vector_length[kGateUp]);
+        if (attended || slices[kDown].count > 0)
+          gather_pairs(w, attended ? plan.attention_at : plan.vector_at[kGateUp],
+                       attended ? plan.attention_length : plan.vector_length[kGateUp],
+                       attended ? plan.attention_rows : plan.act_rows);
+      } else {
+        float bias = 0.0f;
+        if (kind == kQkv && weights.qkv_bias != nullptr && w.thread < slices[kQkv].count)
+          bias = to_float(static_cast<const T*>(weights.qkv_bias)[slices[kQkv].first + w.thread]);
+        const bool second = kind == kGateUp;  // of the layer's two; the first follows the last layer's kDown
+        gather_hidden<T>(w, layer == 0 && !second, second ? kOut : kDown, step_number * s.layers + layer + second,
+                         (layer & 1) ^ (second ? 0 : 1), second ? weights.post_norm : head ? s.final_norm : weights.input_norm);
+        if (kind == kQkv && w.thread < slices[kQkv].count) w.shared<float>(plan.bias_at)[w.thread] = bias;
+        w.tag = step_number * s.layers + layer + 1;
+        w.parity = layer & 1;
       }
       mark();
-      product<T>(w, kind, best);
+      if (head) {
+        workers_sync();  // the sums of squares, see gather_hidden
+        head_product<T>(w, best);
+      } else {
+        product<T>(w, kind);
+      }
     }
   }
   finish_step(w, step_number, best);
   mark();
+}
+
+// The block's slice of a matrix.
+__device__ __forceinline__ void own_slice(const Worker& w, int kind) {
+  const MatrixPlan& m = w.plan.matrix[kind];
+  const long long dealt = m.rows / m.granule;
+  Slice slice;
+  slice.first = static_cast<int>(dealt * blockIdx.x / gridDim.x) * m.granule;
+  slice.count = static_cast<int>(dealt * (blockIdx.x + 1) / gridDim.x) * m.granule - slice.first;
+  slice.slots = ceil_div(slice.count, m.tile_rows) * m.chunks * (kind == kGateUp ? 2 : 1);
+  slice.units = slice.slots * m.parts;
+  w.shared<Slice>(w.plan.slices_at)[kind] = slice;
+}
+
+// The block's units of the layer matrices, so that no warp has to divide in the middle of a layer.
+__device__ __forceinline__ void list_units(const Worker& w) {
+#pragma unroll 1
+  for (int kind = kQkv; kind < kHead; ++kind) {
+    const MatrixPlan& m = w.plan.matrix[kind];
+    const Slice slice = w.shared<Slice>(w.plan.slices_at)[kind];
+#pragma unroll 1
+    for (int i = w.thread; i < slice.units; i += kThreads) {
+      const int part = i % m.parts, slot = i / m.parts, chunk = slot % m.chunks;
+      const int tile = slot / m.chunks / (kind == kGateUp ? 2 : 1), columns = min(m.chunk_steps, m.steps - chunk * m.chunk_steps);
+      Unit unit{};
+      unit.slot = slot;
+      unit.rows = min(m.tile_rows, slice.count - tile * m.tile_rows);
+      unit.first = min(part * m.part_steps, columns);  // the last chunk may be too short for every part
+      unit.steps = min(m.part_steps, columns - unit.first);
+      unit.act_step = chunk * m.chunk_steps + unit.first;
+      unit.arrivals = kSlotArrivals / m.parts + (part == 0 ? kSlotArrivals % m.parts : 0);
+      w.shared<Unit>(w.plan.units_at)[m.units_at + i] = unit;
+    }
+  }
 }
 
 // What every thread of the block needs before the first layer.
@@ -304,25 +369,24 @@ __device__ __forceinline__ void prepare(Worker& w) {
   const DecodeStep& s = w.step;
   const DecodePlan& plan = w.plan;
   int* rows = w.shared<int>(plan.rows_at);
-  int* slices = w.shared<int>(plan.slices_at);
   if (w.thread == 0) {
     for (int slot = 0; slot < plan.slots; ++slot) {
       barrier_init(w.full + slot * 8, 1);
-      barrier_init(w.empty + slot * 8, kWarps);
+      barrier_init(w.empty + slot * 8, kSlotArrivals);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  if (w.thread < kKinds) own_slice(plan.matrix[w.thread], slices[2 * w.thread], slices[2 * w.thread + 1]);
+  if (w.thread < kKinds) own_slice(w, w.thread);
   auto* table = w.shared<unsigned long long>(plan.table_at);
   for (int i = w.thread; i < s.layers * kLayerPointers; i += kThreads)
     table[i] = reinterpret_cast<const unsigned long long*>(s.layer_table)[i];
   if (w.thread < s.rows) {
     const int context = s.slot_mapping[w.thread] < 0 ? 0 : s.context_lens[w.thread];
-    const int chunks = cached_chunks(context), per_split = max(1, ceil_div(chunks, s.max_splits));
+    const int chunks = cached_chunks(context), per_split = max(1, ceil_div(chunks, s.max_splits - 1));
     rows[w.thread] = context;
     rows[kMaxDecodeRows + w.thread] = per_split;
-    rows[2 * kMaxDecodeRows + w.thread] = ceil_div(chunks, per_split);
+    rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, per_split) + 1;
   }
   float* rope = w.shared<float>(plan.rope_at);
   for (int i = w.thread; i < s.rows * (D / 2); i += kThreads) {
@@ -338,10 +402,11 @@ __device__ __forceinline__ void prepare(Worker& w) {
     rows[3 * kMaxDecodeRows] = most * s.rows * s.kv_heads;  // attention items
   }
   float* own = w.shared<float>(plan.own_at);
-  const int first = slices[2 * kOut], count = slices[2 * kOut + 1];  // kDown is divided in the same way
-  for (int i = w.thread; i < s.rows * count; i += kThreads)
+  list_units(w);
+  const Slice hidden = w.shared<Slice>(plan.slices_at)[kOut];  // kDown is divided in the same way
+  for (int i = w.thread; i < s.rows * hidden.count; i += kThreads)
     own[i / s.rows * kMaxDecodeRows + i % s.rows] =
-        to_float(static_cast<const T*>(s.embedding)[s.token_ids[i % s.rows] * s.hidden + first + i / s.rows]);
+        to_float(static_cast<const T*>(s.embedding)[s.token_ids[i % s.rows] * s.hidden + hidden.first + i / s.rows]);
 }
 
 template <typename T, int D>

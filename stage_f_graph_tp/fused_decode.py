@@ -29,9 +29,9 @@ class Tuning:
 
     Attributes:
         max_splits: pieces one attention may be cut into, 1 to 64.
-        replicas: copies of every exchanged vector, 1 to 8: 132 readers of one copy queue at the same lines of L2.
+        replicas: copies of every exchanged vector, 1 to 4: 132 readers of one copy queue at the same lines of L2.
         backoff_ns: pause between two looks at a word that is not there yet.
-        slot_bytes: size of a slot of the weight ring, about.
+        slot_bytes: size of a slot of the weight ring, about; 0: 8 rows of the hidden size.
         flags: what a measurement leaves out (`kSkip…` in csrc/decode_step.h); 0 for right results.
         timeout_ms: a wait longer than this ends in an error instead of a hang.
     """
@@ -39,7 +39,7 @@ class Tuning:
     max_splits: int = 64
     replicas: int = 4
     backoff_ns: int = 0
-    slot_bytes: int = 18560
+    slot_bytes: int = 0
     flags: int = 0
     timeout_ms: int = 2000
 
@@ -70,13 +70,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, ro
         return f"{config.num_heads} heads share {config.num_kv_heads} KV heads; the kernel has up to 8 to one"
     if config.hidden_size % 32 or config.intermediate_size % 32:
         return f"hidden size {config.hidden_size} and MLP size {config.intermediate_size} must be multiples of 32"
-    if block_size % 16:
-        return f"the page size is {block_size}; the kernel needs a multiple of 16"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"the page size is {block_size}; the kernel needs a power of two of at least 16"
     if rows > MAX_ROWS:
         return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
-    limit = 4096 if rows <= 4 else 2048
-    if config.hidden_size > limit:
-        return f"the hidden size is {config.hidden_size}; for {rows} requests the kernel takes up to {limit}"
     return ""
 
 
