@@ -172,9 +172,11 @@ class Engine:
         ended: list[BatchSequence] = []
         sampling = step.sequences if all(step.samples) else [entry.sequence for entry in step if entry.samples]
         logprobs = sampled.logprobs or [None] * len(sampling)
+        num_surplus = 0  # tokens of sequences that had ended before
         for sequence, token_id, logprob in zip(sampling, sampled.token_ids, logprobs, strict=True):
             sequence.num_pending_tokens -= 1
             if sequence.state is State.FINISHED:
+                num_surplus += 1
                 continue
             completion = sequence.completion
             text = completion.append(token_id, logprob)
@@ -194,6 +196,7 @@ class Engine:
         for sequence in ended:
             self.scheduler.remove(sequence)
         self.counters.num_finished += len(ended)
+        self.counters.num_generated_tokens += len(sampling) - num_surplus
         if self.trace:
             self.trace.write(step, pages, ended, self.scheduler, now)
         if not self.has_unfinished():
@@ -204,7 +207,6 @@ class Engine:
         counters = self.counters
         counters.num_steps += len(step) > 0
         counters.num_prefill_tokens += step.total_tokens - step.num_decodes - step.num_recomputed
-        counters.num_generated_tokens += sum(step.samples)
         counters.num_recomputed_tokens += step.num_recomputed
         counters.num_preemptions += len(step.preempted)
         counters.num_cached_tokens += sum(s.num_cached_tokens for s in step.admitted if s.num_preemptions == 0)

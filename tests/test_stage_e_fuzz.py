@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fake_model import VOCAB, answer_alone, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from stage_e_batching.engine import Engine
 
 PHRASES = [[(3 * i + phrase * 7) % (VOCAB - 1) + 1 for i in range(60)] for phrase in range(3)]
 
@@ -56,8 +59,10 @@ def settings_of_engine(draw) -> dict[str, object]:
     }
 
 
-def run_and_compare(requests: list[Arrival], options: dict[str, object]) -> None:
-    engine = make_engine(**options)
+def run_and_compare(
+    requests: list[Arrival], options: dict[str, object], make: Callable[..., Engine] = make_engine
+) -> Engine:
+    engine = make(**options)
     scheduler = engine.scheduler
     max_total_len = min(options["max_model_len"], scheduler.capacity + 1)
     expected, outputs, aborts = {}, {}, {}
@@ -90,6 +95,7 @@ def run_and_compare(requests: list[Arrival], options: dict[str, object]) -> None
         assert now < 3000, f"no end in sight: {engine.stats()}"
     assert outputs == expected
     assert scheduler.block_manager.num_used == 0
+    return engine
 
 
 def check_books(engine) -> None:
