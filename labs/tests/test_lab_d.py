@@ -1,0 +1,314 @@
+"""Judges lab D. The Triton kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import stage_d_paged.attention.reference as reference
+import stage_d_paged.attention.triton_decode as triton_decode
+import stage_d_paged.attention.triton_store as triton_store
+import stage_d_paged.llm as stage
+from labs.exercises import WORK, load_labs
+from labs.judge import WORK_VARIABLE
+from labs.mutants import assert_catches
+from labs.tests.support import check_whole_stage, completion_of, request_of
+from stage_d_paged import batch, layers
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.sequence import Sequence
+
+CPU = torch.device("cpu")
+
+
+def sequence_of(tokens: list[int], table: list[int] = (), computed: int = 0) -> Sequence:
+    sequence = Sequence(request_of(list(tokens)), completion_of(list(tokens)))
+    sequence.block_table = list(table)
+    sequence.num_computed_tokens = computed
+    return sequence
+
+
+class TestRotate:
+    def test_each_pair_turns_by_its_angle(self):
+        torch.manual_seed(0)
+        x, angles = torch.randn(3, 2, 8), torch.randn(3, 4)
+        cos, sin = angles.cos(), angles.sin()
+        tables = torch.stack((cos, cos), 1).unsqueeze(1), torch.stack((-sin, sin), 1).unsqueeze(1)
+        out = layers.rotate(x, *tables)
+        assert out.shape == x.shape, f"[tokens, heads, head_dim] stays, got {list(out.shape)}"
+        x1, x2 = x[..., :4], x[..., 4:]
+        c, s = cos[:, None], sin[:, None]
+        expected = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
+        assert torch.allclose(out, expected, atol=1e-6), "(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), halves apart"
+
+    def test_lengths_and_relative_angles_stay(self):
+        x = torch.randn(2, 1, 8)
+        angles = torch.tensor([[0.0] * 4, [1.0] * 4])
+        cos, sin = angles.cos(), angles.sin()
+        out = layers.rotate(x, torch.stack((cos, cos), 1).unsqueeze(1), torch.stack((-sin, sin), 1).unsqueeze(1))
+        assert torch.allclose(out[0], x[0], atol=1e-6), "position 0 does not turn"
+        assert torch.allclose(out.norm(dim=-1), x.norm(dim=-1), atol=1e-5), "a rotation keeps lengths"
+
+
+class TestFlatBatch:
+    def test_a_prefill_in_two_pages_beside_a_decode(self):
+        first = sequence_of([10, 11, 12, 13, 14, 15], table=[4, 1])
+        second = sequence_of([20, 21, 22, 23], table=[2])
+        out = batch.flat_batch([batch.Chunk(first, 0, 6), batch.Chunk(second, 3, 1)], 4, CPU)
+        meta = out.metadata
+        assert out.input_ids.tolist() == [10, 11, 12, 13, 14, 15, 23], f"got input_ids {out.input_ids.tolist()}"
+        assert out.positions.tolist() == [0, 1, 2, 3, 4, 5, 3], f"got positions {out.positions.tolist()}"
+        slots = meta.slot_mapping.tolist()
+        assert slots == [16, 17, 18, 19, 4, 5, 11], f"position 5 of block table [4, 1] is slot 1 * 4 + 1 = 5; got {slots}"
+        assert meta.cu_seqlens_q.tolist() == [0, 6, 7], f"got cu_seqlens_q {meta.cu_seqlens_q.tolist()}"
+        assert meta.context_lens.tolist() == [6, 4], f"the last token sees 6 and 4 keys, got {meta.context_lens.tolist()}"
+        assert meta.block_tables.tolist() == [[4, 1], [2, -1]], f"got block_tables {meta.block_tables.tolist()}"
+        assert (meta.max_query_len, meta.max_context_len) == (6, 6)
+        assert out.last_rows.tolist() == [5, 6], f"the rows of the last tokens are 5 and 6, got {out.last_rows.tolist()}"
+        dtypes = (out.input_ids.dtype, meta.slot_mapping.dtype, meta.cu_seqlens_q.dtype, meta.block_tables.dtype)
+        assert dtypes == (torch.int64, torch.int64, torch.int32, torch.int32), f"got dtypes {dtypes}"
+
+    def test_a_chunk_starts_where_it_is_told_and_takes_no_page_too_many(self):
+        sequence = sequence_of(list(range(12)), table=[3, 5, 0])
+        out = batch.flat_batch([batch.Chunk(sequence, 4, 4)], 4, CPU)
+        assert out.input_ids.tolist() == [4, 5, 6, 7]
+        assert out.metadata.slot_mapping.tolist() == [20, 21, 22, 23], f"got {out.metadata.slot_mapping.tolist()}"
+        assert out.metadata.context_lens.tolist() == [8], "the chunk's last token sees itself and what came before"
+        assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens lie in 2 pages"
+
+    def test_the_first_token_of_a_new_page(self):
+        sequence = sequence_of(list(range(9)), table=[1, 0, 6])
+        out = batch.flat_batch([batch.Chunk(sequence, 8, 1)], 4, CPU)
+        assert out.metadata.slot_mapping.tolist() == [24], "token 8 with 4 a page is the first of its third page"
+
+    def test_a_finished_sequence_keeps_its_row_and_touches_nothing(self):
+        done, live = sequence_of([5, 6], table=[7]), sequence_of([1, 2, 3], table=[2])
+        done.completion.finish("length")
+        out = batch.flat_batch([batch.Chunk(done, 2, 1), batch.Chunk(live, 2, 1)], 4, CPU)
+        meta = out.metadata
+        assert len(out.input_ids) == 2, "the seat stays: one row of padding"
+        assert meta.slot_mapping.tolist() == [-1, 10], f"padding writes to slot -1, got {meta.slot_mapping.tolist()}"
+        assert meta.context_lens.tolist() == [0, 3], f"padding sees no key, got {meta.context_lens.tolist()}"
+        assert out.last_rows.tolist() == [1], f"only live sequences have a last row, got {out.last_rows.tolist()}"
+
+
+def computed(manager: BlockManager, sequence: Sequence) -> Sequence:
+    """Let a sequence's prompt be prefilled."""
+    assert manager.allocate(sequence, len(sequence))
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    manager.confirm()
+    return sequence
+
+
+class TestAllocate:
+    def test_pages_for_the_tokens_and_no_more(self):
+        manager = BlockManager(10, 4, enable_prefix_caching=False)
+        sequence = sequence_of(range(9))
+        assert manager.allocate(sequence, 9) is True
+        assert len(set(sequence.block_table)) == 3, f"9 tokens at 4 a page take 3 pages, got {sequence.block_table}"
+        assert manager.num_used == 3
+        assert manager.allocate(sequence, 12) is True and len(sequence.block_table) == 3, "token 12 still fits"
+        assert manager.allocate(sequence, 13) is True and len(sequence.block_table) == 4, "token 13 takes a page"
+        manager.check_invariants([sequence])
+
+    def test_too_few_pages_change_nothing(self):
+        manager = BlockManager(3, 4, enable_prefix_caching=False)
+        held, refused = sequence_of(range(8)), sequence_of(range(8))
+        assert manager.allocate(held, 8)
+        assert manager.allocate(refused, 8) is False, "2 pages are wanted and 1 is free"
+        assert refused.block_table == [] and manager.num_free == 1, "a refusal must leave everything as it was"
+        manager.check_invariants([held])
+
+    def test_the_watermark_stays_free(self):
+        manager = BlockManager(5, 4, enable_prefix_caching=False)
+        assert manager.allocate(sequence_of(range(12)), 12, watermark=3) is False, "3 + 3 pages do not fit in 5"
+        assert manager.allocate(sequence_of(range(8)), 8, watermark=3) is True, "2 + 3 do"
+
+    def test_a_cached_prefix_is_shared(self):
+        manager = BlockManager(10, 4)
+        first = computed(manager, sequence_of(range(8)))
+        second = sequence_of([*range(8), 50, 51])
+        assert manager.allocate(second, 10)
+        assert second.block_table[:2] == first.block_table, "both full pages of the prefix are in the cache"
+        assert (second.num_computed_tokens, second.num_cached_tokens) == (8, 8), "8 tokens need not run again"
+        assert second.num_indexed_blocks == 2, "the cache knows these blocks already"
+        assert manager.num_used == 3, f"3 distinct pages are in use, got {manager.num_used}"
+        manager.check_invariants([first, second])
+
+    def test_a_cached_page_that_nobody_holds_leaves_the_free_list(self):
+        manager = BlockManager(4, 4)
+        first = computed(manager, sequence_of(range(8)))
+        manager.free(first)
+        second = sequence_of([*range(8), 9, 10])
+        assert manager.allocate(second, 10) and manager.num_used == 3
+        manager.check_invariants([second])
+
+    def test_revived_pages_count_as_taken(self):
+        manager = BlockManager(3, 4)
+        manager.free(computed(manager, sequence_of(range(8))))
+        wants_all = sequence_of([*range(8), *range(60, 68)])
+        assert manager.allocate(wants_all, 16) is False, "2 cached pages and 2 fresh ones are more than the 3 there are"
+        assert manager.num_free == 3
+        manager.check_invariants([])
+
+    def test_after_a_preemption_the_cached_tokens_of_the_request_stay_as_they_were(self):
+        manager = BlockManager(10, 4)
+        first = computed(manager, sequence_of(range(9)))
+        manager.free(first)
+        first.num_preemptions = 1
+        assert manager.allocate(first, 9)
+        assert (first.num_computed_tokens, first.num_cached_tokens) == (8, 0), "it found its own pages, not somebody's"
+
+
+class TestFindCached:
+    def test_the_longest_prefix_of_full_pages(self):
+        manager = BlockManager(10, 4)
+        first = computed(manager, sequence_of(range(11)))
+        assert manager._find_cached(sequence_of([*range(11), 99])) == first.block_table[:2], "2 of its pages are full"
+        assert manager._find_cached(sequence_of([*range(4), 99, 98, 97, 96, 95])) == first.block_table[:1]
+        assert manager._find_cached(sequence_of([99, *range(1, 11)])) == [], "another first token, another prefix"
+
+    def test_the_last_token_always_runs(self):
+        manager = BlockManager(10, 4)
+        first = computed(manager, sequence_of(range(8)))
+        found = manager._find_cached(sequence_of(range(8)))
+        assert found == first.block_table[:1], f"8 tokens, all cached: the last must run for its logits, got {found}"
+
+    def test_equal_blocks_after_different_prefixes_are_different(self):
+        manager = BlockManager(10, 4)
+        computed(manager, sequence_of([1, 2, 3, 4, 9, 9, 9, 9]))
+        assert manager._find_cached(sequence_of([5, 6, 7, 8, 9, 9, 9, 9, 0])) == []
+
+    def test_it_ends_at_the_first_gap(self):
+        manager = BlockManager(3, 4)
+        manager.free(computed(manager, sequence_of(range(12))))
+        computed(manager, sequence_of(range(50, 54)))  # takes the page that was freed first: the last block's
+        found = manager._find_cached(sequence_of(range(13)))
+        assert len(found) == 2, f"blocks 0 and 1 are still there, got {len(found)} pages"
+
+    def test_switched_off_it_finds_nothing(self):
+        manager = BlockManager(10, 4, enable_prefix_caching=False)
+        computed(manager, sequence_of(range(8)))
+        assert manager._find_cached(sequence_of(range(9))) == []
+
+
+def pool_and_query(contexts: list[int], page: int, heads: int, kv_heads: int, head_dim: int, width: int):
+    """A pool whose pages are dealt out at random; unused places hold NaN, which nobody may read."""
+    generator = torch.Generator().manual_seed(sum(contexts) + page)
+    blocks = len(contexts) * width + 2
+    k_cache, v_cache = (torch.randn(blocks, page, kv_heads, head_dim, generator=generator) for _ in range(2))
+    order = torch.randperm(blocks, generator=generator).tolist()
+    tables = torch.full((len(contexts), width), -1, dtype=torch.int32)
+    for s, context in enumerate(contexts):
+        pages = [order.pop() for _ in range(-(-context // page))]
+        tables[s, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        if context % page:
+            k_cache[pages[-1], context % page :] = torch.nan
+            v_cache[pages[-1], context % page :] = torch.nan
+    for spare in order:
+        k_cache[spare] = v_cache[spare] = torch.nan
+    query = torch.randn(len(contexts), heads, head_dim, generator=generator)
+    return query, k_cache, v_cache, torch.tensor(contexts, dtype=torch.int32), tables
+
+
+def attend_by_hand(query, k_cache, v_cache, contexts, tables, scale) -> Tensor:
+    out = torch.zeros_like(query)
+    page, kv_heads = k_cache.shape[1:3]
+    for s, context in enumerate(contexts.tolist()):
+        slots = [(int(tables[s, i // page]), i % page) for i in range(context)]
+        for head in range(query.shape[1] if context else 0):
+            kv = head * kv_heads // query.shape[1]
+            keys = torch.stack([k_cache[block, offset, kv] for block, offset in slots]).double()
+            values = torch.stack([v_cache[block, offset, kv] for block, offset in slots]).double()
+            out[s, head] = ((keys @ query[s, head].double() * scale).softmax(0) @ values).float()
+    return out
+
+
+class TestReferenceDecode:
+    @pytest.mark.parametrize("page", [1, 4, 16])
+    def test_it_reads_the_right_slots(self, page: int):
+        inputs = pool_and_query([5, 1, 13, 8], page, heads=6, kv_heads=2, head_dim=8, width=-(-13 // page))
+        out = reference._decode(*inputs, 0.3)
+        assert out.shape == inputs[0].shape, f"[seqs, heads, head_dim] expected, got {list(out.shape)}"
+        assert not out.isnan().any(), "a slot that nobody has written was read: mask by the context's length"
+        assert torch.allclose(out, attend_by_hand(*inputs, 0.3), atol=1e-5), "wrong slots, wrong heads, or wrong scale"
+
+    def test_a_padding_sequence_gets_zeros(self):
+        inputs = pool_and_query([3, 0], 4, heads=2, kv_heads=2, head_dim=8, width=1)
+        out = reference._decode(*inputs, 0.5)
+        assert not out[1].any(), "a context of 0 sees no key: its output is zero"
+        assert torch.allclose(out, attend_by_hand(*inputs, 0.5), atol=1e-5)
+
+
+class TestStoreKernel:
+    def test_rows_go_to_their_slots_and_minus_one_goes_nowhere(self):
+        k_cache, v_cache = torch.zeros(4, 4, 3, 8), torch.zeros(4, 4, 3, 8)  # 3 heads of 8: no power of two
+        key, value = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+        slots = torch.tensor([9, -1, 0, 15, 4])
+        triton_store.store(key, value, k_cache, v_cache, slots)
+        expected_k, expected_v = torch.zeros(16, 3, 8), torch.zeros(16, 3, 8)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected_k[slot], expected_v[slot] = key[token], value[token]
+        assert torch.equal(k_cache.view(16, 3, 8), expected_k), "row t of key belongs at slot_mapping[t]; -1 is nowhere"
+        assert torch.equal(v_cache.view(16, 3, 8), expected_v), "and so does row t of value"
+
+    def test_tokens_need_not_lie_side_by_side(self):
+        qkv = torch.randn(3, 6, 4)  # [tokens, heads + 2 kv_heads, head_dim]: keys and values are views into it
+        key, value = qkv[:, 2:4], qkv[:, 4:]
+        k_cache, v_cache = torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 4)
+        triton_store.store(key, value, k_cache, v_cache, torch.tensor([1, 3, 0]))
+        assert torch.equal(k_cache.view(4, 2, 4)[[1, 3, 0]], key), "use key_stride from one token to the next"
+        assert torch.equal(v_cache.view(4, 2, 4)[[1, 3, 0]], value)
+
+
+class TestDecodeKernel:
+    def attend(self, contexts: list[int], page: int, heads: int, kv_heads: int, head_dim: int, programs: int = 1):
+        width = -(-max(contexts) // page)
+        query, k_cache, v_cache, lens, tables = pool_and_query(contexts, page, heads, kv_heads, head_dim, width)
+        meta = AttentionMetadata(
+            cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32), context_lens=lens,
+            slot_mapping=torch.zeros(len(contexts), dtype=torch.int64), block_tables=tables, max_query_len=1,
+            max_context_len=max(contexts),
+        )  # fmt: skip
+        out, arrivals = torch.full_like(query, torch.nan), torch.zeros(64, dtype=torch.int32)
+        config = triton_decode.DecodeConfig(16, num_warps=4, num_stages=1, programs_per_sm=programs, split_keys=16)
+        triton_decode.decode(query, k_cache, v_cache, meta, 0.3, out, arrivals, sm_count=1, config=config)
+        assert not arrivals.any(), "the counters of the splits must be zero again after the launch"
+        return out, attend_by_hand(query, k_cache, v_cache, lens, tables, 0.3)
+
+    @pytest.mark.parametrize("page", [4, 16])
+    def test_one_split(self, page: int):
+        out, expected = self.attend([7, 1, 15], page, heads=4, kv_heads=2, head_dim=16)
+        assert not out.isnan().any(), "rows are missing, or keys past the context were used"
+        assert torch.allclose(out, expected, atol=1e-4), f"largest error {float((out - expected).abs().max()):.3g}"
+
+    def test_head_sizes_that_are_no_power_of_two(self):
+        out, expected = self.attend([9], 4, heads=3, kv_heads=1, head_dim=12)
+        assert torch.allclose(out, expected, atol=1e-4), "columns from HEAD_DIM to HEAD_PAD must be masked"
+
+    def test_a_long_context_is_split_and_combined(self):
+        out, expected = self.attend([70, 20, 33], 16, heads=2, kv_heads=1, head_dim=16, programs=12)
+        assert torch.allclose(out, expected, atol=1e-4), "each split takes every splits-th block; the last one combines"
+
+    def test_a_padding_sequence_gets_zeros(self):
+        out, expected = self.attend([5, 0], 4, heads=2, kv_heads=2, head_dim=16)
+        assert not out[1].any(), "no keys: zeros, not a division by zero"
+        assert torch.allclose(out, expected, atol=1e-4)
+
+
+class TestBreakIt:
+    def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
+        exercise = load_labs()["d"].exercises[-1]
+        work = Path(os.environ.get(WORK_VARIABLE, WORK))
+        assert_catches(exercise.copy_in(work), "d", exercise.message)
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM, num_kvcache_blocks=64)

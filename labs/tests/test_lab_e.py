@@ -1,0 +1,381 @@
+"""Judges lab E. No model is needed: the scheduler is plain Python, and a step's tokens are made up here."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import stage_e_batching.llm as stage
+import stage_e_batching.sampler as sampler
+from labs.exercises import WORK, load_labs
+from labs.judge import WORK_VARIABLE
+from labs.mutants import assert_catches
+from labs.tests.support import check_whole_stage, request_of
+from stage_a_naive.sampling import SamplingParams, apply_penalties
+from stage_e_batching.penalties import PenaltyState
+from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
+
+CPU = torch.device("cpu")
+
+
+def scheduler_of(num_blocks: int = 100, **options: object) -> Scheduler:
+    defaults = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    return Scheduler(num_blocks=num_blocks, **defaults | options)
+
+
+def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 20, phrase: int = 0) -> BatchSequence:
+    """Queue a request whose prompt shares no page with those of other phrases."""
+    prompt = [1000 * phrase + i for i in range(prompt_len)]
+    sequence = BatchSequence(request_of(prompt, max_tokens), max_total_tokens=prompt_len + max_tokens)
+    scheduler.add(sequence)
+    return sequence
+
+
+def finish(scheduler: Scheduler, step: ScheduledStep) -> None:
+    """The step ran: its tokens arrive, and sequences that have all of theirs leave."""
+    for entry in step:
+        if entry.samples:
+            entry.sequence.num_pending_tokens -= 1
+            entry.sequence.token_ids.append(7)
+    scheduler.block_manager.confirm()
+    for entry in step:
+        if len(entry.sequence) >= entry.sequence.max_total_tokens:
+            scheduler.remove(entry.sequence)
+
+
+def decoding(scheduler: Scheduler, *prompt_lens: int, max_tokens: int = 20) -> list[BatchSequence]:
+    """Requests whose prompts have run, and that have one token each."""
+    sequences = [add(scheduler, length, max_tokens, phrase) for phrase, length in enumerate(prompt_lens, 1)]
+    while any(sequence.state is not State.DECODING for sequence in sequences):
+        finish(scheduler, scheduler.schedule())
+    return sequences
+
+
+def new_step() -> ScheduledStep:
+    return ScheduledStep(99, 0.0)
+
+
+def check_books(scheduler: Scheduler) -> None:
+    scheduler.block_manager.check_invariants(scheduler.unfinished)
+    rows = [s.row for s in scheduler.prefilling + scheduler.decoding]
+    assert len(set(rows)) == len(rows) and -1 not in rows, f"running sequences sit in rows {rows}"
+    for name, state in (("waiting", State.WAITING), ("prefilling", State.PREFILLING), ("decoding", State.DECODING)):
+        queue = getattr(scheduler, name)
+        assert all(s.state is state for s in queue), f"the queue {name} holds {[s.state.name for s in queue]}"
+        arrivals = [s.arrival for s in queue]
+        assert arrivals == sorted(arrivals), f"{name} must stay in order of arrival, got {arrivals}"
+
+
+class TestTopK:
+    def test_every_row_has_its_own_k(self):
+        rows = torch.tensor([[1.0, 4.0, 3.0, 2.0]] * 3)
+        out = sampler._keep_top_k(rows, np.array([1, 3, 0]))
+        kept = [[i for i, v in enumerate(row) if v > -math.inf] for row in out.tolist()]
+        assert kept == [[1], [1, 2, 3], [0, 1, 2, 3]], f"k = 1, 3 and 0 (all) keep {kept}"
+        assert out[1].tolist() == [-math.inf, 4.0, 3.0, 2.0], "what is kept keeps its value"
+
+    def test_ties_with_the_kth_stay(self):
+        out = sampler._keep_top_k(torch.tensor([[2.0, 1.0, 2.0, 2.0]]), np.array([2]))
+        assert out.tolist() == [[2.0, -math.inf, 2.0, 2.0]], f"three are as high as the second, got {out.tolist()}"
+
+
+class TestPenaltyState:
+    def state_of(self, *requests: tuple[list[int], list[int], dict]) -> tuple[PenaltyState, list[SamplingParams]]:
+        state, params = PenaltyState(8, 10, CPU), []
+        for seat, (prompt, output, options) in enumerate(requests):
+            sequence = BatchSequence(request_of(prompt, **options))
+            sequence.row = seat
+            sequence.token_ids += output
+            params.append(sequence.request.params)
+            state.seat(sequence, sequence.request.params)
+        return state, params
+
+    def test_it_is_stage_as_penalty_row_for_row(self):
+        torch.manual_seed(0)
+        requests = [
+            ([1, 2, 2], [3, 3, 4], {"repetition_penalty": 1.5}),
+            ([5], [6, 6, 6], {"presence_penalty": 0.5, "frequency_penalty": -0.25}),
+            ([0, 9], [], {}),
+            ([7], [7, 8], {"repetition_penalty": 0.8, "frequency_penalty": 1.0}),
+        ]
+        state, params = self.state_of(*requests)
+        logits = torch.randn(4, 10)
+        before = logits.clone()
+        out = state.apply(logits, np.arange(4))
+        expected = apply_penalties(before, params, [r[0] for r in requests], [r[1] for r in requests])
+        assert torch.equal(logits, before), "the logits that were given must not be changed"
+        assert out.dtype == torch.float32
+        for row in range(4):
+            assert torch.allclose(out[row], expected[row]), f"row {row} with {requests[row][2]} differs from stage A"
+
+    def test_rows_are_found_by_their_seats(self):
+        state, params = self.state_of(([1], [2], {}), ([1], [2, 2], {"frequency_penalty": 1.0}))
+        out = state.apply(torch.zeros(2, 10), np.array([1, 0]))
+        assert out[0, 2] == -2 and not out[1].any(), "row 0 of the logits belongs to seat 1 here"
+
+
+class TestChunk:
+    def prefilling(self, scheduler: Scheduler, length: int) -> BatchSequence:
+        sequence = add(scheduler, length)
+        assert scheduler.block_manager.allocate(sequence, length)
+        scheduler.waiting.remove(sequence)
+        sequence.state, sequence.row = State.PREFILLING, scheduler._free_rows.pop()
+        scheduler.prefilling.append(sequence)
+        return sequence
+
+    def test_a_prompt_is_cut_to_the_budget(self):
+        scheduler, step = scheduler_of(), new_step()
+        sequence = self.prefilling(scheduler, 10)
+        assert scheduler._schedule_chunk(sequence, step, 6) == 6, "it returns how many tokens it took"
+        assert (step.starts, step.num_tokens, step.samples) == ([0], [6], [False]), (
+            "6 of 10 tokens from 0 on, and no token is drawn before the prompt ends"
+        )
+        assert sequence.num_computed_tokens == 6 and sequence.state is State.PREFILLING
+        assert sequence.num_pending_tokens == 0
+
+    def test_the_last_chunk_samples_and_the_sequence_decodes(self):
+        scheduler = scheduler_of()
+        sequence = self.prefilling(scheduler, 10)
+        scheduler._schedule_chunk(sequence, new_step(), 6)
+        step = new_step()
+        assert scheduler._schedule_chunk(sequence, step, 16) == 4, "4 tokens are left"
+        assert (step.starts, step.num_tokens, step.samples) == ([6], [4], [True]), f"got {step}"
+        assert sequence.num_pending_tokens == 1, "a token is on its way now"
+        assert sequence.state is State.DECODING and scheduler.decoding == [sequence] and scheduler.prefilling == []
+
+    def test_full_pages_can_be_shared_at_once(self):
+        scheduler = scheduler_of()
+        first = self.prefilling(scheduler, 10)
+        scheduler._schedule_chunk(first, new_step(), 9)
+        twin = BatchSequence(request_of([*range(10), 77]))
+        cached = scheduler.block_manager.count_cached_tokens(twin)
+        assert cached == 8, f"9 tokens are scheduled, so 2 pages of 4 can be found by the next request; got {cached}"
+
+    def test_tokens_that_ran_before_a_preemption_are_counted(self):
+        scheduler, step = scheduler_of(), new_step()
+        sequence = self.prefilling(scheduler, 10)
+        sequence.highest_computed = 4
+        scheduler._schedule_chunk(sequence, step, 6)
+        assert step.num_recomputed == 4, f"tokens 0 to 3 had run before, got {step.num_recomputed}"
+
+    def test_decoding_stays_in_order_of_arrival(self):
+        scheduler = scheduler_of()
+        early, late = self.prefilling(scheduler, 12), self.prefilling(scheduler, 4)
+        scheduler._schedule_chunk(late, new_step(), 16)
+        scheduler._schedule_chunk(early, new_step(), 16)
+        assert [s.arrival for s in scheduler.decoding] == [0, 1], "the earlier request stands first, whoever ends first"
+
+
+class TestDecodes:
+    def test_one_token_of_everybody(self):
+        scheduler = scheduler_of()
+        a, b = decoding(scheduler, 5, 6)
+        step = new_step()
+        starts = [a.num_computed_tokens, b.num_computed_tokens]
+        scheduler._schedule_decodes(step)
+        assert step.sequences == [a, b] and step.starts == starts, f"got {step}"
+        assert step.num_tokens == [1, 1] and step.samples == [True, True] and step.num_decodes == 2
+        assert [a.num_computed_tokens, b.num_computed_tokens] == [starts[0] + 1, starts[1] + 1]
+        assert a.num_pending_tokens == b.num_pending_tokens == 1
+
+    def test_a_token_that_begins_a_page_gets_one(self):
+        scheduler = scheduler_of()
+        [sequence] = decoding(scheduler, 4)
+        step = new_step()
+        scheduler._schedule_decodes(step)  # token 4 is the first of the second page
+        assert len(sequence.block_table) == 2, f"it has {len(sequence.block_table)} page"
+        assert step.grown == [sequence], "the runner must hear that its block table has grown"
+        finish(scheduler, step)
+        step = new_step()
+        scheduler._schedule_decodes(step)
+        assert len(sequence.block_table) == 2 and step.grown == [], "token 5 fits"
+
+    def test_a_sequence_whose_last_token_is_on_its_way_waits(self):
+        scheduler = scheduler_of()
+        a, b = decoding(scheduler, 5, 5, max_tokens=3)
+        first, second, third = new_step(), new_step(), new_step()
+        for step in (first, second, third):
+            scheduler._schedule_decodes(step)  # no token has arrived in between
+        assert [len(first), len(second), len(third)] == [2, 2, 0], (
+            f"each has 1 of 3 tokens: two steps each may be ahead, got {[len(first), len(second), len(third)]}"
+        )
+        assert third.num_decodes == 0 and a.num_pending_tokens == 2
+
+    def test_without_pages_the_latest_goes(self):
+        scheduler = scheduler_of(num_blocks=2)
+        [a] = decoding(scheduler, 4, max_tokens=4)
+        b = add(scheduler, 4, 4, phrase=9)
+        scheduler.waiting.remove(b)
+        assert scheduler.block_manager.allocate(b, 4)
+        b.state, b.row, b.num_computed_tokens = State.DECODING, scheduler._free_rows.pop(), 4
+        b.token_ids.append(7)
+        scheduler.decoding.append(b)
+        step = new_step()
+        scheduler._schedule_decodes(step)
+        assert step.sequences == [a], f"the pool has 2 pages: only the earlier one runs, got {step}"
+        assert [p.sequence for p in step.preempted] == [b] and b.state is State.WAITING
+        check_books(scheduler)
+
+
+class TestGrow:
+    def full(self, prompt_len: int = 4, count: int = 2) -> tuple[Scheduler, list[BatchSequence]]:
+        """Decoding sequences with full pages, in a pool without a free one."""
+        scheduler = scheduler_of(num_blocks=count)
+        sequences = []
+        for phrase in range(1, count + 1):
+            sequence = add(scheduler, prompt_len, 4, phrase=phrase)
+            scheduler.waiting.remove(sequence)
+            assert scheduler.block_manager.allocate(sequence, prompt_len)
+            sequence.state, sequence.row = State.DECODING, scheduler._free_rows.pop()
+            sequence.num_computed_tokens = prompt_len
+            sequence.token_ids.append(7)
+            scheduler.decoding.append(sequence)
+            sequences.append(sequence)
+        return scheduler, sequences
+
+    def test_a_free_page_is_simply_taken(self):
+        scheduler = scheduler_of()
+        [sequence] = decoding(scheduler, 4)
+        step = new_step()
+        assert scheduler._grow(sequence, step) is True
+        assert len(sequence.block_table) == 2 and step.grown == [sequence] and step.preempted == []
+
+    def test_the_latest_arrival_gives_its_pages_up(self):
+        scheduler, (a, b, c) = self.full(count=3)
+        step = new_step()
+        assert scheduler._grow(a, step) is True
+        assert [p.sequence.arrival for p in step.preempted] == [2], "the last to come is the first to go"
+        assert len(a.block_table) == 2 and len(b.block_table) == 1 and c.block_table == []
+        assert c.state is State.WAITING and scheduler.waiting == [c] and step.grown == [a]
+        check_books(scheduler)
+
+    def test_the_one_that_asks_may_be_the_one_to_go(self):
+        scheduler, (a, b) = self.full()
+        step = new_step()
+        assert scheduler._grow(b, step) is False, "False: it has no seat any more"
+        assert [p.sequence for p in step.preempted] == [b] and step.grown == [] and b.state is State.WAITING
+        assert len(a.block_table) == 1, "the older one is left alone"
+        check_books(scheduler)
+
+    def test_a_prompt_under_way_counts_as_running(self):
+        scheduler, (a, b) = self.full()
+        scheduler.decoding.remove(b)
+        b.state = State.PREFILLING
+        scheduler.prefilling.append(b)
+        step = new_step()
+        assert scheduler._grow(a, step) is True and [p.sequence for p in step.preempted] == [b]
+
+    def test_a_full_page_enters_the_prefix_cache(self):
+        scheduler = scheduler_of()
+        [sequence] = decoding(scheduler, 7)
+        finish(scheduler, scheduler.schedule())  # 8 tokens computed: the second page is full
+        scheduler._grow(sequence, new_step())
+        twin = BatchSequence(request_of([*sequence.token_ids[:8], 1]))
+        assert scheduler.block_manager.count_cached_tokens(twin) == 8, "index what is full before taking a new page"
+
+
+class TestSchedule:
+    def test_decodes_first_then_prompts_under_way_then_new_ones(self):
+        scheduler = scheduler_of()
+        [a] = decoding(scheduler, 5)
+        b, c = add(scheduler, 20, phrase=5), add(scheduler, 9, phrase=6)
+        step = scheduler.schedule()
+        entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
+        assert entries == [(a.arrival, 5, 1, True), (b.arrival, 0, 15, False)], f"1 decode and 15 of b's 20; got {entries}"
+        finish(scheduler, step)
+        step = scheduler.schedule()
+        entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
+        assert entries == [(a.arrival, 6, 1, True), (b.arrival, 15, 5, True), (c.arrival, 0, 9, True)], (
+            f"a decode, the rest of b, then c; got {entries}"
+        )
+        assert step.num_decodes == 1 and step.total_tokens <= 16
+
+    def test_steps_are_numbered_and_say_why_nothing_runs(self):
+        scheduler = scheduler_of()
+        first, second = scheduler.schedule(), scheduler.schedule()
+        assert (first.number, second.number) == (0, 1), f"got {first.number} and {second.number}"
+        assert first.idle_reason, "an empty step must say why"
+        add(scheduler, 4)
+        assert scheduler.schedule().idle_reason == "", "a step that runs something has no reason to be idle"
+
+    def test_without_chunking_prompts_go_alone_and_decodes_wait(self):
+        scheduler = scheduler_of(enable_chunked_prefill=False)
+        [a] = decoding(scheduler, 5)
+        b = add(scheduler, 12, phrase=5)
+        step = scheduler.schedule()
+        assert step.sequences == [b] and step.num_tokens == [12], f"a whole prompt, in a step of its own; got {step}"
+        finish(scheduler, step)
+        step = scheduler.schedule()
+        assert step.sequences == [a, b] and step.num_decodes == 2, f"then both decode; got {step}"
+
+    def test_everybody_gets_an_answer(self):
+        scheduler = scheduler_of(num_blocks=12)
+        sequences = [add(scheduler, 3 + i, 10, phrase=i) for i in range(6)]
+        for _ in range(300):
+            finish(scheduler, scheduler.schedule())
+            check_books(scheduler)
+        assert all(s.state is State.FINISHED for s in sequences), "300 steps later some still wait"
+
+
+class TestAdmit:
+    def test_in_order_of_arrival_while_there_are_tokens(self):
+        scheduler, step = scheduler_of(), new_step()
+        a, b, c = (add(scheduler, 6, phrase=i) for i in range(3))
+        scheduler._admit(step, 10)
+        assert step.admitted == [a, b], f"10 tokens: a whole, 4 of b; got {[s.arrival for s in step.admitted]}"
+        assert step.num_tokens == [6, 4] and step.samples == [True, False] and step.grown == [a, b]
+        assert scheduler.waiting == [c] and a.row != b.row and a.row >= 0
+        assert a.state is State.DECODING and b.state is State.PREFILLING
+        assert a.first_scheduled_time == step.time
+        check_books(scheduler)
+
+    def test_no_more_than_there_are_seats(self):
+        scheduler, step = scheduler_of(max_num_seqs=2), new_step()
+        for i in range(4):
+            add(scheduler, 2, phrase=i)
+        scheduler._admit(step, 16)
+        assert len(step.admitted) == 2 and len(scheduler.waiting) == 2, "2 seats, 2 sequences"
+
+    def test_one_that_does_not_fit_may_be_overtaken_and_it_is_counted(self):
+        scheduler = scheduler_of(num_blocks=12)
+        decoding(scheduler, 8)
+        large, small = add(scheduler, 40, 4, phrase=5), add(scheduler, 4, 4, phrase=6)
+        step = new_step()
+        scheduler._admit(step, 16)
+        assert step.admitted == [small], f"the small one fits, got {[s.arrival for s in step.admitted]}"
+        assert large.times_overtaken == 1 and small.times_overtaken == 0 and large.state is State.WAITING
+        check_books(scheduler)
+
+    def test_after_enough_overtakes_nobody_passes(self):
+        scheduler = scheduler_of(num_blocks=12)
+        decoding(scheduler, 8)
+        large = add(scheduler, 40, 4, phrase=5)
+        large.times_overtaken = MAX_OVERTAKES
+        add(scheduler, 4, 4, phrase=6)
+        step = new_step()
+        scheduler._admit(step, 16)
+        assert step.admitted == [], "the large one has been passed often enough: now everybody waits for it"
+
+    def test_nobody_comes_into_a_step_that_had_to_preempt(self):
+        scheduler, step = scheduler_of(), new_step()
+        add(scheduler, 4)
+        step.preempted.append(None)
+        scheduler._admit(step, 16)
+        assert step.admitted == [], "a pool that is too small for those who run has no room for more"
+
+
+class TestBreakIt:
+    def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
+        exercise = load_labs()["e"].exercises[-1]
+        work = Path(os.environ.get(WORK_VARIABLE, WORK))
+        assert_catches(exercise.copy_in(work), "e", exercise.message)
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM, num_kvcache_blocks=64, max_num_seqs=4, max_num_batched_tokens=64)
