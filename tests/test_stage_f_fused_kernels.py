@@ -1,0 +1,127 @@
+"""The fused kernels against stage D's layers: in Triton's interpreter on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import stage_e_batching
+import stage_f_graph_tp
+from stage_a_naive.loading import resolve
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.attention.reference import store
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.layers import QKNorm, RotaryEmbedding, rotate
+
+CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
+SHAPES = [(4, 2, 16), (14, 2, 64), (3, 3, 24), (7, 1, 20), (16, 8, 128)]  # heads, KV heads, head_dim
+SLOTS = [5, -1, 0, 11, -1, 7]
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 9, 17)]
+
+
+def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
+    from stage_f_graph_tp.fused_kernels import rotate_and_store
+
+    torch.manual_seed(heads)
+    total = heads + 2 * kv_heads
+    config = ModelConfig.from_hf(resolve("random:qwen3-tiny").config)
+    object.__setattr__(config, "head_dim", head_dim)
+    rotary = RotaryEmbedding(config, 50, dtype, device)
+    norm = QKNorm(heads, kv_heads, head_dim, 1e-6, dtype, device)
+    norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
+    wide = torch.randn(len(SLOTS), total + 1, head_dim, device=device).to(dtype)  # a token's heads, and a gap
+    qkv, positions = wide[:, :total], torch.tensor([3, 0, 49, 7, 1, 20], device=device)
+    slots = torch.tensor(SLOTS, device=device)
+    pools = [torch.full((2, 3, 4, kv_heads, head_dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
+
+    qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+    turned = rotate(norm(qk) if with_norm else qk, *rotary(positions))
+    expected, key = turned.split((heads, kv_heads), dim=1)
+    store(key, value, *pools[0], slots)
+    weight = (norm.weight, norm.eps) if with_norm else None
+    query = rotate_and_store(qkv, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots, weight)
+
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    assert query.shape == (len(SLOTS), heads, head_dim) and query.is_contiguous()
+    torch.testing.assert_close(query, expected, **tolerance)
+    torch.testing.assert_close(pools[1], pools[0], **tolerance)
+    untouched = [slot for slot in range(12) if slot not in SLOTS]
+    assert (pools[1].flatten(1, 2)[:, untouched] == 7.0).all(), "a slot of no token was written"
+    assert torch.equal(pools[1][1], pools[0][1]), "values are copied, not computed"
+
+
+def check_silu_and_multiply(rows, intermediate, device, dtype):
+    from stage_f_graph_tp.fused_kernels import silu_and_multiply
+
+    gate_up = torch.randn(rows, 2 * intermediate, device=device).to(dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    found = silu_and_multiply(gate_up)
+    assert found.shape == (rows, intermediate) and found.dtype == dtype
+    expected = F.silu(gate.float()) * up.float()
+    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+
+@interpreted
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_interpreted_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim, with_norm):
+    check_rotate_and_store(heads, kv_heads, head_dim, with_norm, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "intermediate"), [(1, 4864), (3, 320), (5, 20)])
+def test_interpreted_activation_is_stage_ds(rows, intermediate):
+    check_silu_and_multiply(rows, intermediate, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+def test_interpreted_whole_models_give_stage_es_tokens(preset):
+    from stage_f_graph_tp.fused_layers import FusedAttention, FusedMLP, fuse_layers
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    options = {"device": "cpu", "num_kvcache_blocks": 64, "kvcache_block_size": 4}
+    expected = stage_e_batching.LLM(f"random:{preset}", **options).generate(PROMPTS, params, False)
+    llm = stage_f_graph_tp.LLM(f"random:{preset}", **options)
+    model = llm.runner.model
+    addresses = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    fuse_layers(model)
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == addresses, "a weight was copied"
+    assert all(isinstance(x.self_attn, FusedAttention) and isinstance(x.mlp, FusedMLP) for x in model.layers)
+    found = llm.generate(PROMPTS, params, False)
+    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_on_a_gpu_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim, with_norm, dtype):
+    check_rotate_and_store(heads, kv_heads, head_dim, with_norm, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "intermediate"), [(1, 4864), (300, 3072), (5, 20)])
+def test_on_a_gpu_the_activation_is_stage_ds(rows, intermediate, dtype):
+    check_silu_and_multiply(rows, intermediate, CUDA, dtype)
