@@ -137,6 +137,41 @@ def test_the_latest_arrival_is_preempted_and_the_step_says_why():
     assert engine.runner.steps[-1].sequences, "the step still runs someone"
 
 
+def test_a_prompt_under_way_is_preempted_before_an_older_decode():
+    engine = make_engine(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
+    for i in range(3):
+        add(engine, 3, 60, phrase=i + 1)
+    while len(engine.scheduler.decoding) < 3:
+        engine.step()
+    add(engine, 40, 4, phrase=4)  # one token a step is left for it
+    while not engine.runner.steps[-1].preempted:
+        engine.step()
+    [preemption] = engine.runner.steps[-1].preempted
+    assert preemption.sequence.arrival == 3
+    assert 0 < preemption.num_tokens < 40
+    assert engine.runner.steps[-1].num_decodes == 3
+
+
+def test_a_step_that_preempts_admits_nobody():
+    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    for i in range(16):
+        add(engine, 8, 60, phrase=i + 1)
+    run_all(engine)
+    preempting = [step for step in engine.runner.steps if step.preempted]
+    assert preempting and not any(step.admitted for step in preempting)
+
+
+def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
+    engine = make_engine(num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    add(engine, 30, 30)
+    engine.step()
+    add(engine, 60, 4, phrase=2)
+    engine.step()
+    short = add(engine, 4, 4, phrase=3)
+    engine.step()
+    assert [sequence.arrival for sequence in engine.runner.steps[-1].admitted] == [short]
+
+
 def test_an_idle_step_says_why():
     engine = make_engine(**ROOMY)
     assert engine.scheduler.schedule().idle_reason == "nothing to do"
