@@ -1,0 +1,302 @@
+"""Judges lab F. No GPU is needed: graphs are recorded by a stand-in, ranks are threads, Triton is interpreted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import stage_f_graph_tp.fused_kernels as fused_kernels
+import stage_f_graph_tp.llm as stage
+from labs.exercises import WORK, load_labs
+from labs.judge import WORK_VARIABLE
+from labs.mutants import assert_catches
+from labs.tests.support import DigitTokenizer, check_whole_stage, request_of
+from stage_e_batching.engine import Sampled
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step_input import StepInput, StepShape, host_views
+from stage_f_graph_tp import cuda_graph, parallel
+from stage_f_graph_tp.overlap import OverlappedEngine
+
+CPU = torch.device("cpu")
+
+
+class TestLadder:
+    def test_small_sizes_close_together_then_every_sixteen(self):
+        expected = [1, 2, 4, 8, 16, 32, 48, 64]
+        assert cuda_graph.ladder(64) == expected, f"ladder(64) is {expected}, got {cuda_graph.ladder(64)}"
+
+    @pytest.mark.parametrize("most", [1, 2, 3, 5, 12, 20, 100, 512])
+    def test_it_ends_with_the_largest_size_and_has_no_size_twice(self, most: int):
+        sizes = cuda_graph.ladder(most)
+        assert sizes[-1] == most, f"{most} requests must have a graph of their size, got {sizes}"
+        assert sizes == sorted(set(sizes)), f"ascending, and each once: got {sizes}"
+        assert sizes[0] == 1, "one request alone is the most common case"
+
+    def test_it_stops_at_512(self):
+        assert cuda_graph.ladder(1000)[-1] == 512, "above 512 sequences the model runs eagerly"
+
+
+def graphs_of(*sizes: int) -> cuda_graph.DecodeGraphs:
+    return cuda_graph.DecodeGraphs(list(sizes), table_width=5, max_model_len=20, padding_seat=99)
+
+
+def shape_of(num_seqs: int, num_decodes: int | None = None) -> StepShape:
+    """A step's shape; with fewer decodes than sequences, the others are prompts of 3 tokens."""
+    decodes = num_seqs if num_decodes is None else num_decodes
+    tokens = decodes + 3 * (num_seqs - decodes)
+    return StepShape(tokens, num_seqs, num_seqs, 2, decodes, 1 if decodes == num_seqs else 3, 8)
+
+
+class TestPadded:
+    @pytest.mark.parametrize("num_seqs, size", [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
+    def test_the_smallest_size_that_is_large_enough(self, num_seqs: int, size: int):
+        found = graphs_of(1, 2, 4, 8).padded(shape_of(num_seqs))
+        assert found.num_seqs == size, f"{num_seqs} decodes run in the graph of {size}, got {found.num_seqs}"
+        assert found.table_width == 5 and found.max_context_len == 20, "the recorded shape, with its table and lengths"
+
+    def test_steps_without_a_graph_stay_as_they_are(self):
+        graphs = graphs_of(1, 2, 4, 8)
+        for shape in (shape_of(9), shape_of(3, num_decodes=2), shape_of(1, num_decodes=0)):
+            assert graphs.padded(shape) is shape, f"no graph serves {shape}: too many sequences, or a prefill"
+
+
+class TestCapture:
+    def test_every_size_is_recorded_the_largest_first(self):
+        graphs, recorded = graphs_of(1, 2, 4), []
+
+        def record(body: Callable[[], cuda_graph.DecodeResult]) -> cuda_graph.Recorded:
+            recorded.append(body())
+            return cuda_graph.Recorded(lambda: None, recorded[-1])
+
+        def body_of(shape: StepShape) -> Callable[[], cuda_graph.DecodeResult]:
+            return lambda: cuda_graph.DecodeResult(torch.full((shape.num_seqs,), shape.num_seqs))
+
+        graphs.capture(record, body_of, CPU)
+        order = [len(result.ids) for result in recorded]
+        assert order == [4, 2, 1], f"the largest first, so that the smaller ones fit into its memory; got {order}"
+        for size in (1, 2, 4):
+            found = graphs.find(graphs.padded(shape_of(size)))
+            assert found is not None, f"size {size} cannot be found"
+            assert found.result.ids.tolist() == [size] * size, f"size {size} finds another size's graph"
+        assert graphs.num_bytes == 0, "on a CPU no device memory was taken"
+
+
+class TestPad:
+    def padded(self, size: int, count: int) -> tuple[StepInput, StepInput]:
+        """All arrays of a graph's input, filled with old values, then padded after `count` rows; and the live views."""
+        shape = StepShape(size, size, size, 5, size, 1, 20)
+        host = host_views(np.full(shape.num_bytes, 3, np.uint8), shape)
+        return host, graphs_of(size).pad(host, count)
+
+    def test_padding_rows_read_and_write_no_key(self):
+        host, _ = self.padded(4, 3)
+        assert host.context_lens[3] == 0, f"a context of 0 reads no key, got {host.context_lens[3]}"
+        assert host.slot_mapping[3] == -1, f"slot -1 writes no key, got {host.slot_mapping[3]}"
+        assert (host.block_tables[3] == -1).all(), "no page of an older step may stay in the block table"
+
+    def test_their_token_goes_to_the_padding_seat_and_is_a_valid_one(self):
+        host, _ = self.padded(4, 2)
+        assert host.seats[2:].tolist() == host.sample_seats[2:].tolist() == [99, 99], "seat 99 is nobody's"
+        assert host.input_ids[2:].tolist() == [0, 0] and host.positions[2:].tolist() == [0, 0]
+        assert not host.sample_tokens[2:].any() and not host.temperatures[2:].any(), "valid numbers, greedy"
+        assert not host.noise_keys[2:].any()
+
+    def test_every_row_is_a_sequence_of_one_token(self):
+        host, _ = self.padded(4, 1)
+        assert host.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4], f"got cu_seqlens_q {host.cu_seqlens_q.tolist()}"
+
+    def test_it_returns_views_of_the_live_rows(self):
+        host, live = self.padded(4, 3)
+        lengths = {name: len(getattr(live, name)) for name in live._fields}
+        assert lengths == dict.fromkeys(live._fields, 3) | {"cu_seqlens_q": 4}, f"3 rows of each, got {lengths}"
+        live.input_ids[:] = [5, 6, 7]
+        live.block_tables[:] = 8
+        assert host.input_ids.tolist() == [5, 6, 7, 0], "views: what the step fills in must reach the buffer"
+        assert host.block_tables[:, 0].tolist() == [8, 8, 8, -1]
+
+    def test_a_full_batch_has_no_padding(self):
+        host, live = self.padded(4, 4)
+        assert len(live.input_ids) == 4 and (host.slot_mapping != -1).all()
+
+
+class ThreadGroup:
+    """A rank among threads, with the collectives of `RankGroup`."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list) -> None:
+        self.rank, self.size, self.device = rank, size, CPU
+        self._barrier, self._shared = barrier, shared
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._shared[self.rank] = x.clone()
+        self._barrier.wait(10)
+        total = sum(self._shared)
+        self._barrier.wait(10)
+        return x.copy_(total)
+
+
+def on_ranks(size: int, work: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
+    """What each rank's `work` returns; the first error of any."""
+    barrier, shared = threading.Barrier(size), [None] * size
+    results: list[object] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadGroup(rank, size, barrier, shared))
+        except BaseException as error:
+            results[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [r for r in results if isinstance(r, BaseException)]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        if isinstance(error, threading.BrokenBarrierError):
+            raise AssertionError("a rank waited alone: every rank must enter the same collectives")
+        raise error
+    return results
+
+
+class TestRowParallel:
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_the_ranks_sum_is_the_whole_product_and_the_residual_counts_once(self, size: int):
+        torch.manual_seed(0)
+        weight, x, residual = torch.randn(6, 8), torch.randn(3, 8), torch.randn(3, 6)
+
+        def work(group: ThreadGroup) -> Tensor:
+            linear = parallel.RowParallelLinear(8, 6, group, torch.float32, CPU)
+            own = slice(group.rank * 8 // size, (group.rank + 1) * 8 // size)
+            linear.weight.copy_(weight[:, own])
+            return linear(x[:, own].contiguous(), residual.clone())
+
+        for rank, out in enumerate(on_ranks(size, work)):
+            assert out.shape == (3, 6), f"[tokens, out] on every rank, got {list(out.shape)}"
+            product = x @ weight.T
+            times = float(((out - product) * residual).sum() / (residual * residual).sum())
+            assert abs(times - 1) < 1e-3, f"the residual is in the result {times:.2f} times, on {size} ranks"
+            assert torch.allclose(out, product + residual, atol=1e-5), f"rank {rank} of {size} has another result"
+
+
+class TestVocabParallel:
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_every_rank_gets_every_row(self, size: int):
+        torch.manual_seed(0)
+        table, ids = torch.randn(10, 4), torch.tensor([0, 9, 4, 5, 2, 2, 7])
+
+        def work(group: ThreadGroup) -> Tensor:
+            embedding = parallel.VocabParallelEmbedding(10, 4, group, torch.float32, CPU)
+            embedding.weight[: embedding.last - embedding.first] = table[embedding.first : embedding.last]
+            mine = ids.clone()
+            out = embedding(mine)
+            assert torch.equal(mine, ids), "the ids that were given must not be changed: the step needs them"
+            return out
+
+        for rank, out in enumerate(on_ranks(size, work)):
+            assert out.shape == (7, 4)
+            assert torch.allclose(out, table[ids]), f"rank {rank} of {size}: zeros for ids of others, then the sum"
+
+
+class LoggingRunner:
+    """A device that is late. The token after n tokens is 10 + n; a log says when steps are ordered and waited for."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.log: list[str] = []
+        self.fail_at = fail_at
+
+    def launch(self, step: ScheduledStep) -> object:
+        number = sum(line.startswith("order") for line in self.log)
+        self.log.append(f"order {number}")
+        if number == self.fail_at:
+            raise RuntimeError("the device failed")
+        tokens = [10 + entry.start + entry.num_tokens for entry in step if entry.samples]
+        runner = self
+
+        class Handle:
+            def wait(self) -> Sampled:
+                runner.log.append(f"wait {number}")
+                return Sampled(tokens)
+
+        return Handle()
+
+
+class TestOverlap:
+    def engine(self, fail_at: int = -1, eos: int = -1) -> OverlappedEngine:
+        scheduler = Scheduler(num_blocks=50, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+        return OverlappedEngine(
+            scheduler, LoggingRunner(fail_at), tokenizer=DigitTokenizer(), eos_token_ids=frozenset({eos}),
+            max_model_len=100,
+        )  # fmt: skip
+
+    def run(self, engine: OverlappedEngine, steps: int = 60) -> dict[int, dict]:
+        outputs = {}
+        for _ in range(steps):
+            if not engine.has_unfinished():
+                return outputs
+            outputs |= {event.request_id: event.output for event in engine.step() if event.output is not None}
+        raise AssertionError(f"not done after {steps} steps")
+
+    def test_the_next_step_is_ordered_before_the_last_ones_tokens_are_fetched(self):
+        engine = self.engine()
+        engine.add_request(request_of([1, 2, 3], 5), streams=False)
+        assert engine.step() == [], "nothing is known after the first step"
+        engine.step()
+        engine.step()
+        assert engine.runner.log == ["order 0", "order 1", "wait 0", "order 2", "wait 1"], f"got {engine.runner.log}"
+
+    def test_the_tokens_are_those_of_the_engine_that_waits(self):
+        engine = self.engine()
+        for length in (3, 6):
+            engine.add_request(request_of(list(range(length)), 5), streams=False)
+        outputs = self.run(engine)
+        assert outputs[0]["token_ids"] == [13, 14, 15, 16, 17], f"got {outputs[0]['token_ids']}"
+        assert outputs[1]["token_ids"] == [16, 17, 18, 19, 20], f"got {outputs[1]['token_ids']}"
+
+    def test_the_token_past_the_end_is_thrown_away(self):
+        engine = self.engine(eos=15)
+        engine.add_request(request_of([1, 2, 3], 50), streams=False)
+        output = self.run(engine)[0]
+        assert output["token_ids"] == [13, 14, 15] and output["finish_reason"] == "stop", f"got {output['token_ids']}"
+        again = engine.add_request(request_of([1, 2, 3, 4, 5], 3), streams=False)
+        assert self.run(engine)[again]["token_ids"] == [15], "what was in flight must not disturb the next request"
+
+    @pytest.mark.parametrize("fail_at", [0, 1, 3])
+    def test_after_a_step_that_failed_nothing_is_lost(self, fail_at: int):
+        engine = self.engine(fail_at)
+        engine.add_request(request_of([1, 2, 3], 5), streams=False)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            self.run(engine)
+        assert self.run(engine)[0]["token_ids"] == [13, 14, 15, 16, 17], "the request goes on where it was"
+
+
+class TestSiluAndMultiply:
+    @pytest.mark.parametrize("inter", [8, 13, 1500])
+    def test_it_is_silu_of_gate_times_up(self, inter: int):
+        torch.manual_seed(0)
+        gate_up = torch.randn(3, 2 * inter)
+        out = fused_kernels.silu_and_multiply(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+        assert out.shape == (3, inter), f"[tokens, intermediate] expected, got {list(out.shape)}"
+        assert torch.allclose(out, expected, atol=1e-5), f"with {inter} columns: silu(first half) * second half, masked"
+
+
+class TestBreakIt:
+    def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
+        exercise = load_labs()["f"].exercises[-1]
+        work = Path(os.environ.get(WORK_VARIABLE, WORK))
+        assert_catches(exercise.copy_in(work), "f", exercise.message)
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM, num_kvcache_blocks=64)
