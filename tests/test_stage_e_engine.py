@@ -6,10 +6,13 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stage_a_naive
 import stage_e_batching
 from stage_a_naive.cli import run
+from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.options import add_options
 
@@ -114,6 +117,22 @@ def test_text_made_at_the_end_is_the_text_made_on_the_way(tutor):
     quiet = tutor.generate(prompts, params, False)
     loud = tutor.generate(prompts, params, False, lambda i, piece: heard.update({i: heard.get(i, "") + piece}))
     assert [o["text"] for o in quiet] == [o["text"] for o in loud] == [heard.get(i, "") for i in range(6)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 4200), max_size=30), max_tokens=st.integers(1, 30))
+def test_text_at_the_end_equals_text_on_the_way_for_any_tokens(tutor, token_ids, max_tokens):
+    request = Request(0, [1], SamplingParams(max_tokens=max_tokens), seed=0)
+    eos = frozenset({3})
+    late, early = (Completion(request, tutor.tokenizer, eos, 4096, text_at_end) for text_at_end in (True, False))
+    for token_id in token_ids:
+        if late.finish_reason is None:
+            late.append(token_id)
+            early.append(token_id)
+            assert late.finish_reason == early.finish_reason
+    late.finish("length")
+    early.finish("length")
+    assert late.text == early.text
 
 
 def test_a_stream_that_is_not_read_to_its_end_leaves_nothing(llm):
