@@ -341,42 +341,40 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
   const int slice = unit % (D / 8), head = unit / (D / 8) % s.heads, row = unit / (D / 8) / s.heads;
   const int g = w.lane >> 2, q = w.lane & 3, splits = row_table(w)[2 * kMaxDecodeRows + row];
   const Word* parts = w.words + w.plan.splits_at + (row * s.heads + head) * kMaxDecodeSplits * (D + 2);
+  constexpr int kMost = kMaxDecodeSplits / 8;  // splits of a lane
+  Word value[kMost][2] = {}, state[kMost][2] = {};
+  wait_words(w, [&] {
+    bool ready = true;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i * 8 >= splits) break;
+      const int split = min(i * 8 + g, splits - 1);  // lanes without a split repeat the last, and weigh it 0
+      peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
+      peek2(parts + split * (D + 2) + D, state[i]);
+      ready = ready && has_tag(value[i][0], w.tag) && has_tag(value[i][1], w.tag) && has_tag(state[i][0], w.tag) &&
+              has_tag(state[i][1], w.tag);
+    }
+    return ready;
+  });
   float largest = -INFINITY, sum = 0.0f, x = 0.0f, y = 0.0f;
-  const auto merge = [&](float other_largest, float other_sum, float other_x, float other_y) {
-    const float top = fmaxf(largest, other_largest);
-    const float mine = largest == -INFINITY ? 0.0f : exp2_approx(largest - top);
-    const float theirs = other_largest == -INFINITY ? 0.0f : exp2_approx(other_largest - top);
-    largest = top;
-    sum = sum * mine + other_sum * theirs;
-    x = x * mine + other_x * theirs;
-    y = y * mine + other_y * theirs;
-  };
-  for (int from = 0; from < splits; from += 32) {
-    Word value[4][2] = {}, state[4][2] = {};
-    wait_words(w, [&] {
-      bool ready = true;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int split = from + i * 8 + g;
-        if (split >= splits) continue;
-        peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
-        peek2(parts + split * (D + 2) + D, state[i]);
-        ready = ready && has_tag(value[i][0], w.tag) && has_tag(value[i][1], w.tag) && has_tag(state[i][0], w.tag) &&
-                has_tag(state[i][1], w.tag);
-      }
-      return ready;
-    });
+  for (int i = 0; i < kMost; ++i)
+    if (i * 8 < splits) largest = fmaxf(largest, __uint_as_float(payload(state[i][0])));
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (from + i * 8 + g < splits)
-        merge(__uint_as_float(payload(state[i][0])), __uint_as_float(payload(state[i][1])),
-            __uint_as_float(payload(value[i][0])), __uint_as_float(payload(value[i][1])));
+  for (int offset = 4; offset < 32; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, offset));
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i * 8 >= splits) break;
+    const float weight = i * 8 + g < splits ? exp2_approx(__uint_as_float(payload(state[i][0])) - largest) : 0.0f;
+    sum += weight * __uint_as_float(payload(state[i][1]));
+    x += weight * __uint_as_float(payload(value[i][0]));
+    y += weight * __uint_as_float(payload(value[i][1]));
   }
 #pragma unroll
   for (int offset = 4; offset < 32; offset *= 2) {
-    const float a = __shfl_xor_sync(kAllLanes, largest, offset), b = __shfl_xor_sync(kAllLanes, sum, offset);
-    const float c = __shfl_xor_sync(kAllLanes, x, offset), d = __shfl_xor_sync(kAllLanes, y, offset);
-    merge(a, b, c, d);
+    sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    x += __shfl_xor_sync(kAllLanes, x, offset);
+    y += __shfl_xor_sync(kAllLanes, y, offset);
   }
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;  // a padding row has no split: it gets zeros
   if (g < s.replicas)

@@ -24,7 +24,7 @@ struct RingPosition {
   }
 };
 
-// What a thread needs everywhere. `gave_up` is set once a wait has outlasted the limit: the thread then waits for
+// What a thread needs everywhere. `waits` is cleared once a wait has outlasted the limit: the thread then waits for
 // nothing any more, so that a broken step ends with an error in the workspace instead of a hung GPU.
 struct Worker {
   const DecodeStep& step;
@@ -37,11 +37,10 @@ struct Worker {
   int parity;                  // of the layer
   int warp, lane, thread;
   int place;                   // where we are, for the error report: layer * 16 + phase
-  bool gave_up;
+  bool waits, streams;         // false: do not wait for words, for weights
 
   template <typename U>
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
-  __device__ __forceinline__ bool skips(int flag) const { return (step.flags & flag) != 0; }
 };
 
 __device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, blocks finished, place of the first error
@@ -64,34 +63,27 @@ static __device__ __noinline__ unsigned long long check_patience(unsigned long l
   return 0;
 }
 
-// Counts failed attempts of one wait and calls it off when the time limit has passed.
+// Counts failed attempts of one wait; from time to time looks at the clock.
 struct Patience {
   unsigned attempts = 0;
   unsigned long long since = 0;
-  __device__ __forceinline__ bool exhausted(Worker& w) {
-    if ((++attempts & 63u) == 0) {
-      since = check_patience(since, w.step.timeout_ns, control(w) + 2, w.place);
-      w.gave_up = w.gave_up || since == 0;
-    }
-    return w.gave_up;
+  __device__ __forceinline__ void attempt(Worker& w) {
+    if ((++attempts & 255u) != 0) return;
+    since = check_patience(since, w.step.timeout_ns, control(w) + 2, w.place);
+    if (since == 0) w.waits = w.streams = false;
   }
 };
 
 __device__ __forceinline__ void wait_barrier(Worker& w, uint32_t barrier, uint32_t parity) {
   Patience patience;
-  while (!barrier_passed(barrier, parity)) {
-    if (patience.exhausted(w)) return;
-  }
+  while (w.streams && !barrier_passed(barrier, parity)) patience.attempt(w);
 }
 
 // A warp waits for words: `look` reads those of its lane and says whether all are there.
 template <typename Look>
 __device__ __forceinline__ void wait_words(Worker& w, Look look) {
   Patience patience;
-  while (!__all_sync(kAllLanes, look() || w.skips(kSkipExchange))) {
-    if (__any_sync(kAllLanes, patience.exhausted(w))) return;
-    if (w.step.backoff_ns > 0) __nanosleep(w.step.backoff_ns);
-  }
+  while (!__all_sync(kAllLanes, look() || !w.waits)) patience.attempt(w);
 }
 
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
@@ -201,7 +193,7 @@ __device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, Ri
   const uint32_t act = shared_address(w.smem) + w.plan.act_at + (g & 1) * 8 + q * 16 + act_step * 64;
   const int request = g >> 1, last = w.step.rows - 1;  // instruction columns without a request repeat the last one
   const uint32_t x[2] = {act + min(request, last) * stride, act + min(request + 4, last) * stride};
-  if (!w.skips(kSkipStreaming)) wait_barrier(w, w.full + at.slot * 8, at.parity);
+  wait_barrier(w, w.full + at.slot * 8, at.parity);
   if (w.plan.sets == 1)
     multiply_steps<T, 1>(a, x, steps, out);
   else

@@ -34,7 +34,7 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
                  const Tensor& positions, const Tensor& slot_mapping, const Tensor& block_tables,
                  const Tensor& context_lens, const Tensor& logits, const Tensor& greedy, const Tensor& workspace,
                  const std::optional<Tensor>& trace, int64_t heads, int64_t intermediate, double eps,
-                 int64_t max_splits, int64_t replicas, int64_t backoff_ns, int64_t slot_bytes, int64_t flags,
+                 int64_t max_splits, int64_t replicas, int64_t slot_bytes, int64_t flags,
                  int64_t timeout_ms) {
   const auto dtype = kv_cache.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "the KV cache is ", dtype, "; float16 and bfloat16 are supported");
@@ -100,7 +100,6 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   }
   s.max_splits = max_splits;
   s.replicas = replicas;
-  s.backoff_ns = backoff_ns;
   s.slot_bytes = slot_bytes;
   s.flags = flags;
   s.timeout_ns = timeout_ms * 1000000;
@@ -135,7 +134,7 @@ TORCH_LIBRARY_FRAGMENT(six_engines, library) {
       "decode_step(Tensor layer_table, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
       "Tensor(a!) kv_cache, Tensor token_ids, Tensor positions, Tensor slot_mapping, Tensor block_tables, "
       "Tensor context_lens, Tensor(b!) logits, Tensor(c!) greedy, Tensor(d!) workspace, Tensor(e!)? trace, int heads, "
-      "int intermediate, float eps, int max_splits, int replicas, int backoff_ns, int slot_bytes, int flags, "
+      "int intermediate, float eps, int max_splits, int replicas, int slot_bytes, int flags, "
       "int timeout_ms) -> ()");
   library.def("decode_workspace_bytes(int hidden, int intermediate, int heads, int kv_heads, int head_dim) -> int",
               &workspace_bytes);

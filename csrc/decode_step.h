@@ -49,7 +49,7 @@ struct DecodeStep {
   unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
   long long* trace;                     // null, or clocks of every phase: [blocks, trace_marks]
   int trace_marks;                      // 9 a layer, then 3
-  int max_splits, replicas, backoff_ns, slot_bytes, flags;
+  int max_splits, replicas, slot_bytes, flags;
   long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
 };
 

@@ -31,7 +31,7 @@ namespace six_engines {
 
 // Pairs of 16-bit values, one pair a word.
 __device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned length, unsigned rows_of_units) {
-  constexpr int kBatch = 4;
+  constexpr int kBatch = ceil_div(1280, kWorkers);  // all of a row of 5120 at once
   const int row_units = length / 2, units = row_units * w.step.rows;
   const Word* words = exchanged(w, at, length, w.parity, blockIdx.x % w.step.replicas, 0);
   const uint32_t act = shared_address(w.smem) + w.plan.act_at;
@@ -139,7 +139,7 @@ __device__ __forceinline__ float norm_scale(const Worker& w, int request) {
   const int row_units = ceil_div(w.step.hidden, 64);
   const float* sums = w.shared<float>(w.plan.sums_at) + min(request, w.step.rows - 1) * row_units;
   float squares = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
   for (int i = 0; i < row_units; ++i) squares += sums[i];
   return rsqrtf(squares / w.step.hidden + w.step.eps) * (1.0f / kPrescale<T>);
 }
@@ -417,6 +417,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   w.thread = threadIdx.x;
   w.warp = threadIdx.x / 32;
   w.lane = threadIdx.x % 32;
+  w.waits = (step.flags & kSkipExchange) == 0;
+  w.streams = (step.flags & kSkipStreaming) == 0;
   w.ring = shared_address(smem);
   w.full = w.ring + plan.barriers_at;
   w.empty = w.full + 64 * 8;
@@ -425,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const LayerWeights* table = w.shared<LayerWeights>(plan.table_at);
   if (w.warp == kWarps) {
-    if (!w.skips(kSkipStreaming)) stream_step(w, table);
+    if (w.streams) stream_step(w, table);
   } else {
     consume<T, D>(w, table, step_number);
   }

@@ -30,15 +30,13 @@ class Tuning:
     Attributes:
         max_splits: pieces one attention may be cut into, 1 to 64.
         replicas: copies of every exchanged vector, 1 to 4: 132 readers of one copy queue at the same lines of L2.
-        backoff_ns: pause between two looks at a word that is not there yet.
         slot_bytes: size of a slot of the weight ring, about; 0: 8 rows of the hidden size.
         flags: what a measurement leaves out (`kSkip…` in csrc/decode_step.h); 0 for right results.
         timeout_ms: a wait longer than this ends in an error instead of a hang.
     """
 
     max_splits: int = 64
-    replicas: int = 4
-    backoff_ns: int = 0
+    replicas: int = 1
     slot_bytes: int = 0
     flags: int = 0
     timeout_ms: int = 2000
@@ -137,7 +135,7 @@ class FusedDecode:
             self.layer_table, model.embed_tokens.weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin,
             kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, greedy, self.workspace,
             trace, self.config.num_heads, self.config.intermediate_size, self.config.rms_norm_eps, tuning.max_splits,
-            tuning.replicas, tuning.backoff_ns, tuning.slot_bytes, tuning.flags, tuning.timeout_ms,
+            tuning.replicas, tuning.slot_bytes, tuning.flags, tuning.timeout_ms,
         )  # fmt: skip
 
     def check(self) -> None:
