@@ -14,7 +14,7 @@
 namespace six_engines {
 
 #ifndef DECODE_WARPS
-#define DECODE_WARPS 7
+#define DECODE_WARPS 10
 #endif
 constexpr int kWarps = DECODE_WARPS;          // warps that compute; one more streams
 constexpr int kWorkers = kWarps * 32;
