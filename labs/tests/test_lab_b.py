@@ -209,21 +209,24 @@ def log_with(chunks: list[tuple[list[int], FakeEvent | None]]) -> token_log.Toke
 class TestReceive:
     def test_on_a_cpu_everything_is_there(self):
         log = log_with([([1, 2], None), ([3], None)])
-        assert log.receive(max_in_flight=1) == [1, 2, 3]
+        ids = log.receive(max_in_flight=1)
+        assert ids == [1, 2, 3], f"without an event there is nothing to wait for: [1, 2, 3] expected, got {ids}"
         assert log.receive(max_in_flight=0) == [], "an id is handed out once"
 
     def test_it_takes_what_has_arrived_and_does_not_wait_for_the_chunk_that_may_be_under_way(self):
         late = FakeEvent(False)
         log = log_with([([1, 2], FakeEvent(True)), ([3, 4], late)])
-        assert log.receive(max_in_flight=1) == [1, 2]
+        ids = log.receive(max_in_flight=1)
         assert late.waits == 0, "one chunk may be on its way: waiting for it would stall the CPU"
+        assert ids == [1, 2], f"the first chunk has arrived, the second has not: [1, 2] expected, got {ids}"
         late.done = True
         assert log.receive(max_in_flight=1) == [3, 4]
 
     def test_it_waits_when_too_many_are_under_way(self):
         first, second = FakeEvent(False), FakeEvent(False)
         log = log_with([([1], first), ([2], second)])
-        assert log.receive(max_in_flight=1) == [1]
+        ids = log.receive(max_in_flight=1)
+        assert ids == [1], f"two chunks are on their way and one may be: wait for the first, [1]; got {ids}"
         assert (first.waits, second.waits) == (1, 0), "wait for the oldest, until one is on its way"
 
     def test_zero_in_flight_waits_for_all_in_order(self):

@@ -247,7 +247,9 @@ class TestReferenceDecode:
 
 class TestStoreKernel:
     def test_rows_go_to_their_slots_and_minus_one_goes_nowhere(self):
-        k_cache, v_cache = torch.zeros(4, 4, 3, 8), torch.zeros(4, 4, 3, 8)  # 3 heads of 8: no power of two
+        # 3 heads of 8: no power of two. Pages before and behind the pool catch what goes astray.
+        memory = torch.zeros(2, 6, 4, 3, 8)
+        k_cache, v_cache = memory[0, 1:5], memory[1, 1:5]
         key, value = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
         slots = torch.tensor([9, -1, 0, 15, 4])
         triton_store.store(key, value, k_cache, v_cache, slots)
@@ -255,6 +257,7 @@ class TestStoreKernel:
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 expected_k[slot], expected_v[slot] = key[token], value[token]
+        assert not memory[:, 0].any() and not memory[:, 5].any(), "written outside of the pool: slot -1 writes nothing"
         assert torch.equal(k_cache.view(16, 3, 8), expected_k), "row t of key belongs at slot_mapping[t]; -1 is nowhere"
         assert torch.equal(v_cache.view(16, 3, 8), expected_v), "and so does row t of value"
 

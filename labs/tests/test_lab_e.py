@@ -243,12 +243,13 @@ class TestGrow:
         [sequence] = decoding(scheduler, 4)
         step = new_step()
         assert scheduler._grow(sequence, step) is True
-        assert len(sequence.block_table) == 2 and step.grown == [sequence] and step.preempted == []
+        assert len(sequence.block_table) == 2, "it has no page for its next token"
+        assert step.grown == [sequence] and step.preempted == [], "nobody has to go for a page that is free"
 
     def test_the_latest_arrival_gives_its_pages_up(self):
         scheduler, (a, b, c) = self.full(count=3)
         step = new_step()
-        assert scheduler._grow(a, step) is True
+        assert scheduler._grow(a, step) is True, "the oldest gets its page; it is never the one to go"
         assert [p.sequence.arrival for p in step.preempted] == [2], "the last to come is the first to go"
         assert len(a.block_table) == 2 and len(b.block_table) == 1 and c.block_table == []
         assert c.state is State.WAITING and scheduler.waiting == [c] and step.grown == [a]
@@ -268,7 +269,8 @@ class TestGrow:
         b.state = State.PREFILLING
         scheduler.prefilling.append(b)
         step = new_step()
-        assert scheduler._grow(a, step) is True and [p.sequence for p in step.preempted] == [b]
+        assert scheduler._grow(a, step) is True
+        assert [p.sequence for p in step.preempted] == [b], "a prompt under way that came later goes like any other"
 
     def test_a_full_page_enters_the_prefix_cache(self):
         scheduler = scheduler_of()
@@ -348,7 +350,9 @@ class TestAdmit:
         step = new_step()
         scheduler._admit(step, 16)
         assert step.admitted == [small], f"the small one fits, got {[s.arrival for s in step.admitted]}"
-        assert large.times_overtaken == 1 and small.times_overtaken == 0 and large.state is State.WAITING
+        times = (large.times_overtaken, small.times_overtaken)
+        assert times == (1, 0), f"the large one was passed once, and nobody passed the small one: got {times}"
+        assert large.state is State.WAITING
         check_books(scheduler)
 
     def test_after_enough_overtakes_nobody_passes(self):
