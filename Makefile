@@ -13,6 +13,10 @@ DTYPE ?=
 ARGS ?=
 TP ?=
 MINUTES ?= 3
+LAB ?=
+FORCE ?=
+ONLY ?=
+LAB_TESTS ?=
 export PROMPT MODEL
 
 ifeq ($(strip $(VENV)),)
@@ -30,20 +34,35 @@ STAGE_d := stage_d_paged
 STAGE_e := stage_e_batching
 STAGE_f := stage_f_graph_tp
 STAGE_TARGETS := stage-a stage-b stage-c stage-d stage-e stage-f
+LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f
+GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f
+# LAB=1: the learner's copies come before the reference on Python's path, and the current folder is not on it.
+LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work:$(CURDIR)"
+RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) ext test lint doctor bench bench-gpu report soak clean
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) ext test lint doctor bench bench-gpu report soak notebooks lab clean
 
 help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
 	@echo "  make stage-a … stage-f   run a stage: one question in, streamed answer and performance summary out"
 	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
+	@echo "  make lab-a … lab-f       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
+	@echo "  make grade-a … grade-f   grade your copy (ONLY=D.2: one exercise; LAB_TESTS=dir: more tests)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
+	@echo "           LAB=1 (any stage: run your copy in labs/work/)"
 
 $(STAGE_TARGETS): stage-%: $(READY)
-	@$(PY) -m $(STAGE_$*) $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),--prompt "$$PROMPT") \
+	$(if $(LAB),@$(PY) -m labs.starter --show)
+	@$(RUN) -m $(STAGE_$*) $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),--prompt "$$PROMPT") \
 	  $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") \
 	  $(if $(TP),--tensor-parallel-size "$(TP)") $(ARGS)
+
+$(LAB_TARGETS): lab-%: $(READY)
+	@$(PY) -m labs.starter $* $(if $(FORCE),--force)
+
+$(GRADE_TARGETS): grade-%: $(READY)
+	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)") $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
@@ -66,6 +85,14 @@ bench-gpu: $(READY) ## the shared benchmark at GPU size
 
 report: $(READY) ## write the tables and plots of the READMEs from benchmarks/results
 	@$(PY) -m benchmarks.report
+
+notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
+	@$(PY) notebooks/run.py $(ARGS)
+
+lab: $(READY) ## open the notebooks in JupyterLab
+	@$(PY) -c "import jupyterlab" 2> /dev/null || $(if $(strip $(VENV)),$(PY) -m pip install --quiet \
+	  --disable-pip-version-check -c constraints.txt -e ".[notebooks]",{ echo "JupyterLab is missing: pip install jupyterlab" >&2; exit 1; })
+	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab notebooks/0_overview.ipynb
 
 soak: $(READY) ## random load on stage E for MINUTES=, watching memory
 	@$(PY) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)

@@ -26,7 +26,7 @@ def prefill(manager: BlockManager, sequence: Sequence) -> bool:
     return True
 
 
-def test_a_page_that_was_given_away_is_not_found_under_its_old_content():
+def test_no_stranger_is_found_in_the_cache():
     """The first request ends, others take its pages, and then the first prompt is asked again."""
     manager = BlockManager(num_blocks=2, block_size=4)
     first = sequence_of(range(9))

@@ -18,7 +18,7 @@ def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:
     return graphs, host_views(np.full(shape.num_bytes, 3, np.uint8), shape)
 
 
-def test_padding_rows_touch_nothing():
+def test_a_batch_of_3_in_a_graph_of_4():
     """A batch of 3 in a graph of 4: the fourth row may neither read nor write the pool."""
     graphs, host = graph_input(4)
     graphs.pad(host, 3)

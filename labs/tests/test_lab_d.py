@@ -291,6 +291,10 @@ class TestDecodeKernel:
         assert not out.isnan().any(), "rows are missing, or keys past the context were used"
         assert torch.allclose(out, expected, atol=1e-4), f"largest error {float((out - expected).abs().max()):.3g}"
 
+    def test_a_program_walks_over_several_blocks_of_keys(self):
+        out, expected = self.attend([50, 7, 33], 4, heads=4, kv_heads=2, head_dim=16)
+        assert torch.allclose(out, expected, atol=1e-4), "when the maximum grows, sum and accumulator must shrink"
+
     def test_head_sizes_that_are_no_power_of_two(self):
         out, expected = self.attend([9], 4, heads=3, kv_heads=1, head_dim=12)
         assert torch.allclose(out, expected, atol=1e-4), "columns from HEAD_DIM to HEAD_PAD must be masked"
