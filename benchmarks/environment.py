@@ -86,13 +86,13 @@ def cpu_name() -> str:
 
 def commit_of_tree() -> tuple[str | None, bool | None]:
     """(commit, whether the tree differs from it), from git or from `BENCH_COMMIT`; (None, None) where neither tells."""
+    commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() and shutil.which("git") else ""
+    if commit:
+        # Measuring writes results; they change nothing about what was measured.
+        changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/plots")
+        return commit, bool(changes)
     given = os.environ.get("BENCH_COMMIT", "").strip()
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
-    commit = _git("rev-parse", "HEAD")
-    # Measuring writes results; they change nothing about what was measured.
-    changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/plots")
-    return (commit, bool(changes)) if commit else (None, None)
+    return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
 
 
 def _git(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 #include <ATen/ATen.h>
 
+#include "check_text.h"
 #include "decode_step.h"
 
 #ifdef SIX_ENGINES_CUDA
@@ -22,9 +23,11 @@ using at::Tensor;
 
 void check(const char* name, const Tensor& tensor, const Tensor& like, at::ScalarType dtype, at::IntArrayRef shape) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", expected ", dtype);
-  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " has shape ", tensor.sizes(), ", expected ", shape);
-  TORCH_CHECK_VALUE(tensor.device() == like.device(), name, " is on ", tensor.device(), ", the KV cache on ", like.device());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " is not contiguous (strides ", tensor.strides(), ")");
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " has shape ", to_string(tensor.sizes()), ", expected ",
+                    to_string(shape));
+  TORCH_CHECK_VALUE(tensor.device() == like.device(), name, " is on ", tensor.device().str(), ", the KV cache on ",
+                    like.device().str());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " is not contiguous (strides ", to_string(tensor.strides()), ")");
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
                     " does not start at a multiple of 16 bytes");
 }
@@ -38,11 +41,11 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
                  int64_t timeout_ms) {
   const auto dtype = kv_cache.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "the KV cache is ", dtype, "; float16 and bfloat16 are supported");
-  TORCH_CHECK_VALUE(kv_cache.dim() == 6 && kv_cache.size(0) == 2, "the KV cache has shape ", kv_cache.sizes(),
+  TORCH_CHECK_VALUE(kv_cache.dim() == 6 && kv_cache.size(0) == 2, "the KV cache has shape ", to_string(kv_cache.sizes()),
                     ", expected [2, layers, blocks, block_size, kv_heads, head_dim]");
-  TORCH_CHECK_VALUE(block_tables.dim() == 2, "block_tables has shape ", block_tables.sizes(), ", expected [rows, max_blocks]");
-  TORCH_CHECK_VALUE(embedding.dim() == 2, "embedding has shape ", embedding.sizes(), ", expected [vocab, hidden]");
-  TORCH_CHECK_VALUE(cos.dim() == 2, "cos has shape ", cos.sizes(), ", expected [positions, head_dim / 2]");
+  TORCH_CHECK_VALUE(block_tables.dim() == 2, "block_tables has shape ", to_string(block_tables.sizes()), ", expected [rows, max_blocks]");
+  TORCH_CHECK_VALUE(embedding.dim() == 2, "embedding has shape ", to_string(embedding.sizes()), ", expected [vocab, hidden]");
+  TORCH_CHECK_VALUE(cos.dim() == 2, "cos has shape ", to_string(cos.sizes()), ", expected [positions, head_dim / 2]");
   const int64_t rows = block_tables.size(0), layers = kv_cache.size(1), head_dim = kv_cache.size(5);
   const int64_t vocab = embedding.size(0), hidden = embedding.size(1);
   check("the KV cache", kv_cache, kv_cache, dtype, kv_cache.sizes());
@@ -103,8 +106,8 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   s.slot_bytes = slot_bytes;
   s.flags = flags;
   s.timeout_ns = timeout_ms * 1000000;
-  TORCH_CHECK_VALUE(workspace.numel() >= decode_workspace_bytes(s), "the workspace has ", workspace.numel(), " bytes, expected ",
-                    decode_workspace_bytes(s));
+  TORCH_CHECK_VALUE(workspace.numel() >= decode_workspace_bytes(s), "the workspace has ",
+                    to_string(workspace.numel()), " bytes, expected ", to_string(decode_workspace_bytes(s)));
 
   const c10::cuda::CUDAGuard guard(kv_cache.device());
   const char* problem = launch_decode_step(s, c10::cuda::getCurrentCUDAStream().stream());

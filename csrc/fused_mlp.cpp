@@ -1,5 +1,6 @@
 // The operators torch.ops.six_engines.fused_ln_mlp and fused_swiglu_mlp: checks, registration, and the way to the
 // kernels. The kernels themselves (*.cu) know nothing of torch.
+#include "check_text.h"
 #include "fused_mlp_cpu.h"
 
 #include <torch/library.h>
@@ -30,11 +31,13 @@ struct Arguments {
 };
 
 void check_like(const char* name, const Tensor& tensor, const Tensor& x, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " has shape ", tensor.sizes(), ", expected ", shape);
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " has shape ", to_string(tensor.sizes()), ", expected ",
+                    to_string(shape));
   TORCH_CHECK_TYPE(tensor.scalar_type() == x.scalar_type(), name, " is ", tensor.scalar_type(), " but x is ",
                    x.scalar_type(), "; give all tensors one dtype");
-  TORCH_CHECK_VALUE(tensor.device() == x.device(), name, " is on ", tensor.device(), " but x is on ", x.device());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " is not contiguous (strides ", tensor.strides(),
+  TORCH_CHECK_VALUE(tensor.device() == x.device(), name, " is on ", tensor.device().str(), " but x is on ",
+                    x.device().str());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " is not contiguous (strides ", to_string(tensor.strides()),
                     "); call .contiguous() on it");
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
                     " does not start at a multiple of 16 bytes; clone it");
@@ -44,13 +47,15 @@ void check(const Arguments& a) {
   const auto dtype = a.x.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, "x is ", dtype,
                    "; float32, float16 and bfloat16 are supported");
-  TORCH_CHECK_VALUE(a.x.dim() == 2, "x has ", a.x.dim(), " dimensions, expected 2: [rows, hidden]");
-  TORCH_CHECK_VALUE(a.w_out.dim() == 2, "the down weight has ", a.w_out.dim(),
+  TORCH_CHECK_VALUE(a.x.dim() == 2, "x has ", to_string(a.x.dim()), " dimensions, expected 2: [rows, hidden]");
+  TORCH_CHECK_VALUE(a.w_out.dim() == 2, "the down weight has ", to_string(a.w_out.dim()),
                     " dimensions, expected 2: [hidden, inter]");
   const int64_t rows = a.x.size(0), hidden = a.x.size(1), inter = a.w_out.size(1);
-  TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, "the hidden size is ", hidden, ", expected a multiple of 8");
-  TORCH_CHECK_VALUE(inter > 0 && inter % 8 == 0, "the intermediate size is ", inter, ", expected a multiple of 8");
-  TORCH_CHECK_VALUE(a.eps >= 0, "eps is ", a.eps, ", expected 0 or more");
+  TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, "the hidden size is ", to_string(hidden),
+                    ", expected a multiple of 8");
+  TORCH_CHECK_VALUE(inter > 0 && inter % 8 == 0, "the intermediate size is ", to_string(inter),
+                    ", expected a multiple of 8");
+  TORCH_CHECK_VALUE(a.eps >= 0, "eps is ", to_string(a.eps), ", expected 0 or more");
   check_like("x", a.x, a.x, {rows, hidden});
   check_like(a.gated ? "w_down" : "w2", a.w_out, a.x, {hidden, inter});
   if (a.gated) {
@@ -92,8 +97,8 @@ Tensor run_cuda(const Arguments& a, const std::string& generation) {
                     "unknown generation '", generation, "', expected auto, naive, warp, fused or library");
   const int64_t rows = a.x.size(0), hidden = a.x.size(1), inter = a.w_out.size(1);
   if (generation == "library" || (automatic && rows > kMostRowsFused)) return library_mlp(a);
-  TORCH_CHECK_VALUE(rows <= INT32_MAX && hidden <= INT32_MAX / 64 && inter <= INT32_MAX / 64, "x [", rows, ", ", hidden,
-                    "] with ", inter, " neurons is too large for this kernel");
+  TORCH_CHECK_VALUE(rows <= INT32_MAX && hidden <= INT32_MAX / 64 && inter <= INT32_MAX / 64, "x ",
+                    to_string({rows, hidden}), " with ", to_string(inter), " neurons is too large for this kernel");
   const c10::cuda::CUDAGuard guard(a.x.device());
   Tensor out = at::empty_like(a.x);
   if (rows == 0) return out;
@@ -121,7 +126,7 @@ Tensor run_cuda(const Arguments& a, const std::string& generation) {
 
   const int per_launch = fused_rows_per_launch(problem);
   TORCH_CHECK_VALUE(generation != "fused" || per_launch > 0, "the fused kernel needs compute capability 9.0 and "
-                              "one row of ", hidden, " numbers in shared memory; use 'warp' here");
+                              "one row of ", to_string(hidden), " numbers in shared memory; use 'warp' here");
   const auto stream = at::cuda::getCurrentCUDAStream();
   const bool fused = generation == "fused" || (automatic && per_launch >= rows);
   const cudaError_t error = generation == "naive" ? launch_mlp_naive(problem, stream)

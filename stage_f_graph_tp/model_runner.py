@@ -37,7 +37,7 @@ from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
 from stage_f_graph_tp.worker import Ranks, Rendezvous, interrupts_held
 
-FUSED_DECODE_ROWS = 8  # up to so many rows the one-launch step was measured faster than the layers in a graph
+FUSED_DECODE_ROWS = 4  # up to so many rows the one-launch step was measured faster than the layers in a graph
 
 
 @dataclass(frozen=True)
