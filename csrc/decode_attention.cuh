@@ -152,27 +152,23 @@ __device__ __forceinline__ void rotate_head(const Worker& w, const RawHead<D>& r
 
 // The new token's V in the layout of the accumulators: dimensions 64 set + 16 q .. + 15, as pairs.
 template <int D>
-__device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32_t (&out)[D / 64][8]) {
-  const int q = w.lane & 3;
-  Word raw[D / 64][4][2];
-  wait_words(w, [&] {
+struct RawValue {
+  Word words[D / 64][4][2];
+
+  __device__ __forceinline__ bool look(const Worker& w, const Word* head) {
     bool ready = true;
 #pragma unroll
     for (int set = 0; set < D / 64; ++set) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        peek2(words + set * 32 + q * 8 + i * 2, raw[set][i]);
-        ready = ready && has_tag(raw[set][i][0], w.tag) && has_tag(raw[set][i][1], w.tag);
+        peek2(head + set * 32 + (w.lane & 3) * 8 + i * 2, words[set][i]);
+        ready = ready && has_tag(words[set][i][0], w.tag) && has_tag(words[set][i][1], w.tag);
       }
     }
     return ready;
-  });
-#pragma unroll
-  for (int set = 0; set < D / 64; ++set) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) out[set][i] = payload(raw[set][i / 2][i % 2]);
   }
-}
+  __device__ __forceinline__ uint32_t pair(int set, int i) const { return payload(words[set][i / 2][i % 2]); }
+};
 
 // This step's own token: a split of its own, whose softmax is 1; it also goes into the cache.
 template <typename T, int D>
@@ -183,15 +179,15 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
   const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
   T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer + (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
   uint4 query[D / 32], key[D / 32];
-  {
-    RawHead<D> raw_query, raw_key;
-    wait_words(w, [&] {
-      const bool ready = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
-      return raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2)) && ready;
-    });
-    rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
-    rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
-  }
+  RawHead<D> raw_query, raw_key;
+  RawValue<D> value;
+  wait_words(w, [&] {  // all three at once: each look takes as long as the way to L2 and back
+    const bool has_query = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
+    const bool has_key = raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2));
+    return value.look(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2)) && has_query && has_key;
+  });
+  rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
+  rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
   float score = 0.0f;
 #pragma unroll
   for (int step = 0; step < D / 32; ++step) {
@@ -208,20 +204,18 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
   score += __shfl_xor_sync(kAllLanes, score, 2);
   largest = score * scale;
   sum = q == 0 ? 1.0f : 0.0f;  // summed over the quad at the end
-  uint32_t value[D / 64][8];
-  fresh_value<D>(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2), value);
 #pragma unroll
   for (int set = 0; set < D / 64; ++set) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 pair = unpack_pair<T>(value[set][i]);
+      const float2 pair = unpack_pair<T>(value.pair(set, i));
       acc[set][i % 4 * 2][i / 4] = pair.x;
       acc[set][i % 4 * 2 + 1][i / 4] = pair.y;
     }
     auto* cell = reinterpret_cast<uint4*>(keys + layer_elements(s, D) * s.layers + set * 64 + q * 16);
     if (g == 0) {
-      cell[0] = make_uint4(value[set][0], value[set][1], value[set][2], value[set][3]);
-      cell[1] = make_uint4(value[set][4], value[set][5], value[set][6], value[set][7]);
+      cell[0] = make_uint4(value.pair(set, 0), value.pair(set, 1), value.pair(set, 2), value.pair(set, 3));
+      cell[1] = make_uint4(value.pair(set, 4), value.pair(set, 5), value.pair(set, 6), value.pair(set, 7));
     }
   }
 }

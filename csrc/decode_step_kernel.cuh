@@ -29,9 +29,9 @@ namespace six_engines {
 
 // ---- collecting activations into shared memory -----------------------------------------------------------------------
 
-// Pairs of 16-bit values, one pair a word.
+// Pairs of 16-bit values, one pair a word. A thread asks for kBatch units at a time: what it has not, it need not test.
+template <int kBatch>
 __device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned length, unsigned rows_of_units) {
-  constexpr int kBatch = ceil_div(1280, kWorkers);  // all of a row of 5120 at once
   const int row_units = length / 2, units = row_units * w.step.rows;
   const Word* words = exchanged(w, at, length, w.parity, blockIdx.x % w.step.replicas, 0);
   const uint32_t act = shared_address(w.smem) + w.plan.act_at;
@@ -74,7 +74,7 @@ constexpr float kPrescale<__half> = 1.0f / 64;
 // warp; `sums` receives the squares of each unit, and is complete after the next workers_sync.
 template <typename T>
 __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind from, uint32_t tag, int parity, const void* gain) {
-  constexpr int kBatch = 4;
+  constexpr int kBatch = 3;
   const DecodeStep& s = w.step;
   const int row_units = ceil_div(s.hidden, 64), units = row_units * s.rows, pairs = s.hidden / 2;
   const Word* words = exchanged(w, w.plan.vector_at[from], s.hidden, parity, blockIdx.x % s.replicas, 0);
@@ -257,11 +257,11 @@ __device__ __forceinline__ void finish_step(Worker& w, unsigned step_number, con
   }
   workers_sync();
   if (!*last) return;
-  if (w.warp < s.rows) {
+  for (int row = w.warp; row < s.rows; row += kWarps) {
     unsigned long long best = 0;
-    for (int block = w.lane; block < gridDim.x; block += 32) best = max(best, candidates[block * kMaxDecodeRows + w.warp]);
+    for (int block = w.lane; block < gridDim.x; block += 32) best = max(best, candidates[block * kMaxDecodeRows + row]);
     best = best_of(best, 1);
-    if (w.lane == 0) s.greedy[w.warp] = 0xffffffffu - static_cast<unsigned>(best);
+    if (w.lane == 0) s.greedy[row] = 0xffffffffu - static_cast<unsigned>(best);
   }
   if (w.thread == 0) {
     control(w)[1] = 0;
@@ -301,10 +301,10 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
       if (kind == kOut || kind == kDown) {
         const bool attended = kind == kOut;
         // (A block without rows of `down` must not wait here: nothing would keep the others from overtaking it.)
-        if (attended || slices[kDown].count > 0)
-          gather_pairs(w, attended ? plan.attention_at : plan.vector_at[kGateUp],
-                       attended ? plan.attention_length : plan.vector_length[kGateUp],
-                       attended ? plan.attention_rows : plan.act_rows);
+        if (attended)
+          gather_pairs<2>(w, plan.attention_at, plan.attention_length, plan.attention_rows);
+        else if (slices[kDown].count > 0)
+          gather_pairs<ceil_div(1280, kWorkers)>(w, plan.vector_at[kGateUp], plan.vector_length[kGateUp], plan.act_rows);
       } else {
         float bias = 0.0f;
         if (kind == kQkv && weights.qkv_bias != nullptr && w.thread < slices[kQkv].count)
