@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.options import add_options as add_paged_options
+from stage_e_batching.scheduler import check_step_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class BatchingOptions(EngineOptions):
 
     enable_chunked_prefill: bool = True
     trace: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:

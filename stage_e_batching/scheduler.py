@@ -38,6 +38,15 @@ MAX_OVERTAKES = 16
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
+def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raise `ValueError` if a step has no room for one token of every running sequence."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) is less than max_num_seqs ({max_num_seqs}): "
+            "a step could not run one token of every sequence; raise the first or lower the second"
+        )
+
+
 class Scheduler(Queues):
     """Decides who runs.
 
@@ -63,11 +72,7 @@ class Scheduler(Queues):
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) is less than max_num_seqs ({max_num_seqs}): "
-                "a step could not run one token of every sequence; raise the first or lower the second"
-            )
+        check_step_limits(max_num_seqs, max_num_batched_tokens)
         super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill

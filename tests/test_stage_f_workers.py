@@ -188,10 +188,10 @@ def test_a_step_that_fails_on_rank_0_alone_ends_the_engine_and_does_not_hang(mon
     assert children() == before
 
 
-def test_a_failure_after_the_workers_started_ends_them(monkeypatch):
+def test_a_failure_after_the_workers_started_ends_them(tmp_path):
     before = children()
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        ranked(max_num_batched_tokens=100)
+    with pytest.raises(FileNotFoundError, match="no-such-folder"):
+        ranked(trace=str(tmp_path / "no-such-folder" / "trace.jsonl"))
     assert children() == before
 
 
