@@ -41,7 +41,7 @@ PHASES = ("wait: hidden", "QKV", "attention", "wait: heads", "output", "wait: hi
 TABLE_HEAD = "| rows | context | µs a step | floor | of the floor's speed |"
 WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/decode_step.h
 TUNINGS = (
-    {"replicas": 2}, {"replicas": 4}, {"max_splits": 16}, {"max_splits": 32}, {"slot_bytes": 15000},
+    {"replicas": 2}, {"replicas": 4}, {"max_splits": 16}, {"max_splits": 64}, {"slot_bytes": 15000},
     {"slot_bytes": 26000},
 )  # fmt: skip
 

@@ -11,9 +11,12 @@ namespace {
 const char* unsupported(const DecodeStep& s) {
   if (s.rows < 1 || s.rows > kMaxDecodeRows) return "rows must be 1 to 8";
   if (s.head_dim != 64 && s.head_dim != 128) return "head_dim must be 64 or 128";
-  if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8) return "heads must be a multiple of kv_heads, at most 8 to one";
-  if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0) return "hidden and intermediate must be multiples of 32";
-  if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0) return "block_size must be a power of two, at least 16";
+  if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8)
+    return "heads must be a multiple of kv_heads, at most 8 to one";
+  if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0 || s.heads * s.head_dim % kStepColumns != 0)
+    return "hidden and intermediate must be multiples of 32";
+  if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0)
+    return "block_size must be a power of two, at least 16";
   if (s.max_splits < 2 || s.max_splits > kMaxDecodeSplits) return "max_splits must be 2 to 64";
   if (s.replicas < 1 || s.replicas > kMaxDecodeReplicas) return "replicas must be 1 to 4";
   return nullptr;

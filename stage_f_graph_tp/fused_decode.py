@@ -28,14 +28,14 @@ class Tuning:
     """How the kernel divides its work; the defaults are what `benchmarks.decode_kernel` found fastest.
 
     Attributes:
-        max_splits: pieces one attention may be cut into, 1 to 64.
+        max_splits: pieces one attention may be cut into, 2 to 64.
         replicas: copies of every exchanged vector, 1 to 4: 132 readers of one copy queue at the same lines of L2.
         slot_bytes: size of a slot of the weight ring, about; 0: 8 rows of the hidden size.
         flags: what a measurement leaves out (`kSkip…` in csrc/decode_step.h); 0 for right results.
         timeout_ms: a wait longer than this ends in an error instead of a hang.
     """
 
-    max_splits: int = 64
+    max_splits: int = 32
     replicas: int = 1
     slot_bytes: int = 0
     flags: int = 0
