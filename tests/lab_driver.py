@@ -1,7 +1,7 @@
 """Judges many versions of one lab in one process: the reference, every starter with one body missing, wrong answers.
 
-`python tests/lab_driver.py d OUT.json`. A process of its own for each version would spend its time importing PyTorch, so
-here the stages' modules are dropped between versions and imported again from another folder.
+`python tests/lab_driver.py d OUT.json`. A process of its own for each version would spend its time importing PyTorch,
+so here the stages' modules are dropped between versions and imported again from another folder.
 """
 
 from __future__ import annotations

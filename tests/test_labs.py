@@ -89,9 +89,10 @@ def test_the_starter_is_the_reference_but_for_the_listed_bodies(letter, tmp_path
 
 
 def test_a_stub_keeps_decorators_signature_and_docstring():
-    text = '@cache\ndef f(\n    x: int,  # the number\n) -> int:  # why\n    """What it is."""\n    # how\n    return x + 1\n'
+    head = '@cache\ndef f(\n    x: int,  # the number\n) -> int:  # why\n    """What it is."""\n'
+    text = head + "    # how\n    return x + 1\n"
     stub = bodies.stub(text, "f", "file.py", "Lab X.1: f")
-    assert stub == text.replace("    # how\n    return x + 1\n", '    raise NotImplementedError("Lab X.1: f")\n')
+    assert stub == head + '    raise NotImplementedError("Lab X.1: f")\n'
 
 
 def test_a_stub_without_docstring_keeps_the_signature():
@@ -101,9 +102,10 @@ def test_a_stub_without_docstring_keeps_the_signature():
 
 
 def test_braces_are_matched_past_comments_strings_and_calls():
-    text = 'int f(int x);\nint g() { return f(1); }\n// f() {\nint f(int x) {\n  auto s = "}{";  // }\n  if (x) { x = \'{\'; }\n}\n'
+    before = "int f(int x);\nint g() { return f(1); }\n// f() {\nint f(int x) {"
+    text = before + '\n  auto s = "}{";  // }\n  if (x) { x = \'{\'; }\n}\n'
     stub = bodies.stub(text, "f", "file.cu", "m")
-    assert stub.endswith('int f(int x) {\n  static_assert(false, "m");\n}\n') and stub.startswith(text[:44])
+    assert stub == before + '\n  static_assert(false, "m");\n}\n'
     with pytest.raises(bodies.BodyNotFound):
         bodies.find(text, "h", "file.cu")
 
@@ -210,7 +212,8 @@ def test_code_that_cannot_be_imported_is_named(tmp_path):
 
 
 def test_hidden_tests_must_pass_too(done, tmp_path):
-    (tmp_path / "test_lab_a.py").write_text("class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n")
+    hidden = "class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
+    (tmp_path / "test_lab_a.py").write_text(hidden)
     report = grade.grade(load_labs()["a"], done, only=["A.1", "A.5"], extra_tests=tmp_path)
     assert [(mark.state, mark.reason) for mark in report.marks] == [("passed", ""), ("failed", "hidden")]
 

@@ -155,20 +155,20 @@ class TestGroupedAttention:
         assert weights is None, "SDPA keeps no attention weights: None"
         assert out.shape == (1, 1, 6, 16), f"[1, tokens, heads, head_dim] expected, got {list(out.shape)}"
         expected = attend_by_hand(query, key, value, mask[0, 0], 0.3)
-        assert torch.allclose(out, expected, atol=1e-5), "query head h uses KV head h * kv_heads // heads; mask; scaling"
+        assert torch.allclose(out, expected, atol=1e-5), "head h uses KV head h * kv_heads // heads; mask; scaling"
 
     def test_a_prompt_is_causal_where_there_is_no_mask(self):
         query, key, value = self.inputs(7, 7)
         out, _ = attention.grouped_sdpa(torch.nn.Identity(), query, key, value, None, scaling=0.25)
         mask = torch.full((7, 7), -torch.inf).triu(1)
         assert out.shape == (1, 7, 6, 16), f"[1, tokens, heads, head_dim] expected, got {list(out.shape)}"
-        assert torch.allclose(out, attend_by_hand(query, key, value, mask, 0.25), atol=1e-5), "no token sees a later one"
+        assert torch.allclose(out, attend_by_hand(query, key, value, mask, 0.25), atol=1e-5), "no token sees later ones"
 
     def test_several_queries_with_a_mask_of_their_own(self):
         query, key, value = self.inputs(3, 5)
         mask = torch.full((3, 5), -torch.inf).triu(3)
         out, _ = attention.grouped_sdpa(torch.nn.Identity(), query, key, value, mask[None, None], scaling=0.25)
-        assert torch.allclose(out, attend_by_hand(query, key, value, mask, 0.25), atol=1e-5), "a given mask is used as it is"
+        assert torch.allclose(out, attend_by_hand(query, key, value, mask, 0.25), atol=1e-5), "use a mask as it is"
 
     def test_a_single_query_does_not_copy_keys_for_every_head(self, monkeypatch):
         query, key, value = self.inputs(1, 9)

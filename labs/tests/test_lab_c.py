@@ -115,7 +115,7 @@ class TestNormalise:
     def test_without_bias_it_is_rms_norm(self):
         x, weight = torch.randn(40), torch.randn(40)
         expected = x / (x.pow(2).mean() + 1e-5).sqrt() * weight
-        assert torch.allclose(self.normalised(x, weight, None, 1e-5), expected, atol=1e-5), "x / sqrt(mean(x²) + eps) * w"
+        assert torch.allclose(self.normalised(x, weight, None, 1e-5), expected, atol=1e-5), "x / sqrt(mean x²+eps) * w"
 
     def test_with_bias_it_is_layer_norm(self):
         x, weight, bias = torch.randn(40), torch.randn(40), torch.randn(40)

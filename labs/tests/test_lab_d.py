@@ -63,12 +63,12 @@ class TestFlatBatch:
         assert out.input_ids.tolist() == [10, 11, 12, 13, 14, 15, 23], f"got input_ids {out.input_ids.tolist()}"
         assert out.positions.tolist() == [0, 1, 2, 3, 4, 5, 3], f"got positions {out.positions.tolist()}"
         slots = meta.slot_mapping.tolist()
-        assert slots == [16, 17, 18, 19, 4, 5, 11], f"position 5 of block table [4, 1] is slot 1 * 4 + 1 = 5; got {slots}"
+        assert slots == [16, 17, 18, 19, 4, 5, 11], f"position 5, block table [4, 1]: slot 1 * 4 + 1 = 5; got {slots}"
         assert meta.cu_seqlens_q.tolist() == [0, 6, 7], f"got cu_seqlens_q {meta.cu_seqlens_q.tolist()}"
-        assert meta.context_lens.tolist() == [6, 4], f"the last token sees 6 and 4 keys, got {meta.context_lens.tolist()}"
+        assert meta.context_lens.tolist() == [6, 4], f"the last tokens see 6 and 4, got {meta.context_lens.tolist()}"
         assert meta.block_tables.tolist() == [[4, 1], [2, -1]], f"got block_tables {meta.block_tables.tolist()}"
         assert (meta.max_query_len, meta.max_context_len) == (6, 6)
-        assert out.last_rows.tolist() == [5, 6], f"the rows of the last tokens are 5 and 6, got {out.last_rows.tolist()}"
+        assert out.last_rows.tolist() == [5, 6], f"the last tokens' rows are 5 and 6, got {out.last_rows.tolist()}"
         dtypes = (out.input_ids.dtype, meta.slot_mapping.dtype, meta.cu_seqlens_q.dtype, meta.block_tables.dtype)
         assert dtypes == (torch.int64, torch.int64, torch.int32, torch.int32), f"got dtypes {dtypes}"
 

@@ -288,7 +288,8 @@ class TestSchedule:
         b, c = add(scheduler, 20, phrase=5), add(scheduler, 9, phrase=6)
         step = scheduler.schedule()
         entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
-        assert entries == [(a.arrival, 5, 1, True), (b.arrival, 0, 15, False)], f"1 decode and 15 of b's 20; got {entries}"
+        expected = [(a.arrival, 5, 1, True), (b.arrival, 0, 15, False)]
+        assert entries == expected, f"1 decode and 15 of b's 20; got {entries}"
         finish(scheduler, step)
         step = scheduler.schedule()
         entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
