@@ -31,10 +31,11 @@ KIND = "kernel_spans"
 STEPS = 4
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
 NO_WORK = {
-    "as_strided", "view", "_unsafe_view", "reshape", "_reshape_alias", "empty", "empty_like", "empty_strided", "detach",
-    "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "expand", "permute", "alias", "resize_", "set_", "split",
-    "narrow", "chunk", "lift_fresh", "item", "_local_scalar_dense", "split_with_sizes", "result_type", "contiguous", "to",
-    "resolve_conj", "resolve_neg", "flatten", "unflatten", "type_as", "as_strided_", "detach_", "zeros", "full", "view_as",
+    "as_strided", "as_strided_", "view", "view_as", "_unsafe_view", "reshape", "_reshape_alias", "flatten",
+    "unflatten", "empty", "empty_like", "empty_strided", "zeros", "full", "detach", "detach_", "alias",
+    "lift_fresh", "resize_", "set_", "transpose", "t", "permute", "slice", "select", "narrow", "chunk",
+    "split", "split_with_sizes", "unsqueeze", "squeeze", "expand", "contiguous", "to", "type_as",
+    "result_type", "item", "_local_scalar_dense", "resolve_conj", "resolve_neg",
 }  # fmt: skip
 
 
@@ -118,7 +119,9 @@ def _contains(outer: dict, inner: dict) -> bool:
     return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
 
 
-def record_engine(name: str, llm: StageE, num_requests: int = 1, prompt_tokens: int = 128, steps: int = STEPS) -> Recording:
+def record_engine(
+    name: str, llm: StageE, num_requests: int = 1, prompt_tokens: int = 128, steps: int = STEPS
+) -> Recording:
     """Decode steps of an engine of stage E or F, with all requests past their prefill."""
     params = SamplingParams(temperature=0.0, max_tokens=4 * steps + 16, ignore_eos=True)
     ids = [
@@ -186,8 +189,8 @@ def main() -> None:
         llm = engine(options.model, device="cuda", **limits, **switches)
         recordings.append(record_engine(name, llm))
         found = recordings[-1]
-        print(f"{name}: {len(found.spans) / found.steps:.0f} kernels a step, {found.whole / found.steps:.0f} µs a step, "
-              f"busy {found.busy / found.whole:.0%}", flush=True)  # fmt: skip
+        kernels, micros = len(found.spans) / found.steps, found.whole / found.steps
+        print(f"{name}: {kernels:.0f} kernels, {micros:.0f} µs a step, busy {found.busy / found.whole:.0%}", flush=True)
         llm.close()
         del llm
         gc.collect()

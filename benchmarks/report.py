@@ -81,7 +81,8 @@ def fill(text: str, found: dict[str, list[str]]) -> str:
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
     places = [root, root / "benchmarks", *(root / package for package in STAGE_PACKAGES)]
-    return [place / "README.md" for place in places if (place / "README.md").is_file()]
+    files = [root / "README.zh-CN.md", *(place / "README.md" for place in places)]
+    return [file for file in files if file.is_file()]
 
 
 def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:

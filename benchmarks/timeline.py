@@ -74,7 +74,8 @@ def draw_lanes(axes: Axes, records: list[dict]) -> None:
     handles = [Patch(color=colour, label=name) for colour, name in names]
     if any(record["preempted"] for record in records):
         handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
-    axes.legend(handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=handles, ncols=len(handles), **place, frameon=False, fontsize=9)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 

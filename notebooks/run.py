@@ -2,7 +2,7 @@
 
     python notebooks/run.py                  # run all, in place
     python notebooks/run.py a_naive          # run those whose name begins so
-    python notebooks/run.py --check          # run all and write nothing; exit status 1 where one fails or is out of date
+    python notebooks/run.py --check          # write nothing; exit status 1 where one fails or is out of date
 
 A notebook notes, in its metadata, a hash of the code that its outputs came from. So it can be told without running it
 whether somebody has changed a cell since.
@@ -27,8 +27,8 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 METADATA = "six_engines"
 CELL_SECONDS = 300
-# Lines of a log that say nothing to a reader: progress bars, and the profiler's greeting.
-NOISE = re.compile(r"\d+%\||^USDT:|^\s*$")
+# Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets.
+NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\s*$")
 
 
 def notebooks() -> list[Path]:
@@ -87,6 +87,9 @@ def tidy(notebook: NotebookNode) -> None:
                     lines = [line for line in lines if not NOISE.search(line)]
                 output.text = "\n".join(lines) + ("\n" if output.name == "stderr" and lines else "")
                 if not output.text.strip():
+                    continue
+                if kept and kept[-1].output_type == "stream" and kept[-1].name == output.name:
+                    kept[-1].text += output.text
                     continue
             kept.append(output)
         cell.outputs = kept

@@ -1,7 +1,7 @@
 """Static and continuous batching side by side, a preemption, and what a long prompt does to the others' pace.
 
-Records are those of stage E's trace (`stage_e_batching/trace.py`). Stage D writes none; its steps are noted from what its
-model is given.
+Records are those of stage E's trace (`stage_e_batching/trace.py`). Stage D writes none; its steps are noted from what
+its model is given.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
     axes = figure.subplots()
     for (name, records), colour, marker in zip(runs.items(), (ORANGE, BLUE), "so", strict=False):
         when, gaps = token_gaps(records, request)
-        axes.plot(when, gaps, f"{marker}-", color=colour, linewidth=1, markersize=4, label=f"{name}: longest {max(gaps):.0f} ms")
+        label = f"{name}: longest {max(gaps):.0f} ms"
+        axes.plot(when, gaps, f"{marker}-", color=colour, linewidth=1, markersize=4, label=label)
     axes.set_ylim(0)
     axes.set_xlabel(f"ms since the first token of request {request}")
     axes.set_ylabel(f"ms between two tokens\nof request {request}")

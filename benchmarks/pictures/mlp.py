@@ -1,4 +1,4 @@
-"""Stage C in pictures: generations of a kernel against what the memory can do, and the CPU operator against its formula."""
+"""Stage C in pictures: generations of a kernel against what the memory can do, the operator against its formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recorded_kernels(directory: Path = RESULTS_DIRECTORY) -> dict:
     """
     paths = sorted(directory.glob("mlp_kernels_*.json"))
     if not paths:
-        raise FileNotFoundError(f"no mlp_kernels_*.json in {directory}; make one with `python -m benchmarks.mlp_kernels`")
+        raise FileNotFoundError(f"no mlp_kernels_*.json in {directory}; `python -m benchmarks.mlp_kernels` makes one")
     return load_results(paths[0])
 
 
@@ -42,10 +42,11 @@ def draw_generations(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -
     axes = figure.subplots()
     axes.bar([NAMES[name] for name in names], rates, color=[ORDER[name] for name in names], width=0.6)
     for x, (name, rate) in enumerate(zip(names, rates, strict=True)):
-        text = f"{found[name]['seconds'] * 1e6:,.1f} µs\n{100 * rate / copy:.0f} %"
+        text = f"{found[name]['seconds'] * 1e6:,.1f} µs\n{100 * rate / copy:.2g} %"
         axes.annotate(text, (x, rate), xytext=(0, 3), textcoords="offset points", ha="center")
     axes.axhline(copy, color="black", linestyle="--")
-    axes.annotate(f"a copy on the same device: {copy:.2f} TB/s", (-0.4, copy), xytext=(0, 4), textcoords="offset points")
+    text = f"a copy on the same device: {copy:.2f} TB/s"
+    axes.annotate(text, (-0.4, copy), xytext=(0, 4), textcoords="offset points")
     axes.set_ylim(0, 1.25 * copy)
     axes.set_ylabel("weights read, TB/s")
     axes.set_title(f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {result['device']['name']}", fontsize=11)
@@ -74,7 +75,8 @@ def measure_block(
 ) -> BlockTimes:
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows; medians."""
     torch.manual_seed(0)
-    norm, gate_up, down = (torch.randn(*s, device=device, dtype=dtype) for s in ((hidden,), (2 * inter, hidden), (hidden, inter)))
+    shapes = ((hidden,), (2 * inter, hidden), (hidden, inter))
+    norm, gate_up, down = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for count in rows:
         x = torch.randn(count, hidden, device=device, dtype=dtype)

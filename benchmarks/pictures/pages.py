@@ -10,8 +10,20 @@ from torch import nn
 
 from benchmarks import page_waste
 from benchmarks.pictures.picture import (
-    BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Picture, drawn_by, finish, new_figure, plain,
-)  # fmt: skip
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Picture,
+    drawn_by,
+    finish,
+    new_figure,
+    plain,
+)
 from benchmarks.results import load_results
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM
@@ -36,7 +48,8 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
     users: dict[int, list[tuple[str, int]]] = {}
     for name, sequence in sequences.items():
         for i, page in enumerate(sequence.block_table):
-            users.setdefault(page, []).append((name, min(block_size, max(0, sequence.num_computed_tokens - i * block_size))))
+            count = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
+            users.setdefault(page, []).append((name, count))
     colour = dict(zip(sequences, COLOURS, strict=False))
     first = {(name, page): i * block_size for name, s in sequences.items() for i, page in enumerate(s.block_table)}
     for page in range(num_blocks):
@@ -116,7 +129,8 @@ def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
         axes.bar(0, 0, color=COLOURS[i % len(COLOURS)], label=f"request {i}")
     axes.bar(0, 0, color=GREY, alpha=0.3, label="finished, still held")
     if shared:
-        axes.scatter([x + 0.5 for x, _ in shared], [pages.index(p) for _, p in shared], s=1.5, color="black", label="shared")
+        places = [x + 0.5 for x, _ in shared], [pages.index(page) for _, page in shared]
+        axes.scatter(*places, s=1.5, color="black", label="shared")
     axes.set_ylim(-0.6, len(pages) - 0.4)
     axes.set_xlim(0, len(steps))
     axes.set_ylabel(f"page of {block_size} tokens")
@@ -136,9 +150,11 @@ def draw_memory(report: MemoryReport) -> Picture:
     )
     for y, (_, size, waste) in enumerate(rows):
         mib = size / 2**20
-        axes.barh(y, mib * (1 - waste), color=BLUE, height=0.6, label="keys and values" if y == 0 else None)
-        axes.barh(y, mib * waste, left=mib * (1 - waste), color=BLUE, alpha=0.2, height=0.6, label="empty" if y == 0 else None)
-        axes.annotate(f"{mib:.1f} MiB, {waste:.0%} empty", (mib, y), xytext=(5, 0), textcoords="offset points", va="center")
+        full, empty = ("keys and values", "empty") if y == 0 else (None, None)
+        axes.barh(y, mib * (1 - waste), color=BLUE, height=0.6, label=full)
+        axes.barh(y, mib * waste, left=mib * (1 - waste), color=BLUE, alpha=0.2, height=0.6, label=empty)
+        text = f"{mib:.1f} MiB, {waste:.0%} empty"
+        axes.annotate(text, (mib, y), xytext=(5, 0), textcoords="offset points", va="center")
     axes.set_yticks([0, 1], [name for name, _, _ in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.4 * max(size for _, size, _ in rows) / 2**20)

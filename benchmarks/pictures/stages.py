@@ -79,7 +79,8 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
         (single, [run.ms_a_token for run in runs.values()], "one request: ms a token (less is better)"),
         (many, [run.tokens_per_s for run in runs.values()], "all together: tokens a second (more is better)"),
     ):
-        axes.barh(names, values, color=[colour_of(letter) for letter in runs], edgecolor="black", linewidth=0.6, height=0.65)
+        colours = [colour_of(letter) for letter in runs]
+        axes.barh(names, values, color=colours, edgecolor="black", linewidth=0.6, height=0.65)
         for y, value in enumerate(values):
             axes.annotate(number(value), (value, y), xytext=(4, 0), textcoords="offset points", va="center")
         axes.invert_yaxis()

@@ -1,0 +1,116 @@
+"""The notebooks run, and what is committed of them is fit to be read: in step with their code, with pictures, no traces."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+import run  # noqa: E402  (notebooks/run.py: the folder is no package)
+
+STAGES = {
+    "0_overview": "stage_a_naive", "a_naive": "stage_a_naive", "b_decode_step": "stage_b_decode_step",
+    "c_fused_mlp": "stage_c_fused_mlp", "d_paged": "stage_d_paged", "e_batching": "stage_e_batching",
+    "f_graph_tp": "stage_f_graph_tp",
+}  # fmt: skip
+MOST_BYTES = 600_000
+ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=])(/[\w.-]+/|[A-Z]:\\)""")
+
+each_notebook = pytest.mark.parametrize("path", run.notebooks(), ids=lambda path: path.stem)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def has_image(cell: nbformat.NotebookNode) -> bool:
+    return any("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def test_there_is_an_overview_and_a_notebook_a_stage():
+    assert [path.stem for path in run.notebooks()] == list(STAGES)
+
+
+@each_notebook
+def test_the_notebook_runs(path):
+    if path.stem.startswith(("0", "c")) and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++"))):
+        pytest.skip("stage C needs a C++ compiler")
+    notebook = run.execute(path)
+    assert sum(map(has_image, code_cells(notebook))) >= 2
+
+
+@each_notebook
+def test_committed_outputs_are_of_the_code_that_is_there(path):
+    notebook = run.read(path)
+    assert run.is_current(notebook), f"{path.name} was changed after it was run: `make notebooks`"
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "not run once from top to bottom"
+
+
+@each_notebook
+def test_committed_outputs_are_clean(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) < MOST_BYTES
+    notebook = run.read(path)
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            shown = output.get("text", "") + str({k: v for k, v in output.get("data", {}).items() if "image" not in k})
+            assert not ABSOLUTE_PATH.search(shown), f"a folder of the machine that ran it: {shown[:200]}"
+            assert not run.NOISE.search(shown.replace("\n", " ")), shown[:200]
+
+
+@each_notebook
+def test_every_figure_is_there(path):
+    cells = code_cells(run.read(path))
+    figures = [cell for cell in cells if cell.source.strip().splitlines()[-1].startswith("draw_")]
+    always = [cell for cell in figures if " else " not in cell.source.strip().splitlines()[-1]]
+    assert len(always) >= 2
+    for cell in always:
+        assert has_image(cell), cell.source
+
+
+@each_notebook
+def test_it_shows_the_stage_itself(path):
+    source = "\n".join(cell.source for cell in code_cells(run.read(path)))
+    assert f"from {STAGES[path.stem]} import" in source
+    assert "matplotlib" not in source, "figures are drawn by functions of the repository"
+    if not path.stem.startswith("0"):
+        checked = [cell for cell in run.read(path).cells if "try it" in cell.source.lower()]
+        assert len(checked) >= 2, "a few questions with a checked answer"
+
+
+@each_notebook
+def test_its_links_lead_somewhere(path):
+    for cell in run.read(path).cells:
+        if cell.cell_type == "markdown":
+            for target in re.findall(r"\]\(([^)#:]+)\)", cell.source):
+                assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+
+
+def test_a_changed_cell_makes_the_outputs_old():
+    notebook = new_notebook(cells=[new_code_cell("1 + 1")])
+    notebook.metadata[run.METADATA] = {"source": run.source_hash(notebook)}
+    assert run.is_current(notebook)
+    notebook.cells[0].source = "1 + 2"
+    assert not run.is_current(notebook)
+
+
+def test_tidying_drops_noise_and_this_machines_folders():
+    outputs = [
+        new_output("stream", name="stderr", text="Loading:  10%|# |\rLoading: 100%|##|\n"),
+        new_output("stream", name="stdout", text=f"wrote {ROOT}{os.sep}build/x\n"),
+        new_output("stream", name="stdout", text="and more\n"),
+    ]
+    notebook = new_notebook(cells=[new_code_cell("f()", outputs=outputs)])
+    run.tidy(notebook)
+    assert [output.text for output in notebook.cells[0].outputs] == ["wrote build/x\nand more\n"]
