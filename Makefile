@@ -50,7 +50,7 @@ help: ## print this list
 	@echo "  make lab-a … lab-f       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
 	@echo "  make grade-a … grade-f   grade your copy (ONLY=D.2: one exercise; LAB_TESTS=dir: more tests)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
-	@echo "           LAB=1 (any stage: run your copy in labs/work/)"
+	@echo "           LAB=1 (any stage, bench: run your copies in labs/work/)"
 
 $(STAGE_TARGETS): stage-%: $(READY)
 	$(if $(LAB),@$(PY) -m labs.starter --show)
@@ -78,7 +78,7 @@ doctor: $(READY) ## say what this machine has, what each stage will use on it, a
 	@$(PY) -m benchmarks.doctor
 
 bench: $(READY) ## the shared benchmark at CPU size: all stages, a few minutes
-	@$(PY) -m benchmarks.run --size cpu $(ARGS)
+	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
 
 bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
