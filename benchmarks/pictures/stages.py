@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from importlib import import_module
 
 from benchmarks.pictures.picture import Picture, drawn_by, finish, new_figure, plain
 from benchmarks.plot import colour_of, plot_bars
-from benchmarks.results import load_all
+from benchmarks.results import RESULTS_DIRECTORY, load_results
 from benchmarks.tables import Group, group_results, number
 from stage_a_naive import SamplingParams
 from stage_a_naive.frontend import Frontend
@@ -92,7 +93,9 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
 
 def recorded_groups() -> list[Group]:
     """The committed measurements, GPU before CPU; empty where there are none."""
-    return group_results([payload for payload in load_all().values() if payload["kind"] == "engines"])
+    paths = sorted(RESULTS_DIRECTORY.glob("*.json"))
+    of_engines = [path for path in paths if json.loads(path.read_text(encoding="utf-8")).get("kind") == "engines"]
+    return group_results([load_results(path) for path in of_engines])
 
 
 def draw_recorded(group: Group) -> Picture:

@@ -1,0 +1,52 @@
+"""The Chinese README says what the English one says: same sections, links, commands and tables from the benchmark."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+
+
+def without_tables(text: str) -> str:
+    """The text without what `make report` fills in."""
+    return re.sub(r"(<!-- bench:\w+ -->).*?(<!-- /bench:\w+ -->)", r"\1\2", text, flags=re.DOTALL)
+
+
+def links(text: str) -> list[str]:
+    found = re.findall(r"\]\(([^)]+)\)", without_tables(text))
+    return sorted(target for target in found if not target.startswith("README"))
+
+
+def commands(text: str) -> list[str]:
+    """Lines of code blocks that a reader would type, without their comments."""
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    lines = [line.split("  #")[0].strip() for line in blocks.splitlines()]
+    return [line for line in lines if re.search(r"\bmake\b|\bimport\b|\bllm\b|outputs", line)]
+
+
+def headings(text: str) -> list[int]:
+    return [len(marks) for marks in re.findall(r"^(#+) ", text, flags=re.MULTILINE)]
+
+
+def table_rows(text: str) -> int:
+    return len(re.findall(r"^\|", without_tables(text), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("part", [links, commands, headings, table_rows])
+def test_both_readmes_have_the_same(part):
+    assert part(CHINESE) == part(ENGLISH)
+
+
+def test_both_show_the_same_measurements():
+    markers = re.compile(r"<!-- /?bench:\w+ -->")
+    assert markers.findall(CHINESE) == markers.findall(ENGLISH)
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
+def test_links_lead_somewhere(text):
+    missing = [target for target in links(text) if "://" not in target and not (ROOT / target.split("#")[0]).exists()]
+    assert not missing
