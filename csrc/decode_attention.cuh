@@ -5,9 +5,9 @@
 // Second half: a warp takes (row, head, 8 dimensions) and merges the splits (flash-decoding).
 //
 // Layouts follow the matrix instruction. With g = lane / 4, q = lane % 4: queries and keys are loaded as 16 bytes,
-// columns 32 s + 8 q, of head or token g (the same reordering of columns as in decode_gemv.cuh). Rotary pairs (d, d + D/2)
-// then lie in one lane, and a head's norm is a sum over the 4 lanes of a quad. The probabilities come out of the first
-// product in the layout in which the second wants them.
+// columns 32 s + 8 q, of head or token g (the same reordering of columns as in decode_gemv.cuh). Rotary pairs (d, d +
+// D/2) then lie in one lane, and a head's norm is a sum over the 4 lanes of a quad. The probabilities come out of the
+// first product in the layout in which the second wants them.
 #pragma once
 
 #include "decode_attention_parts.cuh"
@@ -16,12 +16,14 @@ namespace six_engines {
 
 // This step's own token: a split of its own, whose softmax is 1; it also goes into the cache.
 template <typename T, int D>
-__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer, const LayerWeights& weights,
-                                             const Word* projected, float scale, float& largest, float& sum,
+__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer,
+                                             const LayerWeights& weights, const Word* projected, float scale,
+                                             float& largest, float& sum,
                                              float (&acc)[D / 64][8][2]) {
   const DecodeStep& s = w.step;
   const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
-  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer + (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
+  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer +
+            (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
   uint4 query[D / 32], key[D / 32];
   RawHead<D> raw_query, raw_key;
   RawValue<D> value;
@@ -216,7 +218,8 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
   }
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;  // a padding row has no split: it gets zeros
   if (g < s.replicas)
-    publish(exchanged(w, w.plan.attention_at, w.plan.attention_length, w.parity, g, row) + head * (D / 2) + slice * 4 + q,
+    publish(exchanged(w, w.plan.attention_at, w.plan.attention_length, w.parity, g, row) + head * (D / 2) +
+                slice * 4 + q,
             tagged(pack_pair<T>(x * inverse, y * inverse), w.tag));
 }
 
@@ -234,7 +237,8 @@ __device__ __forceinline__ void attention_phase(Worker& w, int layer, const Laye
   }
   const int merges = w.step.rows * w.step.heads * (D / 8);
 #pragma unroll 1
-  for (int unit = blockIdx.x + grid * (kWarps - 1 - w.warp); unit < merges; unit += grid * kWarps) merge_splits<T, D>(w, unit);
+  for (int unit = blockIdx.x + grid * (kWarps - 1 - w.warp); unit < merges; unit += grid * kWarps)
+    merge_splits<T, D>(w, unit);
 }
 
 }  // namespace six_engines

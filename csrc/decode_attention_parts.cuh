@@ -14,8 +14,8 @@ struct AttentionItem {
 // own token, which comes straight from the projection.
 __device__ __forceinline__ const int* row_table(const Worker& w) { return w.shared<int>(w.plan.rows_at); }
 
-// Elements from the beginning of a layer's keys to this KV head's key of the chunk's first token. (A chunk never crosses
-// pages: a page is a power of two of at least 16 tokens.)
+// Elements from the beginning of a layer's keys to this KV head's key of the chunk's first token. (A chunk never
+// crosses pages: a page is a power of two of at least 16 tokens.)
 template <int D>
 __device__ __forceinline__ long long chunk_cell(const Worker& w, int row, int kv_head, int chunk) {
   const DecodeStep& s = w.step;

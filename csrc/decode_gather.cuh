@@ -38,9 +38,9 @@ __device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned le
   workers_sync();
 }
 
-// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: what goes to
-// shared memory is x * gain, the squares are added up while the product runs, and `norm_scale` is applied to its result.
-// float16 could overflow without the division, so it goes in scaled down.
+// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: what goes
+// to shared memory is x * gain, the squares are added up while the product runs, and `norm_scale` is applied to its
+// result. float16 could overflow without the division, so it goes in scaled down.
 template <typename T>
 constexpr float kPrescale = 1.0f;
 template <>
@@ -49,7 +49,8 @@ constexpr float kPrescale<__half> = 1.0f / 64;
 // The hidden state, one float32 a word (before the first layer: embedding rows). A unit is 64 values of a row, for one
 // warp; `sums` receives the squares of each unit, and is complete after the next workers_sync.
 template <typename T>
-__device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind from, uint32_t tag, int parity, const void* gain) {
+__device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind from, uint32_t tag, int parity,
+                                              const void* gain) {
   constexpr int kBatch = 3;
   const DecodeStep& s = w.step;
   const int row_units = ceil_div(s.hidden, 64), units = row_units * s.rows, pairs = s.hidden / 2;
@@ -82,7 +83,8 @@ __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind fro
       if (unit >= units || columns[i] >= pairs) columns[i] = -1;
       if (columns[i] >= 0) gains[i] = __ldg(static_cast<const uint32_t*>(gain) + columns[i]);
       if (columns[i] >= 0 && embedded)
-        x[i] = unpack_pair<T>(__ldg(static_cast<const uint32_t*>(s.embedding) + s.token_ids[rows[i]] * pairs + columns[i]));
+        x[i] = unpack_pair<T>(
+            __ldg(static_cast<const uint32_t*>(s.embedding) + s.token_ids[rows[i]] * pairs + columns[i]));
     }
     if (!embedded) {
       wait_words(w, [&] {
@@ -103,7 +105,8 @@ __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind fro
       squares[i] = x[i].x * x[i].x + x[i].y * x[i].y;
       if (columns[i] < 0) continue;
       const float2 g = unpack_pair<T>(gains[i]);
-      store_shared(act + rows[i] * stride + act_offset(columns[i]), pack_pair<T>(x[i].x * g.x * kPrescale<T>, x[i].y * g.y * kPrescale<T>));
+      store_shared(act + rows[i] * stride + act_offset(columns[i]),
+                   pack_pair<T>(x[i].x * g.x * kPrescale<T>, x[i].y * g.y * kPrescale<T>));
     }
   }
   workers_sync();

@@ -1,14 +1,15 @@
-// Streaming and multiplying. One warp of a block (`stream_step`) copies the block's slices of all matrices, in the order
-// in which they will be used, into a ring of shared-memory slots; it knows no activations and so never waits for
+// Streaming and multiplying. One warp of a block (`stream_step`) copies the block's slices of all matrices, in the
+// order in which they will be used, into a ring of shared-memory slots; it knows no activations and so never waits for
 // another block, only for a free slot. The other warps multiply what has arrived (`multiply_units`, `multiply_tile`).
 //
-// The product has to be short in instructions, not in operations: first versions gave a warp two steps of every tile and
-// spent 350 instructions around 8 of arithmetic. Now a step (32 columns of 8 weight rows, times up to 4 requests) is two
-// loads and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16 bytes of a
-// weight row are its whole operand: four registers of two values, of which the instruction takes the first and third for
-// row g and the second and fourth for row g + 8. So row g of the instruction is one half of the columns of weight row g,
-// and row g + 8 the other half. Two columns of the instruction hold a request's activations, one for each half. Of the
-// four products of halves two are meaningless; the other two land in the same lane, which adds them (c[0] + c[3]).
+// The product has to be short in instructions, not in operations: first versions gave a warp two steps of every tile
+// and spent 350 instructions around 8 of arithmetic. Now a step (32 columns of 8 weight rows, times up to 4 requests)
+// is two loads and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16 bytes
+// of a weight row are its whole operand: four registers of two values, of which the instruction takes the first and
+// third for row g and the second and fourth for row g + 8. So row g of the instruction is one half of the columns of
+// weight row g, and row g + 8 the other half. Two columns of the instruction hold a request's activations, one for
+// each half. Of the four products of halves two are meaningless; the other two land in the same lane, which adds them
+// (c[0] + c[3]).
 #pragma once
 
 #include "decode_plan.cuh"
@@ -43,19 +44,20 @@ struct Worker {
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
 };
 
-__device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, blocks finished, place of the first error
+__device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, blocks finished, first error
   return reinterpret_cast<unsigned*>(w.words);
 }
 
 // One request of an exchanged vector [replicas][2 parities][rows][length] that begins at word `at`.
-__device__ __forceinline__ Word* exchanged(const Worker& w, unsigned at, unsigned length, int parity, int replica, int row) {
+__device__ __forceinline__ Word* exchanged(const Worker& w, unsigned at, unsigned length, int parity, int replica,
+                                           int row) {
   return w.words + (at + ((replica * 2 + parity) * kMaxDecodeRows + row) * length);
 }
 
 // Returns when this wait began, or 0 once it has lasted too long. (Values, no references: a `Worker` whose address is
 // taken would live in memory instead of registers.)
-static __device__ __noinline__ unsigned long long check_patience(unsigned long long since, long long limit, unsigned* error,
-                                                                 unsigned place) {
+static __device__ __noinline__ unsigned long long check_patience(unsigned long long since, long long limit,
+                                                                 unsigned* error, unsigned place) {
   const unsigned long long now = nanoseconds();
   if (since == 0) return now;
   if (now - since < static_cast<unsigned long long>(limit)) return since;
@@ -108,8 +110,8 @@ __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* w
         if (w.lane == 0) barrier_expect(full, rows * bytes);
         __syncwarp();
         if (w.lane < rows)
-          bulk_copy(w.ring + w.at.slot * w.plan.slot_bytes + w.lane * m.stride, source + chunk * m.chunk_steps * 64, bytes,
-                    full, policy);
+          bulk_copy(w.ring + w.at.slot * w.plan.slot_bytes + w.lane * m.stride, source + chunk * m.chunk_steps * 64,
+                    bytes, full, policy);
         w.at.advance(1, w.plan.slots);
       }
     }
@@ -136,8 +138,8 @@ __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table
 
 // ---- the consumer warps --------------------------------------------------------------------------------------------
 
-// Activations lie in shared memory in the order in which a lane wants them: of every 8 columns first 0, 1, 4, 5 and then
-// 2, 3, 6, 7. The byte offset of column pair `pair` (columns 2 pair and 2 pair + 1):
+// Activations lie in shared memory in the order in which a lane wants them: of every 8 columns first 0, 1, 4, 5 and
+// then 2, 3, 6, 7. The byte offset of column pair `pair` (columns 2 pair and 2 pair + 1):
 __device__ __forceinline__ int act_offset(int pair) { return (pair >> 2) * 16 + (pair & 1) * 8 + (pair & 2) * 2; }
 
 __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
@@ -189,8 +191,8 @@ __device__ __forceinline__ void multiply_steps(uint32_t a, const uint32_t (&x)[2
 
 // Waits for a slot and multiplies `steps` steps of it.
 template <typename T>
-__device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, RingPosition at, int rows, int first, int steps,
-                                              int act_step, int arrivals, float (&out)[2]) {
+__device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, RingPosition at, int rows, int first,
+                                              int steps, int act_step, int arrivals, float (&out)[2]) {
   const int g = w.lane >> 2, q = w.lane & 3, stride = slot_stride(m.steps);
   const uint32_t a = w.ring + at.slot * w.plan.slot_bytes + min(g, rows - 1) * m.stride + q * 16 + first * 64;
   const uint32_t act = shared_address(w.smem) + w.plan.act_at + (g & 1) * 8 + q * 16 + act_step * 64;

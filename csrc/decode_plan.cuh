@@ -14,8 +14,9 @@
 namespace six_engines {
 
 // Warps that compute; one more streams. Few, because registers are dealt out to 8 warps as 255 each, to 9 as 168, and
-// with 168 the attention of 128-wide heads spills; a spilled value is read back from L2 (shared memory has taken all of
-// L1). One row, context 640, us a step: Qwen2.5-0.5B 653 with 14 warps, 553 with 10, 540 with 7; Qwen3-0.6B 954, 859, 682.
+// with 168 the attention of 128-wide heads spills; a spilled value is read back from L2 (shared memory has taken all
+// of L1). One row, context 640, us a step: Qwen2.5-0.5B 653 with 14 warps, 553 with 10, 540 with 7; Qwen3-0.6B 954,
+// 859, 682.
 constexpr int kWarps = 7;
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;
@@ -57,7 +58,8 @@ struct DecodePlan {
   MatrixPlan matrix[kKinds];
   int grid, slots, slot_bytes;
   int sets, page_shift;  // sets: of 4 requests, 1 or 2
-  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, units_at, best_at, table_at, barriers_at;
+  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, units_at, best_at, table_at;
+  int barriers_at;
   int smem_bytes;
   // Exchanged vectors: first word, and words of one request. What a kind publishes; for kQkv it goes to the attention.
   unsigned vector_at[4], vector_length[4];
@@ -105,7 +107,8 @@ inline MatrixPlan plan_matrix(int rows, int granule, int columns, int grid, int 
 inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
   unsigned at = 64;  // the control words
   const auto take = [&at](long long words) { const unsigned here = at; at += (words + 15) / 16 * 16; return here; };
-  const unsigned lengths[4] = {(s.heads + 2u * s.kv_heads) * s.head_dim / 2, 1u * s.hidden, s.intermediate / 2u, 1u * s.hidden};
+  const unsigned qkv = (s.heads + 2 * s.kv_heads) * s.head_dim, hidden = s.hidden;
+  const unsigned lengths[4] = {qkv / 2, hidden, s.intermediate / 2u, hidden};
   for (int kind = 0; kind < 4; ++kind) {
     plan.vector_length[kind] = lengths[kind];
     plan.vector_at[kind] = take(2LL * kMaxDecodeReplicas * kMaxDecodeRows * lengths[kind]);
@@ -122,7 +125,8 @@ inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_
   plan = DecodePlan{};
   plan.grid = std::min({multiprocessors, s.intermediate / 2, 1024});  // every block owns part of the MLP: see consume()
   const int attention = s.heads * s.head_dim, qkv = attention + 2 * s.kv_heads * s.head_dim;
-  const int target = s.slot_bytes > 0 ? s.slot_bytes : std::min(18560, kTileRows * slot_stride(s.hidden / kStepColumns));
+  const int target =
+      s.slot_bytes > 0 ? s.slot_bytes : std::min(18560, kTileRows * slot_stride(s.hidden / kStepColumns));
   plan.matrix[kQkv] = plan_matrix(qkv, 2, s.hidden, plan.grid, target, 1);
   plan.matrix[kOut] = plan_matrix(s.hidden, 1, attention, plan.grid, target, 1);
   plan.matrix[kGateUp] = plan_matrix(s.intermediate, 2, s.hidden, plan.grid, target, 2);
@@ -163,8 +167,9 @@ inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_
   plan.slots = std::min(64, (smem_limit - at) / plan.slot_bytes);
   if (plan.slots < 4) return "shared memory holds fewer than 4 slots of weights: use fewer rows";
   const int ring = plan.slots * plan.slot_bytes;  // the ring comes first; everything else moves behind it
-  for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at, &plan.rows_at,
-                      &plan.items_at, &plan.slices_at, &plan.units_at, &plan.best_at, &plan.table_at, &plan.barriers_at})
+  for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at,
+                      &plan.rows_at, &plan.items_at, &plan.slices_at, &plan.units_at, &plan.best_at, &plan.table_at,
+                      &plan.barriers_at})
     *offset += ring;
   plan.smem_bytes = ring + at;
   if (most_rows(plan.matrix[kQkv], plan.grid) > kWorkers) return "more rows of the QKV projection a block than threads";

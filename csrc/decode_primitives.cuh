@@ -35,23 +35,25 @@ __device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], float32 accumulators. With g = lane / 4 and q = lane % 4 a lane holds
-// a: (row g, k 2q..), (row g + 8, k 2q..), (row g, k 2q + 8..), (row g + 8, k 2q + 8..);  b: (k 2q.., col g), (k 2q + 8.., col g);
-// c: (row g, cols 2q, 2q + 1), (row g + 8, the same columns).
+// c[16 x 8] += a[16 x 16] b[16 x 8], float32 accumulators. With g = lane / 4 and q = lane % 4 a lane holds a: (row g,
+// k 2q..), (row g + 8, k 2q..), (row g, k 2q + 8..), (row g + 8, k 2q + 8..);  b: (k 2q.., col g), (k 2q + 8.., col
+// g); c: (row g, cols 2q, 2q + 1), (row g + 8, the same columns).
 template <typename T>
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                   uint32_t b1);
 template <>
 __device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                            uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 template <>
 __device__ __forceinline__ void mma<__half>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                       uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -117,7 +119,7 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// ---- tagged words: the value and the proof that it is this layer's, in one 8-byte store ------------------------------
+// ---- tagged words: the value and the proof that it is this layer's, in one 8-byte store -----------------------------
 // (The idea of NCCL's LL protocol.) A barrier would cost a fence, an atomic, a poll, and then the read of the data;
 // a tagged word costs the store and the poll, which is already the read. No fence is needed, because nothing else is
 // published by it, and 8-byte stores are never torn.
@@ -137,7 +139,10 @@ __device__ __forceinline__ void publish2(Word* address, Word first, Word second)
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(address), "l"(first), "l"(second) : "memory");
 }
 __device__ __forceinline__ void peek2(const Word* address, Word (&words)[2]) {
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(address) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];"
+               : "=l"(words[0]), "=l"(words[1])
+               : "l"(address)
+               : "memory");
 }
 
 __device__ __forceinline__ unsigned long long nanoseconds() {

@@ -1,5 +1,5 @@
-// The operator torch.ops.six_engines.decode_step: checks, registration, and the way to the kernel, which knows no torch.
-// CUDA only: one launch for a whole step is an answer to what a GPU does badly; the CPU runs stage D's layers.
+// The operator torch.ops.six_engines.decode_step: checks, registration, and the way to the kernel, which knows no
+// torch. CUDA only: one launch for a whole step is an answer to what a GPU does badly; the CPU runs stage D's layers.
 #include <torch/library.h>
 #include <ATen/ATen.h>
 
@@ -40,11 +40,15 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
                  int64_t max_splits, int64_t replicas, int64_t slot_bytes, int64_t flags,
                  int64_t timeout_ms) {
   const auto dtype = kv_cache.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "the KV cache is ", dtype, "; float16 and bfloat16 are supported");
-  TORCH_CHECK_VALUE(kv_cache.dim() == 6 && kv_cache.size(0) == 2, "the KV cache has shape ", to_string(kv_cache.sizes()),
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "the KV cache is ", dtype,
+                   "; float16 and bfloat16 are supported");
+  TORCH_CHECK_VALUE(kv_cache.dim() == 6 && kv_cache.size(0) == 2, "the KV cache has shape ",
+                    to_string(kv_cache.sizes()),
                     ", expected [2, layers, blocks, block_size, kv_heads, head_dim]");
-  TORCH_CHECK_VALUE(block_tables.dim() == 2, "block_tables has shape ", to_string(block_tables.sizes()), ", expected [rows, max_blocks]");
-  TORCH_CHECK_VALUE(embedding.dim() == 2, "embedding has shape ", to_string(embedding.sizes()), ", expected [vocab, hidden]");
+  TORCH_CHECK_VALUE(block_tables.dim() == 2, "block_tables has shape ", to_string(block_tables.sizes()),
+                    ", expected [rows, max_blocks]");
+  TORCH_CHECK_VALUE(embedding.dim() == 2, "embedding has shape ", to_string(embedding.sizes()),
+                    ", expected [vocab, hidden]");
   TORCH_CHECK_VALUE(cos.dim() == 2, "cos has shape ", to_string(cos.sizes()), ", expected [positions, head_dim / 2]");
   const int64_t rows = block_tables.size(0), layers = kv_cache.size(1), head_dim = kv_cache.size(5);
   const int64_t vocab = embedding.size(0), hidden = embedding.size(1);

@@ -15,13 +15,14 @@
 // instruction on it takes some 5 to 8 cycles, a spilled register some 350, an exchange some 1500. Hence products of few
 // instructions (decode_gemv.cuh), few warps with many registers (decode_plan.cuh), and one loop over the matrices.
 //
-// Why a reader never finds a word that is already overwritten: exchanged vectors alternate between two copies, by layer
-// parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of which every
-// block owns a part and publishes it only after it has read everything of layer l. (The splits have one copy: the next
-// layer's queries exist only after every merge of this layer.)
+// Why a reader never finds a word that is already overwritten: exchanged vectors alternate between two copies, by
+// layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
+// which every block owns a part and publishes it only after it has read everything of layer l. (The splits have one
+// copy: the next layer's queries exist only after every merge of this layer.)
 //
 // Launch: cooperative, because blocks wait for each other and must all be resident. One block fills a multiprocessor's
-// shared memory, the grid is at most the number of multiprocessors, and a cooperative launch can be captured in a graph.
+// shared memory, the grid is at most the number of multiprocessors, and a cooperative launch can be captured in a
+// graph.
 #pragma once
 
 #include "decode_attention.cuh"
@@ -62,14 +63,16 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
         if (attended)
           gather_pairs<2>(w, plan.attention_at, plan.attention_length, plan.attention_rows);
         else if (slices[kDown].count > 0)
-          gather_pairs<ceil_div(1280, kWorkers)>(w, plan.vector_at[kGateUp], plan.vector_length[kGateUp], plan.act_rows);
+          gather_pairs<ceil_div(1280, kWorkers)>(w, plan.vector_at[kGateUp], plan.vector_length[kGateUp],
+                                                 plan.act_rows);
       } else {
         float bias = 0.0f;
         if (kind == kQkv && weights.qkv_bias != nullptr && w.thread < slices[kQkv].count)
           bias = to_float(static_cast<const T*>(weights.qkv_bias)[slices[kQkv].first + w.thread]);
         const bool second = kind == kGateUp;  // of the layer's two; the first follows the last layer's kDown
         gather_hidden<T>(w, layer == 0 && !second, second ? kOut : kDown, step_number * s.layers + layer + second,
-                         (layer & 1) ^ (second ? 0 : 1), second ? weights.post_norm : head ? s.final_norm : weights.input_norm);
+                         (layer & 1) ^ (second ? 0 : 1),
+                         second ? weights.post_norm : head ? s.final_norm : weights.input_norm);
         if (kind == kQkv && w.thread < slices[kQkv].count) w.shared<float>(plan.bias_at)[w.thread] = bias;
         w.tag = step_number * s.layers + layer + 1;
         w.parity = layer & 1;
@@ -108,7 +111,8 @@ __device__ __forceinline__ void list_units(const Worker& w) {
 #pragma unroll 1
     for (int i = w.thread; i < slice.units; i += kThreads) {
       const int part = i % m.parts, slot = i / m.parts, chunk = slot % m.chunks;
-      const int tile = slot / m.chunks / (kind == kGateUp ? 2 : 1), columns = min(m.chunk_steps, m.steps - chunk * m.chunk_steps);
+      const int tile = slot / m.chunks / (kind == kGateUp ? 2 : 1);
+      const int columns = min(m.chunk_steps, m.steps - chunk * m.chunk_steps);
       Unit unit{};
       unit.slot = slot;
       unit.rows = min(m.tile_rows, slice.count - tile * m.tile_rows);
