@@ -1,7 +1,7 @@
 """Stage D's layers with the work between the matrix products fused.
 
 `fuse_layers(model)` exchanges the parts of a built model for ones that hold the same weights and call the kernels of
-`fused_kernels.py`. A layer of Qwen2 is then eight launches: norm, QKV, rotate and store, attention, output with
+`fused_kernels.py`. A layer of Qwen2 is then nine launches: norm, QKV, rotate and store, attention, output with
 residual; norm, gate and up, activation, down with residual. It works on whole models and on one rank's share alike.
 """
 
