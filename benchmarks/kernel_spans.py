@@ -149,27 +149,21 @@ def record_engine(
 
 
 def to_json(recordings: list[Recording], model: str) -> dict:
-    """The payload of a results file; spans are columns, to keep it small."""
-    rows = [
-        {
-            "name": r.name, "steps": r.steps, "names": list(dict.fromkeys(s.name[:80] for s in r.spans)),
-            "spans": [[s.start, s.length] for s in r.spans],
-            "name_of_span": [list(dict.fromkeys(t.name[:80] for t in r.spans)).index(s.name[:80]) for s in r.spans],
-        }
-        for r in recordings
-    ]  # fmt: skip
+    """The payload of a results file; a span is [name's number, start, length], to keep it small."""
+    rows = []
+    for r in recordings:
+        number = {name: i for i, name in enumerate(dict.fromkeys(span.name for span in r.spans))}
+        spans = [[number[span.name], span.start, span.length] for span in r.spans]
+        rows.append({"name": r.name, "steps": r.steps, "names": [name[:80] for name in number], "spans": spans})
     return {"kind": KIND, "environment": environment(), "model": model, "rows": rows}
 
 
 def from_json(payload: dict) -> list[Recording]:
     """The recordings of a results file."""
     return [
-        Recording(
-            row["name"], row["steps"],
-            [Span(row["names"][n], *span) for n, span in zip(row["name_of_span"], row["spans"], strict=True)],
-        )
+        Recording(row["name"], row["steps"], [Span(row["names"][n], *times) for n, *times in row["spans"]])
         for row in payload["rows"]
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

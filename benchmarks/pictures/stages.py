@@ -22,7 +22,7 @@ PACKAGES = {
     "E": "stage_e_batching", "F": "stage_f_graph_tp",
 }  # fmt: skip
 SMALL = {"num_kvcache_blocks": 512, "max_num_seqs": 16}  # enough for a notebook, and a moment to build
-GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
 def ready_stages() -> list[str]:
