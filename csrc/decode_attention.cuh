@@ -88,20 +88,7 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       }
     }
   };
-  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
-  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
-  if (item.fresh) {
-    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
-  } else {
-    load_keys(item.begin, keys + item.cell);
-    RawHead<D> raw;  // instruction rows without a head repeat the last one
-    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
-    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
-  }
-#pragma unroll 1
-  for (int chunk = item.begin; chunk < item.end; ++chunk) {
-    const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
-    if (chunk > item.begin) load_keys(chunk, keys + cell);
+  const auto load_values = [&](int chunk, const T* base) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * q + (i & 1) + (i & 2) * 4;
@@ -109,9 +96,27 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       for (int set = 0; set < kSets; ++set) {
         v[set][i] = make_uint4(0, 0, 0, 0);
         if (chunk * kAttentionChunk + token < item.context - 1)
-          v[set][i] = *reinterpret_cast<const uint4*>(values + cell + token * token_stride + set * 64 + g * 8);
+          v[set][i] = *reinterpret_cast<const uint4*>(base + token * token_stride + set * 64 + g * 8);
       }
     }
+  };
+  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
+  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
+  if (item.fresh) {
+    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
+  } else {
+    load_keys(item.begin, keys + item.cell);  // on their way while the queries are waited for
+    if (D == 64) load_values(item.begin, values + item.cell);
+    RawHead<D> raw;  // instruction rows without a head repeat the last one
+    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
+    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
+  }
+  long long cell = item.cell;
+#pragma unroll 1
+  for (int chunk = item.begin; chunk < item.end; ++chunk) {
+    if (D == 128) load_values(chunk, values + cell);  // not sooner: 255 registers are not enough
+    const bool more = chunk + 1 < item.end;  // the next chunk is asked for as soon as its registers are free
+    const long long next = more ? chunk_cell<D>(w, item.row, item.kv_head, chunk + 1) : 0;
     float p[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -121,6 +126,7 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
         mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, k[i][step].z, k[i][step].w);
       }
     }
+    if (D == 64 && more) load_keys(chunk + 1, keys + next);
     float top = largest;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -155,6 +161,9 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
         acc[set][j][1] = c[1];
       }
     }
+    if (D == 128 && more) load_keys(chunk + 1, keys + next);
+    if (D == 64 && more) load_values(chunk + 1, values + next);
+    cell = next;
   }
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);
