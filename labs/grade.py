@@ -25,6 +25,7 @@ import torch
 
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.judge import WORK_VARIABLE
+from labs.starter import link_models
 
 TIMEOUT = 1800.0  # seconds for all of a lab's tests
 PUBLIC_TESTS = LABS / "tests"
@@ -115,7 +116,7 @@ def grade(lab: Lab, work: Path = WORK, only: list[str] | None = None, extra_test
             for i in remaining:
                 marks[i].state, marks[i].reason = "failed", broken
             break
-        # What was not reached before the crash is judged now; so is the crashed exercise's neighbour of the same file.
+        # What was not reached before the crash is judged now.
         pending = remaining
     if only is None and all(mark.state == "passed" for mark in report.marks):
         lines, ended = _judge([lab.letter], [PUBLIC_TESTS], work)
@@ -201,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    link_models(args.work)
     report = grade(lab, args.work, only, args.tests and args.tests.resolve())
     print(report)
     target = args.json or args.work / f"grade-{lab.letter}.json"

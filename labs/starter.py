@@ -63,10 +63,15 @@ def write_starter(
         file = exercise.copy_in(work)
         text = bodies.stub(file.read_text(encoding="utf-8"), exercise.name, exercise.path, exercise.message)
         file.write_text(text, encoding="utf-8")
-    models = work / "models"  # the tutor is looked for beside the stages
+    link_models(work)
+    return targets
+
+
+def link_models(work: Path) -> None:
+    """Let the copies find the tutor, which they look for beside the stages."""
+    models = work / "models"
     if not models.exists():
         models.symlink_to(ROOT / "models", target_is_directory=True)
-    return targets
 
 
 def learners_packages(work: Path = WORK) -> list[str]:
