@@ -20,11 +20,13 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching import llm as stage_e
 from stage_e_batching.engine import Engine
-from stage_f_graph_tp.model_runner import GraphModelRunner, Job, build_rank, build_worker
+from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.parallel import check_divisible
-from stage_f_graph_tp.worker import Ranks, rendezvous, serve, started_by_torchrun
+from stage_f_graph_tp.rank import Job, build_rank, build_worker
+from stage_f_graph_tp.rendezvous import rendezvous, started_by_torchrun
+from stage_f_graph_tp.worker import Ranks, serve
 
 
 class LLM(stage_e.LLM):

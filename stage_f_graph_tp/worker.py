@@ -5,9 +5,7 @@ and computes its own share, and the collectives inside the model do the rest. Wo
 what went wrong.
 
 `Ranks` is rank 0's handle on the others. Messages are byte strings of any length over authenticated connections
-(`multiprocessing.connection`), whose address is published in a `TCPStore`; the store listens on a free port that the
-operating system picks, so that any number of engines live on one machine. Started by `torchrun`, the processes are
-there already, possibly on several machines, and the store is torchrun's; everything else is the same.
+(`multiprocessing.connection`), whose address is published where the ranks meet (`rendezvous.py`).
 
 A worker whose connection breaks exits at once, even in the middle of a collective. Rank 0 looks at the connections
 whenever it waits for the device, so a dead worker is an error within a second and not a hang.
@@ -28,7 +26,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -37,61 +34,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from stage_f_graph_tp.rendezvous import LOOPBACK, Rendezvous
+
 START_TIMEOUT = 120.0  # seconds for a worker to import PyTorch and connect
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of one engine meet."""
-
-    store: dist.TCPStore
-    rank: int
-    size: int
-    is_torchrun: bool
-
-    def device(self, device: torch.device) -> torch.device:
-        """This rank's device: with GPUs, the one of its number on this machine."""
-        if device.type != "cuda":
-            return device
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if self.is_torchrun else self.rank)
-
-    def agree(self, key: str, value: int, check: Callable[[], None]) -> list[int]:
-        """Wait until every rank has said its value under `key`; returns all of them, by rank.
-
-        The store is asked and not the GPUs, where a rank that failed would leave the others waiting in a collective.
-        `check` is called meanwhile, and ends the wait by raising.
-        """
-        self.store.set(f"{key}/{self.rank}", str(value))
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        while not self.store.check(keys):
-            check()
-            time.sleep(0.005)
-        return [int(self.store.get(key)) for key in keys]
-
-
-def started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def rendezvous(size: int) -> Rendezvous:
-    """Meet under torchrun, or open a meeting place on this machine as rank 0.
-
-    Raises:
-        ValueError: torchrun started another number of processes.
-    """
-    if not started_by_torchrun():
-        store = dist.TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
-        return Rendezvous(store, 0, size, False)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size != size:
-        raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world_size} processes")
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # The store is torchrun's own, but with some of its ways to meet it only reserves the port for rank 0.
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
-    return Rendezvous(store, rank, size, True)
-
 
 class WorkerError(RuntimeError):
     """Another rank died or failed; the engine it belonged to cannot go on."""
@@ -268,7 +213,7 @@ def _without_delay(connection: Connection) -> Connection:
 
 def main(argv: list[str]) -> None:
     """Entry point of a worker process that rank 0 started."""
-    from stage_f_graph_tp.model_runner import build_worker  # here: the model's modules import this one
+    from stage_f_graph_tp.rank import build_worker  # here: the model's modules import this one
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; what it ends is rank 0's to say
     host, port, rank, size = argv[0], *map(int, argv[1:])

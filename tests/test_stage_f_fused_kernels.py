@@ -70,6 +70,16 @@ def check_silu_and_multiply(rows, intermediate, device, dtype):
     torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_rms_norm(rows, size, device, dtype):
+    from stage_f_graph_tp.fused_kernels import rms_norm
+
+    x = torch.randn(rows, size + 8, device=device).to(dtype)[:, :size]  # the rows do not lie side by side
+    weight = torch.rand(size, device=device).to(dtype)
+    found, expected = rms_norm(x, weight, 1e-6), F.rms_norm(x.double(), (size,), weight.double(), 1e-6)
+    assert found.shape == x.shape and found.dtype == dtype and found.is_contiguous()
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 def test_the_kernels_are_right_in_the_interpreter():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
@@ -92,6 +102,12 @@ def test_interpreted_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_
 @pytest.mark.parametrize(("rows", "intermediate"), [(1, 4864), (3, 320), (5, 20)])
 def test_interpreted_activation_is_stage_ds(rows, intermediate):
     check_silu_and_multiply(rows, intermediate, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "size"), [(1, 896), (3, 128), (2, 1024), (2, 20)])
+def test_interpreted_norm_is_the_definition(rows, size):
+    check_rms_norm(rows, size, CPU, F32)
 
 
 @interpreted
@@ -125,3 +141,10 @@ def test_on_a_gpu_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim
 @pytest.mark.parametrize(("rows", "intermediate"), [(1, 4864), (300, 3072), (5, 20)])
 def test_on_a_gpu_the_activation_is_stage_ds(rows, intermediate, dtype):
     check_silu_and_multiply(rows, intermediate, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 896), (300, 1024), (2, 2048), (2, 20)])
+def test_on_a_gpu_the_norm_is_the_definition(rows, size, dtype):
+    check_rms_norm(rows, size, CUDA, dtype)

@@ -28,11 +28,11 @@ from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, WeightLoader
-from stage_f_graph_tp import model_runner
-from stage_f_graph_tp.model_runner import Job, build_rank
+from stage_f_graph_tp import rank as rank_module
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup, ShardedFactory, VocabParallelEmbedding, check_divisible
-from stage_f_graph_tp.worker import Rendezvous
+from stage_f_graph_tp.rank import Job, build_rank
+from stage_f_graph_tp.rendezvous import Rendezvous
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -192,7 +192,7 @@ def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
 def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch):
     free = {0: 50, 1: 30}
     choices = iter(free.values())
-    monkeypatch.setattr(model_runner, "choose_num_blocks", lambda runtime, options: next(choices))
+    monkeypatch.setattr(rank_module, "choose_num_blocks", lambda runtime, options: next(choices))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meetings = [
         Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2, False)

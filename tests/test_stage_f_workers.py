@@ -18,7 +18,8 @@ import torch.distributed as dist
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.worker import Ranks, Rendezvous, WorkerError, interrupts_held
+from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.worker import Ranks, WorkerError, interrupts_held
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]

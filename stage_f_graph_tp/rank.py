@@ -1,0 +1,61 @@
+"""One rank's share of an engine, built from what rank 0 says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from stage_a_naive.loading import resolve
+from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
+from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.worker import Ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to build its share of the engine."""
+
+    model: str
+    device: str
+    dtype: torch.dtype
+    seed: int
+    options: dict[str, object]
+
+    @classmethod
+    def of(cls, model: str, device: torch.device, dtype: torch.dtype, seed: int, options: GraphOptions) -> Job:
+        return cls(model, device.type, dtype, seed, asdict(options))
+
+
+def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tuple[Runtime, GraphModelRunner]:
+    """Load one rank's share and prepare to run it; all ranks take the number of pages that every one has room for."""
+    options = GraphOptions(**job.options)
+    device = meeting.device(torch.device(job.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    check = ranks.check if ranks is not None else _nothing
+    meeting.agree("started", 1, check)
+    group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
+    if ranks is not None:
+        ranks.leave_group = group.abort
+    factory = partial(ShardedFactory, group=group)
+    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory)
+    meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
+    num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
+    runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
+    return runtime, runner
+
+
+def build_worker(meeting: Rendezvous, job: Job) -> Callable[[bytes], None]:
+    """What a worker does: build its share, then execute what rank 0 sends."""
+    return build_rank(job, meeting)[1].obey
+
+
+def _nothing() -> None:
+    pass
