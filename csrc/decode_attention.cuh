@@ -25,15 +25,15 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
   T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer +
             (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
   uint4 query[D / 32], key[D / 32];
-  RawHead<D> raw_query, raw_key;
-  RawValue<D> value;
-  wait_words(w, [&] {  // all three at once: each look takes as long as the way to L2 and back
-    const bool has_query = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
-    const bool has_key = raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2));
-    return value.look(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2)) && has_query && has_key;
-  });
-  rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
-  rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
+  {
+    RawHead<D> raw_query, raw_key;
+    wait_words(w, [&] {
+      const bool ready = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
+      return raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2)) && ready;
+    });
+    rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
+    rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
+  }
   float score = 0.0f;
 #pragma unroll
   for (int step = 0; step < D / 32; ++step) {
@@ -50,18 +50,20 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
   score += __shfl_xor_sync(kAllLanes, score, 2);
   largest = score * scale;
   sum = q == 0 ? 1.0f : 0.0f;  // summed over the quad at the end
+  uint32_t value[D / 64][8];
+  fresh_value<D>(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2), value);
 #pragma unroll
   for (int set = 0; set < D / 64; ++set) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 pair = unpack_pair<T>(value.pair(set, i));
+      const float2 pair = unpack_pair<T>(value[set][i]);
       acc[set][i % 4 * 2][i / 4] = pair.x;
       acc[set][i % 4 * 2 + 1][i / 4] = pair.y;
     }
     auto* cell = reinterpret_cast<uint4*>(keys + layer_elements(s, D) * s.layers + set * 64 + q * 16);
     if (g == 0) {
-      cell[0] = make_uint4(value.pair(set, 0), value.pair(set, 1), value.pair(set, 2), value.pair(set, 3));
-      cell[1] = make_uint4(value.pair(set, 4), value.pair(set, 5), value.pair(set, 6), value.pair(set, 7));
+      cell[0] = make_uint4(value[set][0], value[set][1], value[set][2], value[set][3]);
+      cell[1] = make_uint4(value[set][4], value[set][5], value[set][6], value[set][7]);
     }
   }
 }
@@ -88,7 +90,20 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       }
     }
   };
-  const auto load_values = [&](int chunk, const T* base) {
+  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
+  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
+  if (item.fresh) {
+    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
+  } else {
+    load_keys(item.begin, keys + item.cell);
+    RawHead<D> raw;  // instruction rows without a head repeat the last one
+    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
+    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
+  }
+#pragma unroll 1
+  for (int chunk = item.begin; chunk < item.end; ++chunk) {
+    const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
+    if (chunk > item.begin) load_keys(chunk, keys + cell);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * q + (i & 1) + (i & 2) * 4;
@@ -96,27 +111,9 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
       for (int set = 0; set < kSets; ++set) {
         v[set][i] = make_uint4(0, 0, 0, 0);
         if (chunk * kAttentionChunk + token < item.context - 1)
-          v[set][i] = *reinterpret_cast<const uint4*>(base + token * token_stride + set * 64 + g * 8);
+          v[set][i] = *reinterpret_cast<const uint4*>(values + cell + token * token_stride + set * 64 + g * 8);
       }
     }
-  };
-  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
-  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
-  if (item.fresh) {
-    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
-  } else {
-    load_keys(item.begin, keys + item.cell);  // on their way while the queries are waited for
-    if (D == 64) load_values(item.begin, values + item.cell);
-    RawHead<D> raw;  // instruction rows without a head repeat the last one
-    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
-    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
-  }
-  long long cell = item.cell;
-#pragma unroll 1
-  for (int chunk = item.begin; chunk < item.end; ++chunk) {
-    if (D == 128) load_values(chunk, values + cell);  // not sooner: 255 registers are not enough
-    const bool more = chunk + 1 < item.end;  // the next chunk is asked for as soon as its registers are free
-    const long long next = more ? chunk_cell<D>(w, item.row, item.kv_head, chunk + 1) : 0;
     float p[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -126,7 +123,6 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
         mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, k[i][step].z, k[i][step].w);
       }
     }
-    if (D == 64 && more) load_keys(chunk + 1, keys + next);
     float top = largest;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -161,9 +157,6 @@ __device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int
         acc[set][j][1] = c[1];
       }
     }
-    if (D == 128 && more) load_keys(chunk + 1, keys + next);
-    if (D == 64 && more) load_values(chunk + 1, values + next);
-    cell = next;
   }
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);

@@ -143,22 +143,26 @@ __device__ __forceinline__ void rotate_head(const Worker& w, const RawHead<D>& r
 
 // The new token's V in the layout of the accumulators: dimensions 64 set + 16 q .. + 15, as pairs.
 template <int D>
-struct RawValue {
-  Word words[D / 64][4][2];
-
-  __device__ __forceinline__ bool look(const Worker& w, const Word* head) {
+__device__ __forceinline__ void fresh_value(Worker& w, const Word* words, uint32_t (&out)[D / 64][8]) {
+  const int q = w.lane & 3;
+  Word raw[D / 64][4][2];
+  wait_words(w, [&] {
     bool ready = true;
 #pragma unroll
     for (int set = 0; set < D / 64; ++set) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        peek2(head + set * 32 + (w.lane & 3) * 8 + i * 2, words[set][i]);
-        ready = ready && has_tag(words[set][i][0], w.tag) && has_tag(words[set][i][1], w.tag);
+        peek2(words + set * 32 + q * 8 + i * 2, raw[set][i]);
+        ready = ready && has_tag(raw[set][i][0], w.tag) && has_tag(raw[set][i][1], w.tag);
       }
     }
     return ready;
+  });
+#pragma unroll
+  for (int set = 0; set < D / 64; ++set) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[set][i] = payload(raw[set][i / 2][i % 2]);
   }
-  __device__ __forceinline__ uint32_t pair(int set, int i) const { return payload(words[set][i / 2][i % 2]); }
-};
+}
 
 }  // namespace six_engines

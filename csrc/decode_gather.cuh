@@ -5,9 +5,9 @@
 
 namespace six_engines {
 
-// Pairs of 16-bit values, one pair a word. A thread asks for kBatch units at a time: what it has not, it need not test.
-template <int kBatch>
+// Pairs of 16-bit values, one pair a word.
 __device__ __forceinline__ void gather_pairs(Worker& w, unsigned at, unsigned length, unsigned rows_of_units) {
+  constexpr int kBatch = ceil_div(1280, kWorkers);  // all of a row of 5120 at once
   const int row_units = length / 2, units = row_units * w.step.rows;
   const Word* words = exchanged(w, at, length, w.parity, blockIdx.x % w.step.replicas, 0);
   const uint32_t act = shared_address(w.smem) + w.plan.act_at;
@@ -51,7 +51,7 @@ constexpr float kPrescale<__half> = 1.0f / 64;
 template <typename T>
 __device__ __forceinline__ void gather_hidden(Worker& w, bool embedded, Kind from, uint32_t tag, int parity,
                                               const void* gain) {
-  constexpr int kBatch = 3;
+  constexpr int kBatch = 4;
   const DecodeStep& s = w.step;
   const int row_units = ceil_div(s.hidden, 64), units = row_units * s.rows, pairs = s.hidden / 2;
   const Word* words = exchanged(w, w.plan.vector_at[from], s.hidden, parity, blockIdx.x % s.replicas, 0);

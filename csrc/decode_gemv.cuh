@@ -142,47 +142,45 @@ __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table
 // then 2, 3, 6, 7. The byte offset of column pair `pair` (columns 2 pair and 2 pair + 1):
 __device__ __forceinline__ int act_offset(int pair) { return (pair >> 2) * 16 + (pair & 1) * 8 + (pair & 2) * 2; }
 
+// Lane (g, q): the sum of weight row g times request q, over `steps` steps. `a`: shared address of the lane's part of
+// the weights, `x`: of the activations. Four sums at a time, because one instruction's result comes some 30 cycles
+// later.
 __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
 
-// kCount steps from byte `at` on: all loads first, then the products, four sums in turn, because the result of one
-// instruction comes some 30 cycles later.
-template <typename T, int kSets, int kCount>
-__device__ __forceinline__ void multiply_some(uint32_t a, const uint32_t (&x)[2], int at, float (&c)[kSets][4][4]) {
-  uint4 weights[kCount];
-  uint2 act[kSets][kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weights[i] = load_shared(a + at + i * 64);
-#pragma unroll
-    for (int set = 0; set < kSets; ++set) act[set][i] = load_shared2(x[set] + at + i * 64);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-    for (int set = 0; set < kSets; ++set)
-      mma<T>(c[set][i % 4], weights[i].x, weights[i].y, weights[i].z, weights[i].w, act[set][i].x, act[set][i].y);
-  }
-}
-
-// Lane (g, q): adds to `out` the product of weight row g and request q over `steps` steps. `a`: shared address of the
-// lane's part of the weights, `x`: of the activations.
 template <typename T, int kSets>
 __device__ __forceinline__ void multiply_steps(uint32_t a, const uint32_t (&x)[2], int steps, float (&out)[2]) {
   float c[kSets][4][4] = {};
   int at = 0;
 #pragma unroll 1
-  for (; steps >= 8; steps -= 8, at += 8 * 64) multiply_some<T, kSets, 8>(a, x, at, c);
-  if (steps >= 4) {
-    multiply_some<T, kSets, 4>(a, x, at, c);
-    steps -= 4;
-    at += 4 * 64;
+  for (; at + 4 * 64 <= steps * 64; at += 4 * 64) {
+    uint4 weights[4];
+    uint2 act[kSets][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weights[i] = load_shared(a + at + i * 64);
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) act[set][i] = load_shared2(x[set] + at + i * 64);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int set = 0; set < kSets; ++set)
+        mma<T>(c[set][i], weights[i].x, weights[i].y, weights[i].z, weights[i].w, act[set][i].x, act[set][i].y);
+    }
   }
 #pragma unroll 1
-  for (; steps > 0; --steps, at += 64) multiply_some<T, kSets, 1>(a, x, at, c);
+  for (; at < steps * 64; at += 64) {
+    const uint4 weights = load_shared(a + at);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const uint2 act = load_shared2(x[set] + at);
+      mma<T>(c[set][0], weights.x, weights.y, weights.z, weights.w, act.x, act.y);
+    }
+  }
 #pragma unroll
   for (int set = 0; set < kSets; ++set)
     out[set] += (c[set][0][0] + c[set][0][3]) + (c[set][1][0] + c[set][1][3]) +

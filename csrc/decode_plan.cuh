@@ -14,9 +14,9 @@
 namespace six_engines {
 
 // Warps that compute; one more streams. Few, because registers are dealt out to 8 warps as 255 each, to 9 as 168, and
-// with 168 the attention of 128-wide heads spills; a spilled value is read back from L2 (shared memory has taken all
-// of L1). One row, context 640, us a step: Qwen2.5-0.5B 653 with 14 warps, 553 with 10, 540 with 7; Qwen3-0.6B 954,
-// 859, 682.
+// with 168 the attention of 128-wide heads spills; a spilled value is read back from L2 (shared memory has taken all of
+// L1). One row, context 640, us a step (benchmarks/results/decode_kernel_history_h200.json): Qwen2.5-0.5B 553 with 10
+// warps, 540 with 7; Qwen3-0.6B 859 and 682.
 constexpr int kWarps = 7;
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;

@@ -11,9 +11,10 @@
 //
 // One layer is six exchanges: hidden -> QKV -> attention splits -> merged heads -> hidden -> MLP activation -> hidden.
 //
-// What it costs is neither arithmetic nor, so far, bandwidth, but the length of one warp's path through a layer: every
-// instruction on it takes some 5 to 8 cycles, a spilled register some 350, an exchange some 1500. Hence products of few
-// instructions (decode_gemv.cuh), few warps with many registers (decode_plan.cuh), and one loop over the matrices.
+// What it costs is neither arithmetic nor, so far, bandwidth, but the length of one warp's path through a layer: the
+// profiler counts some 5 to 8 cycles an instruction on it, some 350 a spilled register, and an exchange is a store to
+// L2 and a load from there. Hence products of few instructions (decode_gemv.cuh), few warps with many registers
+// (decode_plan.cuh), and one loop over the matrices.
 //
 // Why a reader never finds a word that is already overwritten: exchanged vectors alternate between two copies, by
 // layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
@@ -60,11 +61,10 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
       if (kind == kOut || kind == kDown) {
         const bool attended = kind == kOut;
         // (A block without rows of `down` must not wait here: nothing would keep the others from overtaking it.)
-        if (attended)
-          gather_pairs<2>(w, plan.attention_at, plan.attention_length, plan.attention_rows);
-        else if (slices[kDown].count > 0)
-          gather_pairs<ceil_div(1280, kWorkers)>(w, plan.vector_at[kGateUp], plan.vector_length[kGateUp],
-                                                 plan.act_rows);
+        if (attended || slices[kDown].count > 0)
+          gather_pairs(w, attended ? plan.attention_at : plan.vector_at[kGateUp],
+                       attended ? plan.attention_length : plan.vector_length[kGateUp],
+                       attended ? plan.attention_rows : plan.act_rows);
       } else {
         float bias = 0.0f;
         if (kind == kQkv && weights.qkv_bias != nullptr && w.thread < slices[kQkv].count)
