@@ -11,10 +11,10 @@
 //
 // One layer is six exchanges: hidden -> QKV -> attention splits -> merged heads -> hidden -> MLP activation -> hidden.
 //
-// What it costs is neither arithmetic nor, so far, bandwidth, but the length of one warp's path through a layer: the
-// profiler counts some 5 to 8 cycles an instruction on it, some 350 a spilled register, and an exchange is a store to
-// L2 and a load from there. Hence products of few instructions (decode_gemv.cuh), few warps with many registers
-// (decode_plan.cuh), and one loop over the matrices.
+// What it costs is neither arithmetic nor, so far, bandwidth (without streaming at all it is a sixth faster), but the
+// length of one warp's path through a layer: instructions that wait for each other, spilled registers that come back
+// from L2, and six exchanges, each a store to L2 and a load from there. Hence products of few instructions
+// (decode_gemv.cuh), few warps with many registers (decode_plan.cuh), and one loop over the matrices.
 //
 // Why a reader never finds a word that is already overwritten: exchanged vectors alternate between two copies, by
 // layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
