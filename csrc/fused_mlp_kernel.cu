@@ -38,9 +38,10 @@ __global__ void __launch_bounds__(kNaiveThreads) naive_kernel(MlpProblem p) {
   };
   float mean = 0.0f;
   if (!kGated) {
+    const float first = to_float(x[0]);
     float sum = 0.0f;
-    for (int k = threadIdx.x; k < p.hidden; k += kNaiveThreads) sum += to_float(x[k]);
-    mean = block_sum(sum) / p.hidden;
+    for (int k = threadIdx.x; k < p.hidden; k += kNaiveThreads) sum += to_float(x[k]) - first;
+    mean = first + block_sum(sum) / p.hidden;
   }
   float squares = 0.0f;
   for (int k = threadIdx.x; k < p.hidden; k += kNaiveThreads) {

@@ -55,20 +55,22 @@ struct RowStats {
 };
 
 // Statistics of one row, by one warp. LayerNorm takes two passes, the mean first and then the squares of x - mean:
-// mean(x^2) - mean(x)^2 loses every digit when the mean is large beside the spread. The second pass reads a cache.
+// mean(x^2) - mean(x)^2 loses every digit when the mean is large beside the spread. The mean itself is summed up as a
+// difference from the row's first number, for the same reason. The second pass reads a cache.
 template <typename T, bool kLayerNorm>
 __device__ RowStats row_stats(const T* row, int columns, float eps) {
   const int lane = threadIdx.x % kWarpSize;
   constexpr int kCount = Vec16<T>::kCount;
   float mean = 0.0f;
   if (kLayerNorm) {
+    const float first = to_float(row[0]);
     float sum = 0.0f;
     for (int column = lane * kCount; column < columns; column += kWarpSize * kCount) {
       const Vec16<T> vector = load16(row + column);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) sum += to_float(vector.values[i]);
+      for (int i = 0; i < kCount; ++i) sum += to_float(vector.values[i]) - first;
     }
-    mean = warp_sum(sum) / columns;
+    mean = first + warp_sum(sum) / columns;
   }
   float squares = 0.0f;
 #pragma unroll 4
@@ -121,7 +123,7 @@ __device__ void normalise_row(const T* row, const T* weight, const T* bias, T* t
     scale[i] = load16(weight + k);
     if (kLayerNorm) shift[i] = load16(bias + k);
   }
-  RowStats stats{0.0f, 0.0f};
+  RowStats stats{kLayerNorm ? to_float(row[0]) : 0.0f, 0.0f};  // the mean starts as the row's first number
 #pragma unroll
   for (int pass = kLayerNorm ? 0 : 1; pass < 2; ++pass) {  // the mean, then the squares of x - mean
     float sum = 0.0f;
@@ -135,7 +137,7 @@ __device__ void normalise_row(const T* row, const T* weight, const T* bias, T* t
       }
     }
     const float average = warp_sum(sum) / columns;
-    if (pass == 0) stats.mean = average;
+    if (pass == 0) stats.mean += average;
     else stats.inverse = rsqrtf(average + eps);
   }
 #pragma unroll

@@ -252,9 +252,11 @@ def test_the_command_line_streams_an_answer_and_writes_a_trace(tmp_path, capsys)
 def test_the_tutor_gives_the_cpus_tokens_on_a_gpu(tutor, backend):
     if backend == "flash":
         pytest.importorskip("flash_attn")
-    prompts = ["What is a KV cache?", "什么是连续批处理？", "What does the scheduler do?"]
+    # Questions of the FAQ, as chat: only there are the tutor's margins wider than bfloat16's rounding.
+    questions = ["What is a KV cache?", "What is prefill?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
+    asked = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=0, max_tokens=40)
     engine = stage_e_batching.LLM(
         "tutor", device="cuda", dtype="bfloat16", attention_backend=backend, max_num_batched_tokens=16, max_num_seqs=4
     )
-    assert ids(engine.generate(prompts, params, False)) == ids(tutor.generate(prompts, params, False))
+    assert ids(engine.chat(asked, params, False)) == ids(tutor.chat(asked, params, False))
