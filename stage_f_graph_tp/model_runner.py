@@ -207,6 +207,11 @@ class GraphModelRunner(ModelRunner):
             self.group.broadcast(drawn.ids)
         return drawn
 
+    def leave_group(self) -> None:
+        """Let go of the other ranks. The graphs go first: NCCL ends no connection that a graph still holds."""
+        self.graphs = None
+        self.group.abort()
+
     def obey(self, message: bytes) -> None:
         """Execute what rank 0 sent."""
         order: Order = pickle.loads(message)

@@ -49,6 +49,8 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
     num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
     runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
+    if ranks is not None:
+        ranks.leave_group = runner.leave_group
     return runtime, runner
 
 

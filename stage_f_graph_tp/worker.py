@@ -46,14 +46,14 @@ class Ranks:
     """Rank 0's connections to the other ranks, and the processes if it started them itself.
 
     Attributes:
-        failure: why the ranks cannot be used any more.
+        failure: why the ranks cannot be used any more; "" while they can.
         leave_group: called once, when that happens: a collective that one of the ranks will never join must end.
     """
 
     def __init__(self, meeting: Rendezvous) -> None:
         self._processes: list[subprocess.Popen] = []
         self._connections: dict[int, Connection] = {}  # by rank
-        self.failure: WorkerError | None = None
+        self.failure = ""
         self.leave_group: Callable[[], None] = _nothing
         key = secrets.token_bytes(32)
         host = os.environ["MASTER_ADDR"] if meeting.is_torchrun else LOOPBACK
@@ -107,8 +107,8 @@ class Ranks:
 
     def check(self) -> None:
         """Raise `WorkerError` if another rank has failed or died."""
-        if self.failure is not None:
-            raise self.failure
+        if self.failure:
+            raise WorkerError(self.failure)
         for rank, connection in self._connections.items():
             try:
                 if connection.poll():
@@ -125,14 +125,14 @@ class Ranks:
 
     def fail(self, message: str) -> NoReturn:
         """Give the ranks up."""
-        self.failure = WorkerError(message + "\nthe engine cannot go on; close it and make a new one")
+        self.failure = message + "\nthe engine cannot go on; close it and make a new one"
         self.leave_group()
-        raise self.failure
+        raise WorkerError(self.failure)
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
-        if self.failure is None:
-            self.failure = WorkerError("the engine was closed; make a new one")
+        if not self.failure:
+            self.failure = "the engine was closed; make a new one"
             self.leave_group()
         for connection in self._connections.values():
             connection.close()  # a worker ends when its connection does

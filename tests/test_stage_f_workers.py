@@ -135,6 +135,8 @@ def test_messages_have_no_fixed_size_and_two_engines_live_side_by_side(one_rank,
     assert ids(outputs)[:9] == ids(single.generate([long, *prompts[:8]], few, False))
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
     wide.close()
+    with pytest.raises(WorkerError, match="the engine was closed"):
+        wide.generate(PROMPTS, GREEDY, False)
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
 
 
@@ -157,35 +159,31 @@ def test_a_killed_worker_is_an_error_within_seconds_and_a_new_engine_starts(one_
     assert children() == before
     again = ranked()
     assert ids(again.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
-    again.close()
+    check_that_what_a_worker_raises_is_shown(again)
     assert children() == before
-    with pytest.raises(WorkerError, match="the engine was closed"):
-        again.generate(PROMPTS, GREEDY, False)
 
 
-def test_what_a_worker_raises_is_shown_and_an_engine_that_is_dropped_leaves_no_process(monkeypatch):
-    before = children()
-    llm = ranked()
+def check_that_what_a_worker_raises_is_shown(llm: stage_f_graph_tp.LLM) -> None:
     llm.runner.ranks.send(b"no order at all")
     start = time.monotonic()
     with pytest.raises(WorkerError, match="(?s)rank 1 failed:.*Traceback.*pickle"):
         for _ in range(1000):
             llm.generate(PROMPTS, GREEDY, False)
     assert time.monotonic() - start < SECONDS
-    del llm
-    gc.collect()
-    assert children() == before
+    llm.close()
 
 
-def test_a_step_that_fails_on_rank_0_alone_ends_the_engine_and_does_not_hang(monkeypatch):
+def test_a_step_that_fails_on_rank_0_alone_is_an_error_and_a_dropped_engine_leaves_no_process():
     before = children()
     llm = ranked()
-    monkeypatch.setattr(llm.runner, "forward", lambda *args: 1 / 0)
+    llm.runner.forward = lambda *args: 1 / 0  # the other rank now waits in a collective
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 could not run a step: ZeroDivisionError"):
         llm.generate(PROMPTS, GREEDY, False)
     assert time.monotonic() - start < SECONDS
-    llm.close()
+    assert children() != before
+    del llm
+    gc.collect()
     assert children() == before
 
 
