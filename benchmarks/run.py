@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from benchmarks.parity import parity_gate
 from benchmarks.results import RESULTS_DIRECTORY
 from benchmarks.workloads import SIZES, workload_names
 from stage_a_naive.loading import resolve
+
+CPU_SEATS = 16
 
 MODELS = {"cpu": ["tutor"], "gpu": ["random:qwen2.5-0.5b", "random:qwen3-0.6b"], "tiny": ["tutor"]}
 
@@ -63,6 +66,17 @@ def results_path(output: str | None, size: str, model: str, several: bool) -> Pa
     return Path(output.replace("{model}", name))
 
 
+def with_seats(engine: Engine, size: str) -> Engine:
+    """At CPU size an engine that batches has 16 seats: what the pool of a small GPU would hold of these requests.
+
+    Without that limit all requests of the small workloads would run at once, and who waits for whom, which is what
+    batching is about, would never show.
+    """
+    if size != "cpu" or not engine.sized:
+        return engine
+    return replace(engine, options={"max_num_seqs": CPU_SEATS, **engine.options})
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns 1 where an engine failed or answered differently, 2 where the arguments are wrong."""
     args = build_parser().parse_args(argv)
@@ -72,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.size == "gpu" and args.device == "auto" and not torch.cuda.is_available():
             raise ValueError("size 'gpu' needs a GPU, and PyTorch sees none; use --size cpu or --device cpu")
-        engines = select(args.engines, args.engine_options)
+        engines = [with_seats(engine, args.size) for engine in select(args.engines, args.engine_options)]
         paths = [results_path(args.output, args.size, model, len(models) > 1) for model in models if resolve(model)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

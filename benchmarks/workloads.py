@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,14 +138,18 @@ def _decode32(size: str, num_ids: int, rng: random.Random) -> Workload:
 def _mixed(size: str, num_ids: int, rng: random.Random) -> Workload:
     requests, shortest_in, longest_in, shortest_out, longest_out = {
         "gpu": (256, 100, 1024, 100, 1024),
-        "cpu": (24, 16, 128, 8, 64),
+        "cpu": (48, 16, 64, 4, 256),
         "tiny": (4, 4, 16, 2, 6),
     }[size]
     if size == "gpu":
         # nano-vllm's published benchmark to the letter (its bench.py: a length before its ids, prompts before outputs).
         rng = random.Random(0)
     prompts = tuple(_ids(rng, rng.randint(shortest_in, longest_in), num_ids) for _ in range(requests))
-    outputs = tuple(rng.randint(shortest_out, longest_out) for _ in range(requests))
+    if size == "gpu":
+        outputs = tuple(rng.randint(shortest_out, longest_out) for _ in range(requests))
+    else:  # most answers are short and a few are long, as people's are: evenly spread logarithms
+        spread = [rng.uniform(math.log(shortest_out), math.log(longest_out)) for _ in range(requests)]
+        outputs = tuple(round(math.exp(x)) for x in spread)
     text = f"{requests} requests, {shortest_in}-{longest_in} in / {shortest_out}-{longest_out} out, temperature 0.6"
     return Workload("mixed", size, text, num_ids, ((Call("all", prompts, outputs),),), temperature=0.6)
 
