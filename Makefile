@@ -85,6 +85,12 @@ bench-gpu: $(READY) ## the shared benchmark at GPU size
 
 report: $(READY) ## write the tables and plots of the READMEs from benchmarks/results
 	@$(PY) -m benchmarks.report
+	@$(PY) -m benchmarks.decode_ablation --report
+	@$(PY) -m benchmarks.mlp_kernels --report benchmarks/results/mlp_kernels_h200.json
+	@$(PY) -m benchmarks.attention_kernels --report benchmarks/results/attention_kernels_h200.json
+	@$(PY) -m benchmarks.batching_report
+	@$(PY) -m benchmarks.graph_ablation --report
+	@$(PY) -m benchmarks.decode_kernel --report benchmarks/results/decode_kernel_h200.json
 
 notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
 	@$(PY) notebooks/run.py $(ARGS)

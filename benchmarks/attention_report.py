@@ -12,7 +12,6 @@ COLOURS = {"reference": "#9aa0a6", "triton": "#1a73e8", "flash": "#e8710a"}
 def write_report(result: dict, folder: Path = STAGE) -> None:
     """Write `attention.png` into `folder`, and the table between its markers in the README there."""
     table = markdown(result)
-    print(table)
     draw(result, folder / "attention.png")
     readme = folder / "README.md"
     if not readme.is_file() or BEGIN not in readme.read_text(encoding="utf-8"):

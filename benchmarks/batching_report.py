@@ -102,7 +102,7 @@ def fill(text: str, marker: str, body: str) -> str:
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"{README} has no {begin} … {end}")
+        raise ValueError(f"the text has no {begin} … {end}")
     return f"{before}{begin}\n{body}\n{end}{after}"
 
 

@@ -23,13 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.batching_report import fill
 from benchmarks.ceilings import measure_ceilings
-from benchmarks.environment import environment
+from benchmarks.environment import ROOT, environment
 from stage_a_naive.presets import preset_configs
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
+
+README = ROOT / "stage_f_graph_tp" / "README.md"
 
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS = (1, 2, 4, 8)
@@ -158,23 +161,28 @@ def report(results: dict) -> str:
         variants += [(str(tuning["change"]), tuning["samples"]) for tuning in model["tunings"]]
         lines += [f"| {name} | {statistics.median(samples) * 1e6:.0f} |" for name, samples in variants]
         lines.append("")
+    device, commit = results["device"]["name"], results["commit"][:7]
+    lines.append(f"{device}, copies {results['copy_bytes_per_s'] / 1e12:.2f} TB/s, bfloat16, commit {commit}; medians.")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode_kernel", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="measure, and write the results here")
-    parser.add_argument("--report", type=Path, help="print the tables of this file")
+    parser.add_argument("--report", type=Path, help="write the tables of this file into stage F's README")
     parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
     args = parser.parse_args()
     if args.output is None and args.report is None:
-        parser.error("give --output to measure or --report to show")
+        parser.error("give --output to measure or --report to write the README")
     if args.output is not None:
         ceilings = measure_ceilings(torch.device("cuda"), torch.bfloat16)
-        results = environment() | {"copy_bytes_per_s": ceilings.copy_bytes_per_s, "tuning": vars(Tuning())}
+        results = {"kind": "decode_kernel"} | environment()
+        results |= {"copy_bytes_per_s": ceilings.copy_bytes_per_s, "tuning": vars(Tuning())}
         results["models"] = [measure(name, ceilings.copy_bytes_per_s) for name in args.models]
         args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(report(json.loads((args.report or args.output).read_text())))
+    if args.report is not None:
+        tables = report(json.loads(args.report.read_text()))
+        README.write_text(fill(README.read_text(encoding="utf-8"), "decode-kernel", tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ NAMES = {"library": "library (unfused)"}
 def write_report(result: dict) -> None:
     """Write `stage_c_fused_mlp/kernels.png`, and the table between its markers in the stage's README."""
     table = markdown(result)
-    print(table)
     draw(result, STAGE / "kernels.png")
     readme = STAGE / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(BEGIN, 1)
