@@ -70,6 +70,8 @@ def write_starter(
 def link_models(work: Path) -> None:
     """Let the copies find the tutor, which they look for beside the stages."""
     models = work / "models"
+    if models.is_symlink() and models.resolve() != (ROOT / "models").resolve():
+        models.unlink()  # a submission brings the link of the machine where it was written
     if not models.exists():
         models.symlink_to(ROOT / "models", target_is_directory=True)
 

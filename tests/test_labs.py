@@ -228,6 +228,12 @@ def test_what_cannot_be_graded_is_refused(tmp_path, capsys):
     assert "has no test_lab_d.py" in capsys.readouterr().err
 
 
+def test_a_submission_from_another_machine_finds_this_ones_tutor(tmp_path):
+    (tmp_path / "models").symlink_to(tmp_path / "not" / "here", target_is_directory=True)
+    starter.link_models(tmp_path)
+    assert (tmp_path / "models" / "tutor").is_dir()
+
+
 def test_make_passes_the_options_on():
     def dry_run(*words: str) -> str:
         command = ["make", "-n", "-C", str(ROOT), "VENV=", "PYTHON=python3", *words]
