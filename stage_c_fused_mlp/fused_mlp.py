@@ -1,9 +1,9 @@
 """The two MLP blocks: the formula in PyTorch, and the operators of our own that compute the same.
 
 Between two attention layers a transformer does the same thing to every token on its own: normalise, multiply by a tall
-matrix, apply a nonlinearity, multiply by a wide matrix. `*_reference` says it in five lines of PyTorch, one kernel a
-line; with one token the kernels are short, and much of the time goes into starting them and into waiting for memory in
-between. The operators `torch.ops.six_engines.*` do it in one kernel.
+matrix, apply a nonlinearity, multiply by a wide matrix. `*_reference` says it in a few lines of PyTorch, at least
+one kernel a line; with one token the kernels are short, and much of the time goes into starting them and into waiting
+for memory in between. The operators `torch.ops.six_engines.*` do it in one kernel.
 """
 
 from __future__ import annotations
