@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import NullFormatter  # noqa: E402
 
 from benchmarks.environment import ROOT  # noqa: E402
 from benchmarks.tables import Group, number  # noqa: E402
@@ -71,6 +72,7 @@ def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | No
     far = max([*values, floor or 0])
     if is_log:
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlim(min(values) / 2, far * 4)
     else:
         axis.set_xlim(0, far * 1.25)
