@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.markers import fill_file
+
 STAGE = Path(__file__).resolve().parent.parent / "stage_d_paged"
-BEGIN, END = "<!-- attention-table -->", "<!-- /attention-table -->"
+MARKER = "attention-table"
 COLOURS = {"reference": "#9aa0a6", "triton": "#1a73e8", "flash": "#e8710a"}
 
 
 def write_report(result: dict, folder: Path = STAGE) -> None:
     """Write `attention.png` into `folder`, and the table between its markers in the README there."""
-    table = markdown(result)
     draw(result, folder / "attention.png")
-    readme = folder / "README.md"
-    if not readme.is_file() or BEGIN not in readme.read_text(encoding="utf-8"):
-        return
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    fill_file(folder / "README.md", {MARKER: markdown(result)})
 
 
 def markdown(result: dict) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.environment import ROOT
+from benchmarks.markers import fill_file
 from benchmarks.results import RESULTS_DIRECTORY, load_results
 
 README = ROOT / "stage_e_batching" / "README.md"
@@ -96,16 +97,6 @@ def preemption_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def fill(text: str, marker: str, body: str) -> str:
-    """`text` with what lies between a pair of markers replaced; `ValueError` if they are not there."""
-    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"the text has no {begin} … {end}")
-    return f"{before}{begin}\n{body}\n{end}{after}"
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     [counted] = results("scheduling")
@@ -115,10 +106,7 @@ def main() -> None:
         "step-cost": step_cost_table(),
         "soak": soak_table(),
     }
-    text = README.read_text(encoding="utf-8")
-    for marker, body in bodies.items():
-        text = fill(text, marker, body)
-    README.write_text(text, encoding="utf-8")
+    fill_file(README, bodies)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.environment import ROOT, environment
-from benchmarks.results import RESULTS_DIRECTORY, ResultsError, load_results
+from benchmarks.markers import fill_file
+from benchmarks.results import RESULTS_DIRECTORY, load_results
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_a_naive.loading import pick_device
@@ -34,7 +35,6 @@ from stage_b_decode_step import LLM
 
 KIND = "decode_ablation"
 README = ROOT / "stage_b_decode_step" / "README.md"
-BEGIN, END = "<!-- ablation -->", "<!-- /ablation -->"
 MODELS = {"cpu": "tutor", "cuda": "random:qwen2.5-0.5b"}
 NUM_IDS = 4096  # prompt ids come from below this, which every model's vocabulary holds
 
@@ -139,13 +139,8 @@ def report(directory: Path = RESULTS_DIRECTORY, readme: Path = README) -> None:
     lines: list[str] = []
     for path in sorted(directory.glob("decode-ablation-*.json")):
         lines += table(load_results(path))
-    text = readme.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ResultsError(f"{readme} has no {BEGIN} … {END}")
     body = "\n".join(lines).strip() or "No results files yet: run `python -m benchmarks.decode_ablation`."
-    readme.write_text(f"{head}{BEGIN}\n{body}\n{END}{tail}", encoding="utf-8")
+    fill_file(readme, {"ablation": body})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The table of stage F's one-launch decode step: time by rows and context, and where it goes.
 
     python -m benchmarks.decode_kernel --output decode_kernel.json      # on an NVIDIA GPU
-    python -m benchmarks.decode_kernel --report decode_kernel.json      # anywhere: the tables
+    python -m benchmarks.decode_kernel --report decode_kernel.json      # anywhere: the tables of stage F's README
 
 A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random, of the real
 shapes, and nearly a gigabyte: no cache can flatter. Three measurements say where the time goes:
@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.batching_report import fill
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.environment import ROOT, environment
+from benchmarks.markers import fill_file
 from stage_a_naive.presets import preset_configs
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import LayerFactory
@@ -181,8 +181,7 @@ def main() -> None:
         results["models"] = [measure(name, ceilings.copy_bytes_per_s) for name in args.models]
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     if args.report is not None:
-        tables = report(json.loads(args.report.read_text()))
-        README.write_text(fill(README.read_text(encoding="utf-8"), "decode-kernel", tables), encoding="utf-8")
+        fill_file(README, {"decode-kernel": report(json.loads(args.report.read_text()))})
 
 
 if __name__ == "__main__":

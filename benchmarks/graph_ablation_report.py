@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.environment import ROOT
 from benchmarks.floor import percent_of_floor
+from benchmarks.markers import fill_file
 from benchmarks.results import RESULTS_DIRECTORY, ResultsError, load_results
 from benchmarks.workloads import make_workload
 
@@ -35,16 +36,10 @@ def report(directory: Path = RESULTS_DIRECTORY, readme: Path = README) -> None:
                 raise ResultsError(f"{path.name}: the work of {name!r} is not today's; measure again")
         for marker, lines in tables(payload).items():
             found[marker] += lines
-    text = readme.read_text(encoding="utf-8")
-    for marker, lines in found.items():
-        begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-        head, opening, rest = text.partition(begin)
-        _, closing, tail = rest.partition(end)
-        if not opening or not closing:
-            raise ResultsError(f"{readme} has no {begin} … {end}")
-        body = "\n".join(lines).strip() or f"No results files yet: run `{COMMANDS[marker]}`."
-        text = f"{head}{begin}\n{body}\n{end}{tail}"
-    readme.write_text(text, encoding="utf-8")
+    fill_file(readme, {
+        marker: "\n".join(lines).strip() or f"No results files yet: run `{COMMANDS[marker]}`."
+        for marker, lines in found.items()
+    })  # fmt: skip
 
 
 def tables(payload: dict) -> dict[str, list[str]]:

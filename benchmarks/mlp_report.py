@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.markers import fill_file
+
 STAGE = Path(__file__).resolve().parent.parent / "stage_c_fused_mlp"
-BEGIN, END = "<!-- kernel-table -->", "<!-- /kernel-table -->"
+MARKER = "kernel-table"
 COLOURS = {"naive": "#9aa0a6", "library": "#e8710a", "warp": "#34a853", "fused": "#1a73e8"}
 NAMES = {"library": "library (unfused)"}
 
 
 def write_report(result: dict) -> None:
     """Write `stage_c_fused_mlp/kernels.png`, and the table between its markers in the stage's README."""
-    table = markdown(result)
     draw(result, STAGE / "kernels.png")
-    readme = STAGE / "README.md"
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    fill_file(STAGE / "README.md", {MARKER: markdown(result)})
 
 
 def markdown(result: dict) -> str:

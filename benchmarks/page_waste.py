@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.environment import ROOT, environment
+from benchmarks.markers import fill_file
 from benchmarks.results import RESULTS_DIRECTORY, load_results
 from benchmarks.workloads import make_workload
 from stage_d_paged.kv_cache import waste_by_block_size
@@ -24,14 +25,13 @@ PAGE_SIZES = [1, 16, 64, 256]
 MAX_MODEL_LEN = 4096  # the engine's default
 RESULT = RESULTS_DIRECTORY / "page-waste.json"
 STAGE = ROOT / "stage_d_paged"
-BEGIN, END = "<!-- page-waste -->", "<!-- /page-waste -->"
 
 
 def count(size: str = "gpu") -> dict:
     """The results file: slots held and tokens in them, summed over all steps, for every page size."""
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
-    held = {page: 0 for page in [*PAGE_SIZES, MAX_MODEL_LEN]}
+    held = dict.fromkeys([*PAGE_SIZES, MAX_MODEL_LEN], 0)
     tokens = 0
     for step in range(max(call.max_tokens)):
         requests = zip(call.prompts, call.max_tokens, strict=True)
@@ -98,9 +98,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(count(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     result = load_results(RESULT)
     draw(result, STAGE / "page_waste.png")
-    readme = STAGE / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{markdown(result)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    fill_file(STAGE / "README.md", {"page-waste": markdown(result)})
     print(markdown(result))
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import NullFormatter  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
-from benchmarks.environment import ROOT  # noqa: E402
-from benchmarks.tables import Group, number  # noqa: E402
+from benchmarks.environment import ROOT
+from benchmarks.tables import Group, number
 
 PLOTS_DIRECTORY = ROOT / "benchmarks" / "plots"
 COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#F0E442", "E": "#0072B2", "F": "#D55E00"}

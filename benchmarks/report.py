@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.environment import ROOT
+from benchmarks.markers import fill as fill_marker
 from benchmarks.plot import plot_bars, plot_context
 from benchmarks.results import ResultsError, load_all
 from benchmarks.tables import STAGE_PACKAGES, Group, all_details, caption, group_results, overview
@@ -69,12 +70,7 @@ def fill(text: str, found: dict[str, list[str]]) -> str:
     for name in re.findall(r"<!-- (bench:\w+) -->", text):
         if name not in found:
             raise ResultsError(f"there is no table for the marker {name!r}; there are: {', '.join(found)}")
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        head, _, rest = text.partition(begin)
-        if end not in rest:
-            raise ResultsError(f"the marker {begin} is not closed by {end}")
-        body = "\n".join(found[name] or NOTHING).strip()
-        text = f"{head}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
+        text = fill_marker(text, name, "\n".join(found[name] or NOTHING).strip())
     return text
 
 

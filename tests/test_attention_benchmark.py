@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.attention_kernels import Case, cases
-from benchmarks.attention_report import BEGIN, END, markdown, write_report
+from benchmarks.attention_report import MARKER, markdown, write_report
 
 
 def test_operations_count_every_visible_pair_twice_for_each_product():
@@ -45,6 +45,9 @@ def test_the_table_shows_rates_and_shares_and_a_dash_where_nothing_was_measured(
     assert "| decode a | 10.0 µs, 2.00 TB/s (50 % of copy) | – |" in table
     assert "| prefill b | – | 10.0 µs, 300 TFLOP/s (50 % of matmul) |" in table
     assert "| decode a | 1.00 TB/s (25 % of copy) | 2.00 TB/s (50 % of copy) |" in table  # pages of 16, of 64
+
+
+BEGIN, END = f"<!-- {MARKER} -->", f"<!-- /{MARKER} -->"
 
 
 def test_the_report_replaces_what_stands_between_its_markers(tmp_path):

@@ -160,7 +160,7 @@ def test_the_report_refuses_work_that_is_not_todays(tree: Path) -> None:
 def test_a_marker_that_is_unknown_or_open_is_refused() -> None:
     with pytest.raises(ResultsError, match="no table for the marker 'bench:tabel'"):
         fill("<!-- bench:tabel -->\n<!-- /bench:tabel -->", {"bench:table": []})
-    with pytest.raises(ResultsError, match="not closed"):
+    with pytest.raises(ResultsError, match="no <!-- bench:table --> … <!-- /bench:table -->"):
         fill("<!-- bench:table -->\n", {"bench:table": []})
 
 
