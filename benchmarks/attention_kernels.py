@@ -48,10 +48,6 @@ class Case:
     head_dim: int
 
     @property
-    def is_decode(self) -> bool:
-        return max(self.query_lens) == 1
-
-    @property
     def bytes_moved(self) -> int:
         """Keys and values of the context once, queries in, outputs out; two bytes an element."""
         kv = 2 * sum(self.context_lens) * self.kv_heads * self.head_dim

@@ -12,7 +12,11 @@ COLOURS = {"reference": "#9aa0a6", "triton": "#1a73e8", "flash": "#e8710a"}
 
 
 def write_report(result: dict, folder: Path = STAGE) -> None:
-    """Write `attention.png` into `folder`, and the table between its markers in the README there."""
+    """Write `attention.png` into `folder`, and the table between its markers in the README there.
+
+    Raises:
+        ResultsError: that README has no such markers.
+    """
     draw(result, folder / "attention.png")
     fill_file(folder / "README.md", {MARKER: markdown(result)})
 

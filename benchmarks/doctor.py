@@ -167,7 +167,7 @@ def advice(machine: Machine) -> list[str]:
          f"the CUDA toolkit {torch.version.cuda} (nvcc) for stage C's and F's CUDA kernels"),
         (lambda m: m.has_gpu and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
         (lambda m: m.has_gpu and not m.flash_attn and (m.capability or (0, 0)) >= (8, 0),
-         "flash-attn, the faster attention backend: `pip install flash-attn --no-build-isolation`"),
+         "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`"),
     ]  # fmt: skip
     return [text for applies, text in rules if applies(machine)]
 

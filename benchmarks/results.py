@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.environment import ROOT
@@ -85,8 +84,3 @@ def _check_engines(payload: dict) -> None:
             raise ResultsError(f"row {row['engine']!r} is of workload {row['workload']!r}, which the file lacks")
         if not any(row.get(outcome) for outcome in ("samples", "not_run", "error")):
             raise ResultsError(f"row {row['engine']!r} of {row['workload']!r} has no samples and no reason why not")
-
-
-def rows_of(payload: dict, workload: str) -> Iterator[dict]:
-    """The rows of one workload, in the file's order."""
-    return (row for row in payload["rows"] if row["workload"] == workload)

@@ -74,6 +74,7 @@ class Soak:
         self.mailbox: deque[Event] = deque()
         self.expected: dict[int, list[int]] = {}  # request id -> the answer it got alone
         self.live: list[int] = []
+        self.fail_next = False
         limit = llm.max_model_len // 2
         bases = [self._tokens(limit) for _ in range(3)]
         self.prompts = [bases[i % 3][: self.rng.randrange(1, limit)] + self._tokens(5) for i in range(24)]

@@ -47,8 +47,9 @@ def draw(trace: str | PathLike[str], picture: str | PathLike[str], title: str = 
 
 
 def draw_lanes(axes: Axes, records: list[dict]) -> None:
-    """One lane a request: what it did in every step. `padding`, in a record of a static batch: who has finished and
-    keeps its seat.
+    """One lane a request: what it did in every step.
+
+    `padding`, in a record of a static batch: who has finished and keeps its seat.
     """
     ids = {request for record in records for request in record["waiting"]}
     ids |= {entry["id"] for record in records for entry in record["sequences"]}

@@ -1,5 +1,6 @@
 // The third generation of the MLP kernel: one launch, one block on each multiprocessor, weights always in flight.
-// What a block does is in fused_block.cuh, how the work is cut in fused_plan.h; here is the kernel's frame and its launch.
+// What a block does is in fused_block.cuh, how the work is cut in fused_plan.h; here are the kernel's frame and the
+// launch.
 #include "fused_block.cuh"
 
 namespace six_engines {

@@ -110,7 +110,6 @@ class Recorder:
             test: exercise for exercise in all_exercises() if exercise.id in selected for test in exercise.tests
         }
         self._whole = {load_labs()[s.lower()].whole: s for s in selected if s.lower() in load_labs()}
-        self._reasons: dict[str, str] = {}
 
     def _write(self, **line: object) -> None:
         with self._results.open("a", encoding="utf-8") as file:

@@ -47,7 +47,7 @@ def run(
     add_options: AddOptions | None = None,
     argv: list[str] | None = None,
 ) -> int:
-    """Answer one prompt on the command line. Returns the exit code: 0, or 2 after a one-line error."""
+    """Answer one prompt on the command line. Returns the exit code: 0; 2 after a one-line error; 130 after Ctrl-C."""
     options = vars(build_parser(stage, description, add_options).parse_args(argv))
     prompt, raw = options.pop("prompt"), options.pop("raw")
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")

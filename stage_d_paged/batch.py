@@ -68,7 +68,7 @@ def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -
         last_rows.append(len(ids) - 1)
     width = max(1, *map(len, tables))
 
-    def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+    def tensor(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
     metadata = AttentionMetadata(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from stage_c_fused_mlp.extension import ExtensionError, plan
-from stage_c_fused_mlp.fused_mlp import load_operators
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
 from stage_d_paged.model import DecoderModel
-
-MOST_ROWS = 16  # beyond, the operator itself would turn to the library's matrix products (csrc/fused_mlp.cpp)
 
 
 def use_fused_mlp(model: DecoderModel, choice: str, device: torch.device) -> str:
-    """Let `model` use the operator for up to `MOST_ROWS` tokens, if `choice` and the machine allow; returns a line.
+    """Let `model` use the operator for up to `MOST_ROWS_FUSED` tokens, if `choice` and the machine allow.
+
+    Beyond so many the operator itself turns to the library's matrix products. Returns one line that says what was done.
 
     Args:
         choice: `auto` uses the operator on a GPU if it has been built; `on` builds it if it has not; `off` does not.
@@ -27,8 +27,8 @@ def use_fused_mlp(model: DecoderModel, choice: str, device: torch.device) -> str
     if device.type == "cuda":
         extension.require_cuda()
     for layer in model.layers:
-        layer.most_fused_rows = MOST_ROWS
-    return f"MLP: stage C's fused operator for up to {MOST_ROWS} tokens a step, PyTorch's kernels beyond"
+        layer.most_fused_rows = MOST_ROWS_FUSED
+    return f"MLP: stage C's fused operator for up to {MOST_ROWS_FUSED} tokens a step, PyTorch's kernels beyond"
 
 
 def _why_not(model: DecoderModel, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -124,10 +124,6 @@ class MemoryReport:
     @property
     def reserved_bytes(self) -> int:
         return self.reserved_tokens * self.bytes_per_token
-
-    def as_dict(self) -> dict[str, float]:
-        derived = ("page_waste", "reservation_waste", "page_bytes", "reserved_bytes")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
         return (

@@ -14,16 +14,13 @@ model's dtype, so a bfloat16 model picks the same tokens.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stage_d_paged.config import ModelConfig
-
-if TYPE_CHECKING:
-    from stage_d_paged.weights import WeightLoader
+from stage_d_paged.weights import WeightLoader
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

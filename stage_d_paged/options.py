@@ -54,10 +54,11 @@ class EngineOptions:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        if self.kvcache_block_size is not None and self.kvcache_block_size < 1:
-            raise ValueError(f"kvcache_block_size must be None or 1 or more, got {self.kvcache_block_size!r}")
-        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
-            raise ValueError(f"num_kvcache_blocks must be -1 (automatic) or 1 or more, got {self.num_kvcache_blocks!r}")
+        block_size, num_blocks = self.kvcache_block_size, self.num_kvcache_blocks
+        if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+            raise ValueError(f"kvcache_block_size must be None or an integer, 1 or more, got {block_size!r}")
+        if not isinstance(num_blocks, int) or (num_blocks != -1 and num_blocks < 1):
+            raise ValueError(f"num_kvcache_blocks must be -1 (automatic) or an integer, 1 or more, got {num_blocks!r}")
         if self.fused_mlp not in ("auto", "on", "off"):
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 

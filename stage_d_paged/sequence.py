@@ -14,10 +14,8 @@ The class is plain Python. It owns no tensor, so the block manager and the sched
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.outputs import Completion, Request
 
 
 @dataclass(slots=True, eq=False)

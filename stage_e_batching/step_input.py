@@ -79,27 +79,29 @@ class StepInput(NamedTuple):
 
 def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput:
     """The arrays inside a byte buffer of `shape.num_bytes` or more."""
-    split = shape.wide_bytes
-    wide = _carve(buffer[:split].view(np.int64), shape.wide_sizes)
-    narrow = _carve(buffer[split : shape.num_bytes].view(np.int32), shape.narrow_sizes)
-    cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
-    tables = tables.reshape(shape.num_seqs, shape.table_width)
-    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(np.float32), noise_keys, tables)
-
-
-def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
-    starts = accumulate(map(_aligned, sizes[:-1]), initial=0)
-    return [array[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return _views(buffer, shape, np.int64, np.int32, np.float32)
 
 
 def device_views(buffer: Tensor, shape: StepShape) -> StepInput:
     """The same as tensors."""
+    return _views(buffer, shape, torch.int64, torch.int32, torch.float32)
+
+
+def _views(
+    buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: object, float32: object
+) -> StepInput:
+    """numpy and PyTorch name their dtypes differently; all else that is needed here they spell alike."""
     split = shape.wide_bytes
-    wide = _carve(buffer[:split].view(torch.int64), shape.wide_sizes)
-    narrow = _carve(buffer[split : shape.num_bytes].view(torch.int32), shape.narrow_sizes)
+    wide = _carve(buffer[:split].view(int64), shape.wide_sizes)
+    narrow = _carve(buffer[split : shape.num_bytes].view(int32), shape.narrow_sizes)
     cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
-    tables = tables.view(shape.num_seqs, shape.table_width)
-    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(torch.float32), noise_keys, tables)
+    tables = tables.reshape(shape.num_seqs, shape.table_width)
+    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(float32), noise_keys, tables)
+
+
+def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list[np.ndarray] | list[Tensor]:
+    starts = accumulate(map(_aligned, sizes[:-1]), initial=0)
+    return [array[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata:

@@ -213,7 +213,7 @@ def test_the_memory_report_counts_a_shared_page_once():
     assert report.page_waste == pytest.approx(1 - 7 / 12)
     assert report.reservation_waste == pytest.approx(1 - 11 / 40)
     assert (report.page_bytes, report.reserved_bytes) == (96, 320)
-    assert report.as_dict()["page_waste"] == report.page_waste and "3 pages of 4" in str(report)
+    assert "3 pages of 4" in str(report)
 
 
 def test_waste_grows_with_the_page_up_to_the_contiguous_reservation():
