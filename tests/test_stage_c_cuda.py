@@ -12,6 +12,8 @@ from test_stage_c_operators import EPS, OPERATORS, TOLERANCE, error, make_inputs
 from stage_c_fused_mlp.extension import CSRC, SOURCES
 from stage_c_fused_mlp.fused_mlp import fused_ln_mlp, fused_swiglu_mlp, ln_mlp_reference, swiglu_mlp_reference
 
+pytestmark = pytest.mark.compiler
+
 GENERATIONS = ("naive", "warp", "fused", "library", "auto")
 KERNELS = GENERATIONS[:3]
 # rows, hidden, intermediate: one element a vector, ragged tiles, many slabs, more rows than a launch, a real model.

@@ -44,6 +44,7 @@ def test_the_key_follows_sources_headers_architectures_and_nothing_else(csrc):
     assert Extension("small", (), "").key != before
 
 
+@pytest.mark.compiler
 def test_two_processes_at_once_build_once_and_both_can_use_it(csrc, tmp_path):
     code = (
         "import sys, pathlib, torch; from stage_c_fused_mlp import extension as b;"
@@ -59,6 +60,7 @@ def test_two_processes_at_once_build_once_and_both_can_use_it(csrc, tmp_path):
     assert not list(folder.glob("building-*"))
 
 
+@pytest.mark.compiler
 def test_a_compiler_error_is_short_and_leaves_nothing_half_done(csrc, capsys):
     (csrc / "small.cpp").write_text("int answer() { return forty_two; }")
     with pytest.raises(ExtensionError, match=r"(?s)building small failed.*error: .forty_two. was not declared.*\.log"):

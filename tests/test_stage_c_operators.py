@@ -14,6 +14,8 @@ from stage_c_fused_mlp.fused_mlp import (
     swiglu_mlp_reference,
 )
 
+pytestmark = pytest.mark.compiler
+
 EPS = 1e-5
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 SIZES = [

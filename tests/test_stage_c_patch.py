@@ -11,6 +11,8 @@ from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes
 
+pytestmark = pytest.mark.compiler
+
 TINY = ["random:qwen2-tiny", "random:qwen3-tiny", "random:llama-tiny"]
 CPU = torch.device("cpu")
 PROMPT = torch.arange(7)[None]

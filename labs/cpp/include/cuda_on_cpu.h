@@ -1,8 +1,9 @@
-// CUDA on a CPU, slowly: enough of the language to run a kernel of this course without a GPU and see whether it is right.
+// CUDA on a CPU, slowly: enough of the language to run a kernel of this course without a GPU and see whether it is
+// right.
 //
 // Every thread of a block is a fiber (a stack of its own, switched by hand), and blocks run one after another. A thread
-// runs until it meets a barrier; when all threads that the barrier is for have arrived, they go on. So the arithmetic and
-// the synchronisation are those of a GPU, and what is not there is its speed, its memory and its races.
+// runs until it meets a barrier; when all threads that the barrier is for have arrived, they go on. So the arithmetic
+// and the synchronisation are those of a GPU, and what is not there is its speed, its memory and its races.
 #pragma once
 
 #include <setjmp.h>
