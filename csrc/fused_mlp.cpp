@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-// From this many rows on "auto" leaves the block to matrix multiplications of the library. Measured: the table in
+// Beyond this many rows "auto" leaves the block to matrix multiplications of the library. Measured: the table in
 // stage_c_fused_mlp/README.md, made by benchmarks/mlp_kernels.py.
 constexpr int64_t kMostRowsFused = 16;
 

@@ -19,7 +19,7 @@ from stage_c_fused_mlp.extension import Extension, load_extension
 # auto: by the number of rows, what the table in the README measured. library: PyTorch's own kernels, as one operator.
 GENERATIONS = ("auto", "naive", "warp", "fused", "library")
 
-# From more rows on "auto" is "library": the switch point of the table in the README, the same as in fused_mlp.cpp.
+# Beyond this many rows "auto" is "library": the switch point of the table in the README, as in csrc/fused_mlp.cpp.
 MOST_ROWS_FUSED = 16
 
 
