@@ -26,7 +26,7 @@ from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.parallel import check_divisible
 from stage_f_graph_tp.rank import Job, build_rank, build_worker
 from stage_f_graph_tp.rendezvous import rendezvous, started_by_torchrun
-from stage_f_graph_tp.worker import Ranks, serve
+from stage_f_graph_tp.worker import Ranks, do_nothing, serve
 
 
 class LLM(stage_e.LLM):
@@ -56,7 +56,7 @@ class LLM(stage_e.LLM):
         seed: int = 0,
         **options: object,
     ) -> None:
-        self._close_ranks: Callable[[], object] = _nothing
+        self._close_ranks: Callable[[], object] = do_nothing
         try:
             super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         except BaseException:
@@ -98,7 +98,3 @@ class LLM(stage_e.LLM):
         """End the workers, if there are any, and close the trace file. A second call does nothing."""
         super().close()
         self._close_ranks()
-
-
-def _nothing() -> None:
-    pass

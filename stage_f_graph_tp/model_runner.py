@@ -71,6 +71,7 @@ class GraphModelRunner(ModelRunner):
         self.group = group
         self.ranks = ranks
         self.graphs: DecodeGraphs | None = None
+        self._draw_failed = False  # in this step, on rank 0
         self.fused_decode: FusedDecode | None = None
         self._is_cuda = runtime.device.type == "cuda"
         self._max_model_len = runtime.max_model_len

@@ -15,7 +15,7 @@ from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
 from stage_f_graph_tp.rendezvous import Rendezvous
-from stage_f_graph_tp.worker import Ranks
+from stage_f_graph_tp.worker import Ranks, do_nothing
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     device = meeting.device(torch.device(job.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    check = ranks.check if ranks is not None else _nothing
+    check = ranks.check if ranks is not None else do_nothing
     meeting.agree("started", 1, check)
     group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
     if ranks is not None:
@@ -57,7 +57,3 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
 def build_worker(meeting: Rendezvous, job: Job) -> Callable[[bytes], None]:
     """What a worker does: build its share, then execute what rank 0 sends."""
     return build_rank(job, meeting)[1].obey
-
-
-def _nothing() -> None:
-    pass

@@ -38,6 +38,7 @@ from stage_f_graph_tp.rendezvous import LOOPBACK, Rendezvous
 
 START_TIMEOUT = 120.0  # seconds for a worker to import PyTorch and connect
 
+
 class WorkerError(RuntimeError):
     """Another rank died or failed; the engine it belonged to cannot go on."""
 
@@ -54,7 +55,7 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
         self._connections: dict[int, Connection] = {}  # by rank
         self.failure = ""
-        self.leave_group: Callable[[], None] = _nothing
+        self.leave_group: Callable[[], None] = do_nothing
         key = secrets.token_bytes(32)
         host = os.environ["MASTER_ADDR"] if meeting.is_torchrun else LOOPBACK
         with Listener((host, 0), backlog=meeting.size, authkey=key) as listener:
@@ -200,8 +201,8 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _nothing() -> None:
-    pass
+def do_nothing() -> None:
+    """What stands where there is nobody to ask and nothing to end."""
 
 
 def _without_delay(connection: Connection) -> Connection:
