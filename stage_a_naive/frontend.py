@@ -9,12 +9,13 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Sequence
+from os import PathLike
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from stage_a_naive.chat import Message, render_chat
+from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import Completion, GenerationOutput, Request
 from stage_a_naive.sampling import SamplingFunction, SamplingParams, apply_penalties, sample
 
@@ -25,19 +26,26 @@ OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its te
 class Frontend:
     """Base of every stage's `LLM`.
 
-    A stage sets `tokenizer`, `vocab_size`, `max_model_len` and `eos_token_ids`, and implements `_generate`.
+    A stage loads its model, sets `vocab_size` and `max_model_len`, and implements `_generate`.
+
+    Args:
+        model, device, dtype, seed: those of every `LLM`.
 
     Attributes:
+        source, device, dtype: which model, where and in what.
         sampling_fn: replace it to choose tokens yourself: called as `fn(logits [rows, vocab] float32, params)` with one
             `SamplingParams` a row, it returns the ids `[rows]`. None is the built-in sampler.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_model_len: int
-    eos_token_ids: frozenset[int]
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
+        self.source = resolve(model)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.tokenizer = load_tokenizer(self.source)
+        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.sampling_fn: SamplingFunction | None = None
         self._seeds = random.Random(seed)  # for the requests that bring no seed of their own
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
-from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.loading import load_hf_model
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
 from stage_a_naive.sampling import top_logprobs
 
@@ -42,16 +42,11 @@ class LLM(Frontend):
     def __init__(
         self, model: str | PathLike[str], *, device: str = "auto", dtype: str | torch.dtype = "auto", seed: int = 0
     ) -> None:
-        super().__init__(seed)
         start = time.perf_counter()
-        self.source = resolve(model)
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
-        self.tokenizer = load_tokenizer(self.source)
+        super().__init__(model, device, dtype, seed)
         self.model = load_hf_model(self.source, self.device, self.dtype, seed, **self._model_options())
         self.vocab_size = self.source.config.vocab_size
         self.max_model_len = self.source.config.max_position_embeddings
-        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.build_time = time.perf_counter() - start
 
     def _model_options(self) -> dict[str, object]:

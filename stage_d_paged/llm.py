@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
-from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
 from stage_a_naive.sampling import SamplingParams, top_logprobs
 from stage_d_paged.batch import Chunk, flat_batch
@@ -57,19 +56,10 @@ class LLM(Frontend):
         seed: int = 0,
         **options: object,
     ) -> None:
-        super().__init__(seed)
         start = time.perf_counter()
         self.options = EngineOptions(**options)
-        if self.options.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.options.tensor_parallel_size}: this stage runs on one GPU; "
-                "several are what stage_f_graph_tp adds"
-            )
-        self.source = resolve(model)
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
-        self.tokenizer = load_tokenizer(self.source)
-        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
+        self.options.refuse_several_ranks()
+        super().__init__(model, device, dtype, seed)
         self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)
         for note in self.runtime.notes:
             print(f"[{__package__}] {note}", file=sys.stderr)

@@ -62,6 +62,14 @@ class EngineOptions:
         if self.fused_mlp not in ("auto", "on", "off"):
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 
+    def refuse_several_ranks(self) -> None:
+        """Raise `ValueError` for more than one: only stage F has them."""
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: this stage runs on one GPU; "
+                "several are what stage_f_graph_tp adds"
+            )
+
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options on the command line of this stage and those after it."""

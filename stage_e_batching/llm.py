@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText, Prompts
-from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
@@ -59,14 +58,9 @@ class LLM(Frontend):
         seed: int = 0,
         **options: object,
     ) -> None:
-        super().__init__(seed)
         start = time.perf_counter()
         self.options = self.options_class(**options)
-        self.source = resolve(model)
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
-        self.tokenizer = load_tokenizer(self.source)
-        self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
+        super().__init__(model, device, dtype, seed)
         self.runtime, self.runner = self._build(seed)
         for note in self.runtime.notes:
             print(f"[{type(self).__module__.split('.')[0]}] {note}", file=sys.stderr)
@@ -86,11 +80,7 @@ class LLM(Frontend):
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
         """The model and what runs its steps, on this stage's one GPU."""
         options = self.options
-        if options.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={options.tensor_parallel_size}: this stage runs on one GPU; "
-                "several are what stage_f_graph_tp adds"
-            )
+        options.refuse_several_ranks()
         runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
         return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)

@@ -57,6 +57,9 @@ class ModelRunner:
         max_num_seqs, max_num_batched_tokens: the largest step.
     """
 
+    fixed_inputs = False  # whether a step's input must lie at the same place every time, on a CPU too
+    spare_seats = 0  # seats beyond `max_num_seqs`, for rows that belong to no sequence
+
     def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.model = runtime.model
         self.device = runtime.device
@@ -64,8 +67,9 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, runtime.max_model_len, runtime.block_size)
         self.sampler = Sampler(max_num_seqs, runtime.config.vocab_size, runtime.device)
         num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
-        self.buffers = StepBuffers(num_bytes, runtime.device)
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=runtime.device)  # by seat
+        self.buffers = StepBuffers(num_bytes, runtime.device, self.fixed_inputs)
+        num_seats = max_num_seqs + self.spare_seats
+        self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=runtime.device)  # by seat
         pinned = runtime.device.type == "cuda"
         self._host_ids = [torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
 

@@ -26,7 +26,7 @@ from stage_e_batching.engine import Sampled
 from stage_e_batching.model_runner import InFlight, ModelRunner
 from stage_e_batching.sampler import DRAWN, DrawnTokens
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, largest_input
+from stage_e_batching.step_input import StepInput, StepShape
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
 from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
 from stage_f_graph_tp.options import GraphOptions
@@ -57,6 +57,9 @@ class GraphModelRunner(ModelRunner):
         ranks: rank 0's handle on the others; None elsewhere.
     """
 
+    fixed_inputs = True  # recorded steps read them there
+    spare_seats = 1  # padding rows write their tokens there
+
     def __init__(
         self,
         runtime: Runtime,
@@ -66,8 +69,6 @@ class GraphModelRunner(ModelRunner):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
-        num_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs, self.batch.max_blocks)
-        self.buffers = StepBuffers(num_bytes, runtime.device, fixed=True)
         self.group = group
         self.ranks = ranks
         self.graphs: DecodeGraphs | None = None
@@ -75,8 +76,6 @@ class GraphModelRunner(ModelRunner):
         self.fused_decode: FusedDecode | None = None
         self._is_cuda = runtime.device.type == "cuda"
         self._max_model_len = runtime.max_model_len
-        # One seat more than there are: padding rows write their tokens there.
-        self.last_tokens = torch.zeros(options.max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
         if options.fused and self._is_cuda:
             self.fused_decode = _fused_decode(runtime) if group is None else None
             from stage_f_graph_tp.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone

@@ -183,7 +183,7 @@ def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
     monkeypatch.setattr("stage_f_graph_tp.llm.rendezvous", None)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
         stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=3)
-    monkeypatch.setattr("stage_e_batching.llm.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2, but there are 1 GPUs"):
         stage_f_graph_tp.LLM("random:qwen2-tiny", device="cuda", dtype="bfloat16", tensor_parallel_size=2)
