@@ -138,19 +138,32 @@ class FusedDecode:
             tuning.replicas, tuning.slot_bytes, tuning.flags, tuning.timeout_ms,
         )  # fmt: skip
 
-    def check(self) -> None:
-        """Wait for the device, and raise a `RuntimeError` if some step gave up a wait since the last `reset`."""
-        place = int(self.workspace[8:12].view(torch.int32).item())
+    @property
+    def failure(self) -> Tensor:
+        """int32 `[1]` on the device: 0, or where a wait was given up since the last `reset`."""
+        return self.workspace[8:12].view(torch.int32)
+
+    def check(self, failure: Tensor | None = None) -> None:
+        """Refuse the results of a step that gave up a wait; the workspace is made as new for the next one.
+
+        Args:
+            failure: a copy of `failure` on the host; without one, the device is waited for.
+
+        Raises:
+            RuntimeError: some step since the last `reset` gave up a wait.
+        """
+        place = int(self.failure if failure is None else failure)
         if place:
+            self.reset()
             layer, phase = divmod(place - 1, 16)
             raise RuntimeError(
-                f"the decode kernel waited longer than {self.tuning.timeout_ms} ms in layer {layer}, phase {phase}; "
-                "its results since then are wrong. Call reset(), and see that nothing else occupies the device's "
-                "multiprocessors for that long"
+                f"the one-launch decode step waited longer than {self.tuning.timeout_ms} ms in layer {layer}, phase "
+                f"{phase}; its tokens are void. Something else occupies the device's multiprocessors for that long: "
+                "end it, or pass fused=False"
             )
 
     def reset(self) -> None:
-        """Make the workspace as new: after an error, or after a launch that was killed half-way."""
+        """Make the workspace as new: after a launch that gave up, or was killed half-way."""
         self.workspace.zero_()
 
 

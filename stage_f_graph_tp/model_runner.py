@@ -75,6 +75,7 @@ class GraphModelRunner(ModelRunner):
         self._draw_failed = False  # in this step, on rank 0
         self.fused_decode: FusedDecode | None = None
         self._is_cuda = runtime.device.type == "cuda"
+        self._host_failure = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)  # of the one-launch step
         self._max_model_len = runtime.max_model_len
         if options.fused and self._is_cuda:
             self.fused_decode = _fused_decode(runtime) if group is None else None
@@ -190,7 +191,10 @@ class GraphModelRunner(ModelRunner):
         else:
             ids = result.ids[:count]
             drawn = DrawnTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
-        return self.fetch(drawn)
+        if not self._takes_fused(shape.num_seqs):
+            return self.fetch(drawn)
+        self._host_failure.copy_(self.fused_decode.failure, non_blocking=True)  # travels with the tokens
+        return CheckedInFlight(self.fetch(drawn), self.fused_decode, self._host_failure)
 
     def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
         """Rank 0 draws, the others receive."""
@@ -230,6 +234,19 @@ class WatchedInFlight(InFlight):
         while self.arrived is not None and not self.arrived.query():
             self._ranks.check()
         return super().wait()
+
+
+class CheckedInFlight(InFlight):
+    """A one-launch step: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
+
+    def __init__(self, step: InFlight, fused_decode: FusedDecode, failure: Tensor) -> None:
+        super().__init__(step.drawn, step.host_ids, step.arrived)
+        object.__setattr__(self, "_check", lambda: fused_decode.check(failure))
+
+    def wait(self) -> Sampled:
+        sampled = super().wait()
+        self._check()
+        return sampled
 
 
 def _fused_decode(runtime: Runtime) -> FusedDecode | None:

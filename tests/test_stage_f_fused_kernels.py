@@ -113,7 +113,7 @@ def test_interpreted_norm_is_the_definition(rows, size):
 @interpreted
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
 def test_interpreted_whole_models_give_stage_es_tokens(preset):
-    from stage_f_graph_tp.fused_layers import FusedAttention, FusedMLP, fuse_layers
+    from stage_f_graph_tp.fused_layers import FusedLayer, fuse_layers
 
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = {"device": "cpu", "num_kvcache_blocks": 64, "kvcache_block_size": 4}
@@ -123,7 +123,7 @@ def test_interpreted_whole_models_give_stage_es_tokens(preset):
     addresses = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     fuse_layers(model)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == addresses, "a weight was copied"
-    assert all(isinstance(x.self_attn, FusedAttention) and isinstance(x.mlp, FusedMLP) for x in model.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in model.layers)
     found = llm.generate(PROMPTS, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
 

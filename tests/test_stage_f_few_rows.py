@@ -1,0 +1,166 @@
+"""Products of a few rows with what stands around them, against their definitions in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stage_a_naive.loading import resolve
+from stage_d_paged.attention.reference import store
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.layers import QKNorm, RotaryEmbedding, rotate
+
+CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# tokens, hidden, heads, KV heads, head_dim
+ATTENTION = [(1, 32, 2, 1, 16), (5, 56, 3, 3, 24), (17, 40, 4, 2, 64), (70, 24, 7, 1, 20)]
+REAL = [(9, 896, 14, 2, 64), (32, 1024, 16, 8, 128), (64, 2048, 32, 8, 64)]
+EPS = 1e-6
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """As a whole: single numbers of a rounded sum may be far off where they cancel."""
+    error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
+
+
+def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device, dtype):
+    from stage_f_graph_tp.few_rows import norm_qkv_rotate
+
+    torch.manual_seed(tokens + heads)
+    make = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
+    total = heads + 2 * kv_heads
+    x, gain = make(tokens, hidden + 3)[:, :hidden], make(hidden)
+    weight, b = make(total * head_dim, hidden), make(total * head_dim) if bias else None
+    config = ModelConfig.from_hf(resolve("random:qwen3-tiny").config)
+    object.__setattr__(config, "head_dim", head_dim)
+    rotary = RotaryEmbedding(config, 50, dtype, device)
+    norm = QKNorm(heads, kv_heads, head_dim, EPS, dtype, device)
+    norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
+    positions = torch.randint(0, 50, (tokens,), device=device)
+    slots = torch.randperm(40 * 4, device=device)[:tokens]
+    slots[tokens // 2 :: 3] = -1
+    pools = [torch.full((2, 40, 4, kv_heads, head_dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
+
+    qkv = normed(x, gain) @ weight.double().t() + (b.double() if bias else 0.0)
+    qk, value = qkv.view(tokens, total, head_dim).split((heads + kv_heads, kv_heads), dim=1)
+    if head_norm:
+        qk = F.rms_norm(qk, (head_dim,), None, EPS) * norm.weight.double()
+    cos, sin = rotary(positions)
+    expected, key = rotate(qk, cos.double(), sin.double()).split((heads, kv_heads), dim=1)
+    store(key.to(dtype), value.to(dtype).contiguous(), *pools[0], slots)
+    found = norm_qkv_rotate(
+        x, (gain, EPS), weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
+        (norm.weight, EPS) if head_norm else None,
+    )  # fmt: skip
+
+    assert found.shape == (tokens, heads, head_dim) and found.dtype == dtype
+    close(found, expected, dtype)
+    written = slots[slots >= 0]
+    for ours, right in zip(pools[1].flatten(1, 2), pools[0].flatten(1, 2), strict=True):
+        if len(written):
+            close(ours[written], right[written], dtype)
+        untouched = torch.ones(len(ours), dtype=torch.bool, device=device)
+        untouched[written] = False
+        assert (ours[untouched] == 7.0).all(), "a slot of no token was written"
+
+
+def check_gate_up(tokens, hidden, intermediate, device, dtype):
+    from stage_f_graph_tp.few_rows import norm_gate_up_silu
+
+    torch.manual_seed(tokens)
+    x, gain = (100 * torch.randn(tokens, hidden + 5, device=device)).to(dtype)[:, :hidden], torch.rand(hidden)
+    gain = gain.to(device, dtype)
+    weight = torch.randn(2 * intermediate, hidden, device=device).to(dtype)
+    found = norm_gate_up_silu(x, (gain, EPS), weight)
+    gate, up = (normed(x, gain) @ weight.double().t()).chunk(2, dim=-1)
+    assert found.shape == (tokens, intermediate) and found.dtype == dtype
+    close(found, F.silu(gate) * up, dtype)
+
+
+def check_product_add(tokens, in_features, out_features, splits, device, dtype):
+    from stage_f_graph_tp.few_rows import Tiles, product_add
+
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, in_features + 1, device=device).to(dtype)[:, :in_features]
+    weight = torch.randn(out_features, in_features, device=device).to(dtype)
+    residual = torch.randn(tokens, out_features, device=device).to(dtype)
+    arrivals = torch.zeros(256, dtype=torch.int32, device=device)
+    tiles = None if splits is None else Tiles(rows=16, columns=32, splits=splits)
+    expected = residual.double() + x.double() @ weight.double().t()
+    first = residual.clone()
+    assert product_add(x, weight, first, arrivals, tiles) is first
+    close(first, expected, dtype)
+    assert not arrivals.any(), "the counters must be left as they were"
+    again = product_add(x, weight, residual.clone(), arrivals, tiles)
+    assert torch.equal(again, first), "the parts are added up in the same order every time"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+
+@interpreted
+@pytest.mark.parametrize(("bias", "head_norm"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", ATTENTION, ids=str)
+def test_interpreted_qkv_is_the_definition(shape, bias, head_norm):
+    check_qkv(*shape, bias, head_norm, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 32, 64), (5, 72, 40), (67, 24, 20)])
+def test_interpreted_gate_and_up_are_the_definition(tokens, hidden, intermediate):
+    check_gate_up(tokens, hidden, intermediate, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [None, 1, 2, 4])
+@pytest.mark.parametrize(("tokens", "in_features", "out_features"), [(1, 320, 64), (5, 72, 40), (67, 136, 20)])
+def test_interpreted_product_and_sum_are_the_definition(tokens, in_features, out_features, splits):
+    check_product_add(tokens, in_features, out_features, splits, CPU, F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("bias", "head_norm"), [(False, True), (True, False)])
+@pytest.mark.parametrize("shape", ATTENTION + REAL, ids=str)
+def test_on_a_gpu_qkv_is_the_definition(shape, bias, head_norm, dtype):
+    check_qkv(*shape, bias, head_norm, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"), [(5, 72, 40), (16, 896, 4864), (48, 1024, 3072), (64, 2048, 8192)]
+)
+def test_on_a_gpu_gate_and_up_are_the_definition(tokens, hidden, intermediate, dtype):
+    check_gate_up(tokens, hidden, intermediate, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("tokens", "in_features", "out_features"), [(5, 72, 40), (16, 4864, 896), (33, 2048, 1024), (64, 896, 896)]
+)
+def test_on_a_gpu_product_and_sum_are_the_definition(tokens, in_features, out_features, splits, dtype):
+    check_product_add(tokens, in_features, out_features, splits, CUDA, dtype)
