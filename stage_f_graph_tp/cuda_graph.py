@@ -17,6 +17,7 @@ All graphs share one memory pool: they never run at the same time.
 
 from __future__ import annotations
 
+import gc
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
@@ -135,4 +136,8 @@ class DecodeGraphs:
 
 
 def _used_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()  # what the allocator keeps for later is nobody's; recording, too, empties it
+    return torch.cuda.memory_reserved(device)

@@ -4,9 +4,8 @@
 
     any number of tokens   norm · QKV · rotate + store · attention · output + residual
                            norm · gate-up · silu × up · down + residual                        nine launches
-    a few                  norm + QKV + rotate + store · attention · output + residual
-                           norm + gate-up + silu × up · down + residual                        five
-                           (or stage C's operator for the whole MLP, up to its number of rows)
+    a few                  norm + QKV + rotate + store · attention · output + residual + norm
+                           gate-up + silu × up · down + residual                               five
 
 It works on whole models and on one rank's share alike.
 """
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.layers import ResidualLinear, RMSNorm, RotaryEmbedding
 from stage_d_paged.model import DecoderLayer, DecoderModel
-from stage_f_graph_tp.few_rows import FEW_ROWS, norm_gate_up_silu, norm_qkv_rotate, product_add
+from stage_f_graph_tp.few_rows import FEW_ROWS, Stream, gate_up_silu, product_add, qkv_rotate, scale_rows
 from stage_f_graph_tp.fused_kernels import rms_norm, rotate_and_store, silu_and_multiply
 
 Rotation = tuple[Tensor, Tensor, Tensor]
@@ -50,70 +49,82 @@ class FusedNorm(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in five or nine launches.
+    """A decoder layer in nine launches, or, for a few tokens, five.
 
     Args:
         layer: whose weights it works with.
+        next_norm: the norm that reads the layer's output; None after the last layer.
         arrivals: int32 zeros for `product_add`, shared by all layers.
     """
 
-    def __init__(self, layer: DecoderLayer, arrivals: Tensor) -> None:
+    def __init__(self, layer: DecoderLayer, next_norm: RMSNorm | None, arrivals: Tensor) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
         self.self_attn = layer.self_attn
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
-        self.most_fused_rows = layer.most_fused_rows
+        self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
         self._arrivals = arrivals
 
     def forward(
         self,
-        x: Tensor,  # [tokens, hidden], overwritten
+        x: Tensor | Stream,  # [tokens, hidden], overwritten
         rotation: Rotation,
         layer_cache: tuple[Tensor, Tensor],  # each [blocks, block_size, kv_heads, head_dim]
         metadata: AttentionMetadata,
-    ) -> Tensor:
+    ) -> Tensor | Stream:
         attention = self.self_attn
-        query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
+        if metadata.slot_mapping.shape[0] > FEW_ROWS:
+            query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
+            attended = attention.backend.attend(query, *layer_cache, metadata, attention.scale)
+            return self._mlp(attention.o_proj(attended.flatten(1), x))
+        stream = x if isinstance(x, Stream) else scale_rows(x, self.input_layernorm.weight)
+        query = self._few_queries(stream, rotation, layer_cache, metadata.slot_mapping)
         attended = attention.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
-        return self._mlp(self._add_product(attended.flatten(1), attention.o_proj, x))
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        stream = self._add_product(attended.flatten(1), attention.o_proj, stream.x, norm.weight)
+        activated = gate_up_silu(stream, norm.eps, mlp.gate_up_proj.weight)
+        return self._add_product(activated, mlp.down_proj, stream.x, self._next_gain)
 
     def _queries(self, x: Tensor, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
         """Rotated queries, `[tokens, heads, head_dim]`; keys and values go into their pages."""
         attention, norm = self.self_attn, self.input_layernorm
         cos, sin, positions = rotation
-        qkv, heads = attention.qkv_proj, attention.num_heads
-        head_norm = None if attention.qk_norm is None else (attention.qk_norm.weight, attention.qk_norm.eps)
-        if x.shape[0] <= FEW_ROWS:
-            return norm_qkv_rotate(
-                x, (norm.weight, norm.eps), qkv.weight, qkv.bias, heads, (cos, sin), positions, layer_cache, slots,
-                head_norm,
-            )  # fmt: skip
-        packed = qkv(rms_norm(x, norm.weight, norm.eps)).view(x.shape[0], -1, attention.head_dim)
-        return rotate_and_store(packed, heads, (cos, sin), positions, layer_cache, slots, head_norm)
+        packed = attention.qkv_proj(rms_norm(x, norm.weight, norm.eps)).view(x.shape[0], -1, attention.head_dim)
+        return rotate_and_store(packed, attention.num_heads, (cos, sin), positions, layer_cache, slots, self._head_norm)
+
+    def _few_queries(
+        self, stream: Stream, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        attention, qkv = self.self_attn, self.self_attn.qkv_proj
+        cos, sin, positions = rotation
+        return qkv_rotate(
+            stream, self.input_layernorm.eps, qkv.weight, qkv.bias, attention.num_heads, (cos, sin), positions,
+            layer_cache, slots, self._head_norm,
+        )  # fmt: skip
+
+    @property
+    def _head_norm(self) -> tuple[Tensor, float] | None:
+        norm = self.self_attn.qk_norm
+        return None if norm is None else (norm.weight, norm.eps)
 
     def _mlp(self, x: Tensor) -> Tensor:
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if x.shape[0] <= self.most_fused_rows:
-            return torch.ops.six_engines.fused_swiglu_mlp(
-                x, norm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight, x, norm.eps, "auto"
-            )
-        if x.shape[0] <= FEW_ROWS:
-            activated = norm_gate_up_silu(x, (norm.weight, norm.eps), mlp.gate_up_proj.weight)
-        else:
-            activated = silu_and_multiply(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps)))
-        return self._add_product(activated, mlp.down_proj, x)
+        return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps))), x)
 
-    def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor) -> Tensor:
+    def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
         """`residual + linear(x)`. A rank's share of the product needs an exchange before the sum: its own class."""
-        if x.shape[0] <= FEW_ROWS and type(linear) is ResidualLinear:
-            return product_add(x, linear.weight, residual, self._arrivals)
-        return linear(x, residual)
+        if type(linear) is ResidualLinear:
+            return product_add(x, linear.weight, residual, gain, self._arrivals)
+        total = linear(x, residual)
+        return total if gain is None else scale_rows(total, gain)
 
 
 def fuse_layers(model: DecoderModel) -> None:
     """Exchange a model's layers for fused ones, in place; no weight is copied."""
     arrivals = torch.zeros(_MOST_TILES, dtype=torch.int32, device=model.norm.weight.device)
+    next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
+    layers = [FusedLayer(*each, arrivals) for each in zip(model.layers, next_norms, strict=True)]
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
-    model.layers = nn.ModuleList(FusedLayer(layer, arrivals) for layer in model.layers)
+    model.layers = nn.ModuleList(layers)

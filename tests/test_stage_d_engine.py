@@ -297,5 +297,5 @@ def test_on_the_gpu_the_pool_is_what_this_process_may_use():
     torch.cuda.reset_peak_memory_stats()
     llm = LLM("random:qwen2.5-0.5b", device="cuda", gpu_memory_utilization=0.25)
     llm.generate([[1] * 4000] * 4, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
-    assert 0.15 * total < llm.kv_cache.num_bytes < 0.25 * total
+    assert 0.1 * total < llm.kv_cache.num_bytes < 0.25 * total  # the rest is for the largest step
     assert torch.cuda.max_memory_allocated() < 0.26 * total

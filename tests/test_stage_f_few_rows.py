@@ -36,8 +36,8 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
 
 
-def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device, dtype):
-    from stage_f_graph_tp.few_rows import norm_qkv_rotate
+def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device, dtype, tiles=None):
+    from stage_f_graph_tp.few_rows import qkv_rotate, scale_rows
 
     torch.manual_seed(tokens + heads)
     make = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
@@ -61,9 +61,9 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
     cos, sin = rotary(positions)
     expected, key = rotate(qk, cos.double(), sin.double()).split((heads, kv_heads), dim=1)
     store(key.to(dtype), value.to(dtype).contiguous(), *pools[0], slots)
-    found = norm_qkv_rotate(
-        x, (gain, EPS), weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
-        (norm.weight, EPS) if head_norm else None,
+    found = qkv_rotate(
+        scale_rows(x, gain), EPS, weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
+        (norm.weight, EPS) if head_norm else None, tiles,
     )  # fmt: skip
 
     assert found.shape == (tokens, heads, head_dim) and found.dtype == dtype
@@ -77,14 +77,14 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
         assert (ours[untouched] == 7.0).all(), "a slot of no token was written"
 
 
-def check_gate_up(tokens, hidden, intermediate, device, dtype):
-    from stage_f_graph_tp.few_rows import norm_gate_up_silu
+def check_gate_up(tokens, hidden, intermediate, device, dtype, tiles=None):
+    from stage_f_graph_tp.few_rows import gate_up_silu, scale_rows
 
     torch.manual_seed(tokens)
     x, gain = (100 * torch.randn(tokens, hidden + 5, device=device)).to(dtype)[:, :hidden], torch.rand(hidden)
     gain = gain.to(device, dtype)
     weight = torch.randn(2 * intermediate, hidden, device=device).to(dtype)
-    found = norm_gate_up_silu(x, (gain, EPS), weight)
+    found = gate_up_silu(scale_rows(x, gain), EPS, weight, tiles)
     gate, up = (normed(x, gain) @ weight.double().t()).chunk(2, dim=-1)
     assert found.shape == (tokens, intermediate) and found.dtype == dtype
     close(found, F.silu(gate) * up, dtype)
@@ -97,15 +97,19 @@ def check_product_add(tokens, in_features, out_features, splits, device, dtype):
     x = torch.randn(tokens, in_features + 1, device=device).to(dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, device=device).to(dtype)
     residual = torch.randn(tokens, out_features, device=device).to(dtype)
+    gain = torch.rand(out_features, device=device).to(dtype)
     arrivals = torch.zeros(256, dtype=torch.int32, device=device)
     tiles = None if splits is None else Tiles(rows=16, columns=32, splits=splits)
     expected = residual.double() + x.double() @ weight.double().t()
     first = residual.clone()
-    assert product_add(x, weight, first, arrivals, tiles) is first
+    assert product_add(x, weight, first, None, arrivals, tiles) is first
     close(first, expected, dtype)
     assert not arrivals.any(), "the counters must be left as they were"
-    again = product_add(x, weight, residual.clone(), arrivals, tiles)
-    assert torch.equal(again, first), "the parts are added up in the same order every time"
+    again = product_add(x, weight, residual.clone(), gain, arrivals, tiles)
+    assert torch.equal(again.x, first), "the parts are added up in the same order every time"
+    close(again.scaled, first.double() * gain.double(), dtype)
+    squares = again.squares.double().sum(0)
+    torch.testing.assert_close(squares, first.double().square().sum(1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
@@ -124,6 +128,15 @@ def test_the_kernels_are_right_in_the_interpreter():
 @pytest.mark.parametrize("shape", ATTENTION, ids=str)
 def test_interpreted_qkv_is_the_definition(shape, bias, head_norm):
     check_qkv(*shape, bias, head_norm, CPU, F32)
+
+
+@interpreted
+def test_interpreted_pairs_are_the_same_in_one_product():
+    from stage_f_graph_tp.few_rows import Tiles
+
+    check_qkv(17, 40, 4, 2, 64, True, False, CPU, F32, Tiles(rows=16, joint=True))
+    check_qkv(5, 56, 3, 3, 24, False, True, CPU, F32, Tiles(rows=16, joint=True))
+    check_gate_up(5, 72, 40, CPU, F32, Tiles(rows=16, joint=True))
 
 
 @interpreted
