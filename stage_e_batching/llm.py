@@ -125,7 +125,10 @@ class LLM(Frontend):
 
     def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
         request = super()._request(index, prompt, params)
-        self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
+        try:
+            self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
         return request
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:

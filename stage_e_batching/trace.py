@@ -18,7 +18,12 @@ class Trace:
     """Writes the records to `path`, which is made anew; `OSError` if that cannot be done."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
+        try:
+            self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
+        except OSError as error:
+            raise OSError(
+                f"trace={str(path)!r} cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error
         self._start = time.perf_counter()
 
     def write(

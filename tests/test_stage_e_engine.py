@@ -207,6 +207,24 @@ def test_one_bad_prompt_is_refused_before_anything_is_queued(llm):
         llm.generate(PROMPTS[:3], [GREEDY], False)
 
 
+def test_a_prompt_that_the_pool_cannot_hold_is_named_with_the_limit():
+    small = tiny(num_kvcache_blocks=4, kvcache_block_size=4)
+    with pytest.raises(ValueError, match="prompt 1: .* 17 tokens and the whole KV cache holds 16 .*raise num_kvc"):
+        small.generate([[1] * 16, [1] * 17], GREEDY, False)
+    assert not small.engine.has_unfinished()
+
+
+def test_every_part_agrees_on_the_block_size(llm):
+    sizes = {llm.engine.scheduler.block_manager.block_size, llm.runner.batch.block_size, llm.kv_cache.block_size}
+    assert sizes == {llm.kv_cache.tensor.shape[3]} == {4}
+    assert llm.engine.scheduler.block_manager.num_blocks == llm.kv_cache.tensor.shape[2] == 64
+
+
+def test_a_trace_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(OSError, match="trace=.*nowhere.*cannot be written.*folder that exists"):
+        tiny(trace=str(tmp_path / "nowhere" / "trace.jsonl"))
+
+
 def test_a_string_is_one_prompt(llm):
     assert len(llm.generate("hello", GREEDY, False)) == 1
 

@@ -210,6 +210,26 @@ def test_identical_prompts_of_one_step_share_their_pages():
     assert [o["metrics"]["num_cached_tokens"] for o in outputs.values()] == [0, 16, 16]
 
 
+@pytest.mark.parametrize(("max_tokens", "cached"), [(20, 28), (21, 32)], ids=["part of a page left", "full pages"])
+def test_a_next_turn_finds_the_pages_of_the_answer_before(max_tokens, cached):
+    engine = make_engine(**ROOMY)
+    add(engine, 12, max_tokens)
+    [answer] = run_all(engine).values()  # its last token was never run: 12 + max_tokens - 1 have K and V
+    engine.add_request(make_request(0, [*answer["prompt_token_ids"], *answer["token_ids"], 3], 2), streams=False)
+    [turn] = run_all(engine).values()
+    assert turn["metrics"]["num_cached_tokens"] == cached
+
+
+def test_an_answer_under_way_is_shared_page_by_page():
+    engine = make_engine(**ROOMY)
+    add(engine, 12, 40)
+    [running] = engine.scheduler.unfinished
+    while running.num_computed_tokens < 25:
+        engine.step()
+    second = engine.add_request(make_request(0, [*running.token_ids, 3], 2), streams=False)
+    assert run_all(engine)[second]["metrics"]["num_cached_tokens"] == 24
+
+
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "preempted"])
 def test_a_request_is_aborted_at_any_moment_and_only_once(moment):
     engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
