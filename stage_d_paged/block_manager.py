@@ -52,6 +52,14 @@ class BlockManager:
     """Hands out, shares, counts and takes back the `num_blocks` pages of a pool.
 
     Every operation either happens completely or leaves everything as it was; `free + used == num_blocks` always.
+
+    Args:
+        num_blocks: pages in the pool.
+        block_size: tokens in a page.
+        enable_prefix_caching: whether sequences may share the pages of equal prefixes.
+
+    Raises:
+        ValueError: a pool without a page, or a page without a token.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:

@@ -22,7 +22,12 @@ CPU_POOL_BYTES = 512 * 2**20
 
 
 class KVCache:
-    """The pool. `layers[i]` are that layer's keys and values, each `[blocks, block_size, kv_heads, head_dim]`."""
+    """The pool, zeroed.
+
+    Attributes:
+        tensor: `[2, layers, blocks, block_size, kv_heads, head_dim]`, keys first, then values.
+        layers: each layer's (keys, values), views `[blocks, block_size, kv_heads, head_dim]` of `tensor`.
+    """
 
     def __init__(
         self,

@@ -74,13 +74,27 @@ class EngineOptions:
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options on the command line of this stage and those after it."""
     default = EngineOptions()
-    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_kvcache_blocks"):
+    for name, meaning in (
+        ("max_num_batched_tokens", "tokens in one step"),
+        ("max_num_seqs", "requests that are worked on together"),
+        ("max_model_len", "tokens of prompt and answer together"),
+        ("num_kvcache_blocks", "pages in the pool; -1 takes what fits on a GPU, and 512 MiB on a CPU"),
+    ):
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=int, default=getattr(default, name), help="default: %(default)s")
-    group.add_argument("--kvcache-block-size", type=int, help="tokens in a page (default: what the backend prefers)")
-    group.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization)
-    group.add_argument("--attention-backend", default="auto", help="auto | reference | triton | flash")
-    group.add_argument("--fused-mlp", default="auto", help="stage C's operator: auto | on | off")
+        help_text = f"{meaning} (default: %(default)s)"
+        group.add_argument(flag, type=int, metavar="N", default=getattr(default, name), help=help_text)
+    group.add_argument(
+        "--kvcache-block-size", type=int, metavar="N", help="tokens in a page (default: what the backend prefers)"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=default.gpu_memory_utilization,
+        help="share of the GPU's memory that this process may use (default: %(default)s)",
+    )
+    group.add_argument("--attention-backend", metavar="NAME", default="auto", help="auto | reference | triton | flash")
+    group.add_argument("--fused-mlp", metavar="WHEN", default="auto", help="stage C's operator: auto | on | off")
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",

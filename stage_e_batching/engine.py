@@ -53,7 +53,9 @@ class Counters:
     """Totals since the engine was made."""
 
     num_steps: int = 0
-    num_prefill_tokens: int = 0  # prompt tokens computed (those that came out of the prefix cache are not)
+    # Prompt tokens computed (those out of the prefix cache are not), and one for each return from a preemption: the
+    # token that was sampled last before it, which runs for the first time then.
+    num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had
     num_recomputed_tokens: int = 0  # tokens computed again after a preemption

@@ -25,11 +25,11 @@ class StepShape:
 
     num_tokens: int
     num_seqs: int
-    num_samples: int
-    table_width: int
-    num_decodes: int
-    max_query_len: int
-    max_context_len: int
+    num_samples: int  # sequences that draw a token
+    table_width: int  # pages of the longest context
+    num_decodes: int  # sequences that run one token, the one sampled last; they come first
+    max_query_len: int  # most tokens that one sequence runs
+    max_context_len: int  # most keys that one sequence sees
 
     @property
     def wide_sizes(self) -> tuple[int, ...]:
