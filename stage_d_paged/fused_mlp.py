@@ -7,19 +7,19 @@ import torch
 from stage_c_fused_mlp.extension import ExtensionError, plan
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
 from stage_d_paged.model import DecoderModel
+from stage_d_paged.options import EngineOptions
 
 
-def use_fused_mlp(model: DecoderModel, choice: str, device: torch.device) -> str:
-    """Let `model` use the operator for up to `MOST_ROWS_FUSED` tokens, if `choice` and the machine allow.
+def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
+    """Let `model` use the operator for up to `MOST_ROWS_FUSED` tokens, if `options.fused_mlp` and the machine allow.
 
     Beyond so many the operator itself turns to the library's matrix products. Returns one line that says what was done.
-
-    Args:
-        choice: `auto` uses the operator on a GPU if it has been built; `on` builds it if it has not; `off` does not.
+    `auto` uses the operator on a GPU if it has been built; `on` builds it if it has not; `off` does not use it.
 
     Raises:
         ExtensionError: `on`, and the operator cannot be built here.
     """
+    choice = options.fused_mlp
     reason = "switched off" if choice == "off" else _why_not(model, device) if choice == "auto" else ""
     if reason:
         return f"MLP: PyTorch's kernels ({reason})"

@@ -101,8 +101,8 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn `[tokens, heads, head_dim]` by the angles of its positions."""
-    pairs = x.unflatten(-1, (2, -1))  # [tokens, heads, 2, head_dim / 2]
-    return torch.addcmul(pairs * cos, pairs.flip(-2), sin).flatten(-2)
+    pairs = x.view(*x.shape[:-1], 2, -1)  # [tokens, heads, 2, head_dim / 2]
+    return (pairs * cos).addcmul_(pairs.flip(-2), sin).view(x.shape)
 
 
 class PackedLinear(nn.Module):

@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # each [tokens, intermediate]
-        return self.down_proj(F.silu(gate) * up, residual)
+        return self.down_proj(F.silu(gate).mul_(up), residual)
 
 
 class DecoderLayer(nn.Module):

@@ -51,21 +51,19 @@ def load_runtime(
     dtype: torch.dtype,
     seed: int = 0,
     factory: Callable[[ModelConfig, torch.dtype, torch.device], LayerFactory] = LayerFactory,
+    patch: Callable[[DecoderModel, EngineOptions, torch.device], str] = use_fused_mlp,
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 
-    `factory` makes the layers: whole ones, or a rank's shards.
+    `factory` makes the layers: whole ones, or a rank's shards. `patch` exchanges what the options and the device allow
+    for something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
     model = DecoderModel(config, backend, factory(config, dtype, device), max_model_len)
     model.load(weight_loader(source, seed, dtype, device))
-    notes = [f"attention: {backend.name} ({backend.reason})"]
-    if factory is LayerFactory:  # the operator adds the residual, which shards may do only once all of them are summed
-        notes.append(use_fused_mlp(model, options.fused_mlp, device))
-    elif options.fused_mlp == "on":
-        raise ValueError("fused_mlp='on' needs whole layers; these are sharded over several ranks")
+    notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
     block_size = options.kvcache_block_size or backend.preferred_block_size

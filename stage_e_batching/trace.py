@@ -21,9 +21,8 @@ class Trace:
         try:
             self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
         except OSError as error:
-            raise OSError(
-                f"trace={str(path)!r} cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from error
+            reason = f"trace cannot be written ({error.strerror}; name a file in a folder that exists)"
+            raise OSError(error.errno, reason, str(path)) from error
         self._start = time.perf_counter()
 
     def write(

@@ -30,10 +30,10 @@ class RotaryTables(nn.Module):
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
-        self.rotary = rotary
+        self.cos, self.sin = rotary.cos, rotary.sin
 
     def forward(self, positions: Tensor) -> Rotation:
-        return self.rotary.cos, self.rotary.sin, positions
+        return self.cos, self.sin, positions
 
 
 class FusedNorm(nn.Module):
@@ -55,9 +55,10 @@ class FusedLayer(nn.Module):
         layer: whose weights it works with.
         next_norm: the norm that reads the layer's output; None after the last layer.
         arrivals: int32 zeros for `product_add`, shared by all layers.
+        few_rows: tokens up to which it takes five.
     """
 
-    def __init__(self, layer: DecoderLayer, next_norm: RMSNorm | None, arrivals: Tensor) -> None:
+    def __init__(self, layer: DecoderLayer, next_norm: RMSNorm | None, arrivals: Tensor, few_rows: int) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
         self.self_attn = layer.self_attn
@@ -65,6 +66,7 @@ class FusedLayer(nn.Module):
         self.mlp = layer.mlp
         self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
         self._arrivals = arrivals
+        self._few_rows = few_rows
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class FusedLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor | Stream:
         attention = self.self_attn
-        if metadata.slot_mapping.shape[0] > FEW_ROWS:
+        if metadata.slot_mapping.shape[0] > self._few_rows:
             query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
             attended = attention.backend.attend(query, *layer_cache, metadata, attention.scale)
             return self._mlp(attention.o_proj(attended.flatten(1), x))
@@ -120,11 +122,14 @@ class FusedLayer(nn.Module):
         return total if gain is None else scale_rows(total, gain)
 
 
-def fuse_layers(model: DecoderModel) -> None:
-    """Exchange a model's layers for fused ones, in place; no weight is copied."""
+def fuse_layers(model: DecoderModel, few_rows: int = FEW_ROWS) -> None:
+    """Exchange a model's layers for fused ones, in place; no weight is copied.
+
+    `few_rows`: tokens up to which a layer takes five launches.
+    """
     arrivals = torch.zeros(_MOST_TILES, dtype=torch.int32, device=model.norm.weight.device)
     next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
-    layers = [FusedLayer(*each, arrivals) for each in zip(model.layers, next_norms, strict=True)]
+    layers = [FusedLayer(*each, arrivals, few_rows) for each in zip(model.layers, next_norms, strict=True)]
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
     model.layers = nn.ModuleList(layers)

@@ -79,9 +79,6 @@ class GraphModelRunner(ModelRunner):
         self._max_model_len = runtime.max_model_len
         if options.fused and self._is_cuda:
             self.fused_decode = _fused_decode(runtime) if group is None else None
-            from stage_f_graph_tp.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
-
-            fuse_layers(self.model)
         if self._is_cuda and not options.enforce_eager:
             if runtime.backend.name == "reference":  # it asks the device for the longest context
                 print("CUDA graphs: not used (attention_backend='reference' cannot be recorded)", file=sys.stderr)

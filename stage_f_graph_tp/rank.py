@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_f_graph_tp.layer_choice import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
@@ -45,7 +46,7 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     if ranks is not None:
         ranks.leave_group = group.abort
     factory = partial(ShardedFactory, group=group)
-    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory)
+    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory, choose_layers)
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
     num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
     runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)

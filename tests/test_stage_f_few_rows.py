@@ -99,7 +99,7 @@ def check_product_add(tokens, in_features, out_features, splits, device, dtype):
     residual = torch.randn(tokens, out_features, device=device).to(dtype)
     gain = torch.rand(out_features, device=device).to(dtype)
     arrivals = torch.zeros(256, dtype=torch.int32, device=device)
-    tiles = None if splits is None else Tiles(rows=16, columns=32, splits=splits)
+    tiles = None if splits is None else Tiles(rows=16, splits=splits)
     expected = residual.double() + x.double() @ weight.double().t()
     first = residual.clone()
     assert product_add(x, weight, first, None, arrivals, tiles) is first
@@ -131,12 +131,13 @@ def test_interpreted_qkv_is_the_definition(shape, bias, head_norm):
 
 
 @interpreted
-def test_interpreted_pairs_are_the_same_in_one_product():
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_interpreted_every_tile_gives_the_same(rows):
     from stage_f_graph_tp.few_rows import Tiles
 
-    check_qkv(17, 40, 4, 2, 64, True, False, CPU, F32, Tiles(rows=16, joint=True))
-    check_qkv(5, 56, 3, 3, 24, False, True, CPU, F32, Tiles(rows=16, joint=True))
-    check_gate_up(5, 72, 40, CPU, F32, Tiles(rows=16, joint=True))
+    check_qkv(17, 40, 4, 2, 64, True, False, CPU, F32, Tiles(rows))
+    check_qkv(5, 56, 3, 3, 24, False, True, CPU, F32, Tiles(rows))
+    check_gate_up(5, 72, 40, CPU, F32, Tiles(rows))
 
 
 @interpreted

@@ -30,6 +30,11 @@ def ids(outputs) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
 
 
+def answers(prompts, params, **options) -> list[dict]:
+    """Of an engine that is gone afterwards: it would hold all the memory that the next one may use."""
+    return stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options).generate(prompts, params, False)
+
+
 @pytest.fixture(scope="module")
 def tutors_answers() -> list[list[int]]:
     return ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
@@ -92,10 +97,7 @@ def test_everything_a_sampler_can_do_goes_through_graphs():
         SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=5, max_tokens=11, ignore_eos=True),
     ]
-    found = []
-    for options in ({}, {"enforce_eager": True, "overlap": False}):
-        llm = stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options)
-        found.append(llm.generate(PROMPTS, params, False))
+    found = [answers(PROMPTS, params, **options) for options in ({}, {"enforce_eager": True, "overlap": False})]
     assert ids(found[0]) == ids(found[1])
     assert [list(top) for top in found[0][3]["logprobs"]] == [list(top) for top in found[1][3]["logprobs"]]
 
@@ -119,10 +121,7 @@ def test_recording_writes_no_kv_and_its_memory_is_reported(capfd):
 def test_a_long_prompt_in_small_chunks_is_read_right():
     """Chunks that sample nothing are ordered one after another: the input of one may not be overwritten too early."""
     prompt = [(i * 7919) % 4000 + 5 for i in range(3000)]
-    found = []
-    for tokens in (16, 4096):
-        llm = stage_f_graph_tp.LLM("tutor", dtype="float32", max_num_batched_tokens=tokens, **SMALL)
-        found.append(ids(llm.generate([prompt], GREEDY, False)))
+    found = [ids(answers([prompt], GREEDY, max_num_batched_tokens=tokens)) for tokens in (16, 4096)]
     assert found[0] == found[1]
 
 

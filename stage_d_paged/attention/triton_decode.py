@@ -15,12 +15,14 @@ lengths are read on the device, so a captured CUDA graph stays right when the le
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from . import AttentionMetadata
+from .early_start import early_start
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -129,15 +131,20 @@ def decode_kernel(
     AHEAD: tl.constexpr,
     MIXED: tl.constexpr,  # the batch also has sequences of several queries, which are not this kernel's
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,  # see early_start.py
 ):
     # Neighbouring programs take the heads of one stretch of keys: together they read whole rows of the pool.
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
     seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
     token = seq
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if MIXED:
         token = tl.load(cu_seqlens_q + seq).to(tl.int64)
         if tl.load(cu_seqlens_q + seq + 1) - token != 1:
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
             return
     row = tl.arange(0, GROUP_PAD)
     column = tl.arange(0, HEAD_PAD)
@@ -148,9 +155,12 @@ def decode_kernel(
     table = block_tables + seq * table_width
     pool_column = kv_head * HEAD_DIM + column[None, :]
     # Length, first page and query do not depend on one another: the three loads travel together. (The first page may
-    # be an unused entry of the table; then no key of it is read.)
+    # be an unused entry of the table; then no key of it is read.) Lengths and pages are known before the step begins;
+    # the query and the newest key are the work of the kernel in front.
     context_len = tl.load(context_lens + seq)
     page = look_up(table, split * BLOCK_N, table_width * PAGE, PAGE, BLOCK_N)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     q = tl.load(query + token * query_stride + head_offset, mask=rows_inside, other=0.0)  # [GROUP_PAD, HEAD_PAD]
     splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
     if split >= splits:
@@ -212,44 +222,49 @@ def decode(
     config: DecodeConfig | None = None,
 ) -> None:
     """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
-    _, heads, head_dim = query.shape
     page, kv_heads = k_cache.shape[1:3]
-    seqs = metadata.context_lens.shape[0]
-    config = config or choose_decode_config(head_dim, query.element_size(), seqs * kv_heads, sm_count)
+    _, heads, head_dim = query.shape
+    tables, lengths = metadata.block_tables, metadata.context_lens
+    num_splits, split_keys, num_partial, settings = _plan(
+        len(lengths), metadata.max_context_len, metadata.max_query_len > 1, heads, kv_heads, head_dim, page,
+        query.dtype, sm_count, config,
+    )  # fmt: skip
+    partial = torch.empty(num_partial + num_partial // head_dim, dtype=torch.float32, device=query.device)
+    decode_kernel[len(lengths) * num_splits * kv_heads,](
+        out, query, k_cache, v_cache, tables, lengths, metadata.cu_seqlens_q, partial, partial[num_partial:], arrivals,
+        scale * LOG2_E, query.stride(0), k_cache.stride(1), tables.stride(0), num_splits, split_keys,
+        **settings, **early_start(query.device),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    seqs: int, max_context_len: int, mixed: bool, heads: int, kv_heads: int, head_dim: int, page: int,
+    dtype: torch.dtype, sm_count: int, config: DecodeConfig | None,
+) -> tuple[int, int, int, dict[str, object]]:  # fmt: skip
+    """How a launch is cut: splits, the least keys of one, numbers in their results, and the kernel's constants.
+
+    All layers of a step ask for the same, and finding it out takes as long as half a launch: hence the cache.
+    """
+    config = config or choose_decode_config(head_dim, dtype.itemsize, seqs * kv_heads, sm_count)
     wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads) + 1  # one more evens out unequal lengths
     split_keys = max(config.split_keys, config.block_n)
-    num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(metadata.max_context_len, split_keys)))
-    partial = torch.empty(seqs * heads * num_splits * (head_dim + 1), dtype=torch.float32, device=query.device)
+    num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context_len, split_keys)))
     group = heads // kv_heads
-    decode_kernel[(seqs * num_splits * kv_heads,)](
-        out,
-        query,
-        k_cache,
-        v_cache,
-        metadata.block_tables,
-        metadata.context_lens,
-        metadata.cu_seqlens_q,
-        partial,
-        partial[seqs * heads * num_splits * head_dim :],
-        arrivals,
-        scale * LOG2_E,
-        query.stride(0),
-        k_cache.stride(1),
-        metadata.block_tables.stride(0),
-        num_splits,
-        split_keys,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        ROWS=triton.next_power_of_2(group),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=triton.next_power_of_2(head_dim),
-        PAGE=page,
-        BLOCK_N=config.block_n,
-        SPLITS_PAD=MAX_SPLITS,
-        AHEAD=16 if config.num_warps == 4 else 8,  # as many as one warp has registers for
-        MIXED=metadata.max_query_len > 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    settings = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PAD": max(16, triton.next_power_of_2(group)),
+        "ROWS": triton.next_power_of_2(group),
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": triton.next_power_of_2(head_dim),
+        "PAGE": page,
+        "BLOCK_N": config.block_n,
+        "SPLITS_PAD": MAX_SPLITS,
+        "AHEAD": 16 if config.num_warps == 4 else 8,  # as many as one warp has registers for
+        "MIXED": mixed,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return num_splits, split_keys, seqs * heads * num_splits * head_dim, settings

@@ -61,6 +61,6 @@ def store(
         value.stride(0),
         k_cache.stride(1),
         WIDTH=width,
-        WIDTH_PAD=triton.next_power_of_2(width),
+        WIDTH_PAD=1 << (width - 1).bit_length(),  # the power of two from `width` up
         num_warps=4,
     )

@@ -1,0 +1,214 @@
+"""The Triton kernels of `few_rows.py`, which says what they compute and why they are cut like this.
+
+All sums are float32, rounded once at the end. What a kernel needs at its end it asks for at its beginning, because each
+of those loads takes as long as a part of the product; what was known before the step, it asks for before `gdc_wait`
+(`stage_d_paged/attention/early_start.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _weight_tile(weight, row, row_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """`weight[row, column]`, of `SIZE` columns; without masks where the blocks divide the matrix."""
+    place = weight + row[:, None] * SIZE + column[None, :]
+    if EVEN:
+        return tl.load(place)
+    return tl.load(place, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """`x[token, column]`."""
+    place = x + token[:, None] * x_stride + column[None, :]
+    if EVEN:
+        return tl.load(place, mask=token_inside[:, None], other=0.0)
+    return tl.load(place, mask=token_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
+    """The second half of the norm: `1 / sqrt(mean(x²) + eps)` of each token."""
+    part = tl.arange(0, PARTS)
+    here = (part < parts)[:, None] & token_inside[None, :]
+    sums = tl.load(squares + part[:, None] * tokens + token[None, :], mask=here, other=0.0)  # [PARTS, BLOCK_M]
+    return tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
+
+
+@triton.jit
+def _paired_products(
+    x, x_stride, token, token_inside, weight, first, pairs, distance,
+    SIZE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, times the tokens: two `[BLOCK_N, BLOCK_M]`.
+
+    One product of twice the height; the halves are parted in the registers.
+    """
+    index = tl.arange(0, 2 * BLOCK_N)
+    row = first + index % BLOCK_N + index // BLOCK_N * distance
+    row_inside = index % BLOCK_N < pairs
+    acc = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        w = _weight_tile(weight, row, row_inside, column, SIZE, EVEN)  # [2 BLOCK_N, BLOCK_K]
+        values = _token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)  # [BLOCK_M, BLOCK_K]
+        acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
+    return tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+
+
+@triton.jit
+def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, EARLY: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PAD)
+    inside = column < SIZE
+    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
+    tl.store(squares + row, tl.sum(values * values, 0))
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def qkv_rotate_kernel(
+    x, x_stride, squares, parts, tokens, eps, weight, bias,
+    query, k_cache, v_cache, slot_stride, cos, sin, positions, slot_mapping, head_norm_weight, head_norm_eps,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # head_dim / 2
+    PAIRS: tl.constexpr,  # pairs (i, i + HALF) that a program works on
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
+    head = tl.program_id(0) // blocks
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    first_pair = tl.program_id(0) % blocks * PAIRS
+    pair = first_pair + tl.arange(0, PAIRS)
+    pair_inside = pair < HALF
+    row = head * (2 * HALF) + pair
+    inside = pair_inside[:, None] & token_inside[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions + token, mask=token_inside, other=0)
+    slot = tl.load(slot_mapping + token, mask=token_inside, other=-1)[None, :]  # int64; -1 stores nothing
+    angle = position[None, :] * (2 * HALF) + HALF + pair[:, None]  # the tables hold (cos, cos) and (-sin, sin)
+    if HAS_BIAS:
+        bias1 = tl.load(bias + row, mask=pair_inside, other=0.0)
+        bias2 = tl.load(bias + row + HALF, mask=pair_inside, other=0.0)
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    y1, y2 = _paired_products(
+        x, x_stride, token, token_inside, weight, head * (2 * HALF) + first_pair, HALF - first_pair, HALF,
+        SIZE, SIZE % BLOCK_K == 0 and HALF % PAIRS == 0, BLOCK_M, PAIRS, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    y1 *= scale
+    y2 *= scale
+    if HAS_BIAS:
+        y1 += bias1.to(tl.float32)[:, None]
+        y2 += bias2.to(tl.float32)[:, None]
+    if head < HEADS + KV_HEADS:  # values are stored as they are
+        if HAS_NORM:
+            scale = tl.rsqrt((tl.sum(y1 * y1, 0) + tl.sum(y2 * y2, 0)) / (2 * HALF) + head_norm_eps)[None, :]
+            y1 *= scale * tl.load(head_norm_weight + row, mask=pair_inside, other=0.0).to(tl.float32)[:, None]
+            y2 *= scale * tl.load(head_norm_weight + row + HALF, mask=pair_inside, other=0.0).to(tl.float32)[:, None]
+        turned = y1 * c.to(tl.float32) - y2 * s.to(tl.float32)
+        y2 = y2 * c.to(tl.float32) + y1 * s.to(tl.float32)
+        y1 = turned
+    if head < HEADS:
+        target = token.to(tl.int64)[None, :] * (HEADS * 2 * HALF) + row[:, None]
+        tl.store(query + target, y1, mask=inside)
+        tl.store(query + target + HALF, y2, mask=inside)
+    else:
+        inside &= slot >= 0
+        if head < HEADS + KV_HEADS:
+            target = slot * slot_stride + (row - HEADS * 2 * HALF)[:, None]
+            tl.store(k_cache + target, y1, mask=inside)
+            tl.store(k_cache + target + HALF, y2, mask=inside)
+        else:
+            target = slot * slot_stride + (row - (HEADS + KV_HEADS) * 2 * HALF)[:, None]
+            tl.store(v_cache + target, y1, mask=inside)
+            tl.store(v_cache + target + HALF, y2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def gate_up_silu_kernel(
+    x, x_stride, squares, parts, tokens, eps, weight, out,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    first = tl.program_id(0) * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    gate, up = _paired_products(
+        x, x_stride, token, token_inside, weight, first, INTERMEDIATE - first, INTERMEDIATE,
+        SIZE, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    gate *= scale
+    target = token.to(tl.int64)[None, :] * INTERMEDIATE + row[:, None]
+    inside = (row < INTERMEDIATE)[:, None] & token_inside[None, :]
+    tl.store(out + target, gate * tl.sigmoid(gate) * (up * scale), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_add_kernel(
+    x, x_stride, tokens, weight, residual, residual_stride, gain, scaled, squares, partial, arrivals,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_inside = row < OUT_SIZE
+    split = tl.program_id(2)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
+    even: tl.constexpr = SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if HAS_GAIN:
+        gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
+    inside = row_inside[:, None] & token_inside[None, :]
+    target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
+    before = tl.load(target, mask=inside, other=0.0)
+    for step in range(steps):
+        column = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        w = _weight_tile(weight, row, row_inside, column, SIZE, even)  # [BLOCK_N, BLOCK_K]
+        values = _token_tile(x, x_stride, token, token_inside, column, SIZE, even)
+        acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    last = True
+    if SPLITS > 1:
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + place
+        tl.store(parts + split * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # every thread's part is written before one thread announces it
+        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            tl.store(arrivals + tile, 0)  # ready for the next launch
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+    if last:
+        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm is of what is stored
+        tl.store(target, total, mask=inside)
+        if HAS_GAIN:
+            total = total.to(tl.float32)
+            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], total * gains, mask=inside)
+            tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)
