@@ -27,6 +27,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.environment import ROOT, environment
 from benchmarks.markers import fill_file
 from stage_a_naive.presets import preset_configs
+from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
@@ -49,25 +50,25 @@ TUNINGS = (
 )  # fmt: skip
 
 
-def make_model(name: str) -> DecoderModel:
+def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
     """The real shape with random weights, scaled so that activations keep their size."""
     config = ModelConfig.from_hf(preset_configs()[name])
-    model = DecoderModel(config, None, LayerFactory(config, torch.bfloat16, torch.device("cuda")), max(CONTEXTS) + 1)
+    model = DecoderModel(config, backend, LayerFactory(config, torch.bfloat16, torch.device("cuda")), max(CONTEXTS) + 1)
     for parameter in model.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model
 
 
-def step_arguments(config: ModelConfig, rows: int, context: int) -> list[Tensor]:
+def step_arguments(config: ModelConfig, rows: int, context: int, page: int = PAGE) -> list[Tensor]:
     """Token ids, positions, slots, block tables, context lengths and the pool: each row on pages of its own."""
-    pages = -(-context // PAGE)
+    pages = -(-context // page)
     pool = torch.empty(
-        2, config.num_layers, rows * pages, PAGE, config.num_kv_heads, config.head_dim,
+        2, config.num_layers, rows * pages, page, config.num_kv_heads, config.head_dim,
         dtype=torch.bfloat16, device="cuda",
     ).normal_()  # fmt: skip
     tables = torch.randperm(rows * pages, device="cuda").int().view(rows, pages)
     last = torch.full((rows,), context - 1, device="cuda")
-    slots = tables[:, -1].long() * PAGE + (context - 1) % PAGE
+    slots = tables[:, -1].long() * page + (context - 1) % page
     ids = torch.randint(config.vocab_size, (rows,), device="cuda")
     return [ids, last, slots, tables, torch.full((rows,), context, dtype=torch.int32, device="cuda"), pool]
 
