@@ -22,7 +22,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.decode_kernel import README, make_model, step_arguments, step_bytes
 from benchmarks.environment import environment
 from benchmarks.markers import fill_file
-from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
+from stage_c_fused_mlp.fused_mlp import load_operators
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
@@ -45,10 +45,8 @@ KINDS = {
 
 def time_graph(step: Callable[[], object]) -> list[float]:
     """Seconds a call of `step`, recorded as a CUDA graph; one number a sample."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
+    for _ in range(2):
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -96,11 +94,10 @@ def measure(name: str, copy_bytes_per_s: float) -> list[dict]:
         model = make_model(name, pick_backend("triton", torch.device("cuda"), torch.bfloat16, 128))
         if kind == "operator":
             for layer in model.layers:
-                layer.most_fused_rows = MOST_ROWS_FUSED
+                layer.fused_mlp = True
         if kind in ("nine", "five"):
             fuse_layers(model, few_rows=0 if kind == "nine" else max(ROWS))
-        most = {"operator": MOST_ROWS_FUSED, "one": MAX_ROWS}.get(kind, max(ROWS))
-        for rows in (rows for rows in ROWS if rows <= most):
+        for rows in (rows for rows in ROWS if kind != "one" or rows <= MAX_ROWS):
             samples = time_graph((one_launch if kind == "one" else step_of)(model, rows))
             floor = step_bytes(model.config, rows, CONTEXT) / copy_bytes_per_s
             found.append({"model": name, "kind": kind, "rows": rows, "seconds": statistics.median(samples),

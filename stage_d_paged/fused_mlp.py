@@ -1,4 +1,4 @@
-"""Whether the MLP blocks of a few tokens run as stage C's one operator instead of five kernels."""
+"""Whether the MLP blocks run as stage C's one operator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from stage_d_paged.options import EngineOptions
 
 
 def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
-    """Let `model` use the operator for up to `MOST_ROWS_FUSED` tokens, if `options.fused_mlp` and the machine allow.
+    """Let `model` use the operator, if `options.fused_mlp` and the machine allow. Returns a line that says so.
 
-    Beyond so many the operator itself turns to the library's matrix products. Returns one line that says what was done.
+    For up to `MOST_ROWS_FUSED` tokens it is one kernel. Beyond, it calls the library's products one after another, from
+    C++, where a call costs the CPU less than from Python.
+
     `auto` uses the operator on a GPU if it has been built; `on` builds it if it has not; `off` does not use it.
 
     Raises:
@@ -27,8 +29,8 @@ def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.dev
     if device.type == "cuda":
         extension.require_cuda()
     for layer in model.layers:
-        layer.most_fused_rows = MOST_ROWS_FUSED
-    return f"MLP: stage C's fused operator for up to {MOST_ROWS_FUSED} tokens a step, PyTorch's kernels beyond"
+        layer.fused_mlp = True
+    return f"MLP: stage C's operator, one kernel for up to {MOST_ROWS_FUSED} tokens a step"
 
 
 def _why_not(model: DecoderModel, device: torch.device) -> str:

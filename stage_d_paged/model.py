@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, make)
         self.post_attention_layernorm = make.norm()
         self.mlp = MLP(make)
-        self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
+        self.fused_mlp = False  # whether stage C's operator does the norm and the MLP at once
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, rotation, layer_cache, metadata)
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if x.shape[0] <= self.most_fused_rows:
+        if self.fused_mlp:
             return torch.ops.six_engines.fused_swiglu_mlp(
                 x, norm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight, x, norm.eps, "auto"
             )
