@@ -22,7 +22,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.decode_kernel import README, make_model, step_arguments, step_bytes
 from benchmarks.environment import environment
 from benchmarks.markers import fill_file
-from stage_c_fused_mlp.fused_mlp import load_operators
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
@@ -94,7 +94,7 @@ def measure(name: str, copy_bytes_per_s: float) -> list[dict]:
         model = make_model(name, pick_backend("triton", torch.device("cuda"), torch.bfloat16, 128))
         if kind == "operator":
             for layer in model.layers:
-                layer.fused_mlp = True
+                layer.most_fused_rows = MOST_ROWS_FUSED
         if kind in ("nine", "five"):
             fuse_layers(model, few_rows=0 if kind == "nine" else max(ROWS))
         for rows in (rows for rows in ROWS if kind != "one" or rows <= MAX_ROWS):

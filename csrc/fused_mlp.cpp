@@ -77,7 +77,7 @@ Tensor library_mlp(const Arguments& a) {
   }
   const Tensor normalised = at::rms_norm(a.x, {a.x.size(1)}, a.norm_weight, a.eps);
   const auto halves = at::linear(normalised, a.w_in).chunk(2, 1);
-  return at::addmm(a.residual, at::silu(halves[0]).mul_(halves[1]), a.w_out.t());
+  return at::linear(at::silu(halves[0]) * halves[1], a.w_out) + a.residual;
 }
 
 Tensor run_cpu(const Arguments& a, const std::string& generation) {

@@ -1,4 +1,4 @@
-"""Whether the MLP blocks run as stage C's one operator."""
+"""Whether the MLP blocks of a few tokens run as stage C's one operator instead of five kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from stage_d_paged.options import EngineOptions
 
 
 def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
-    """Let `model` use the operator, if `options.fused_mlp` and the machine allow. Returns a line that says so.
+    """Let `model` use the operator for up to `MOST_ROWS_FUSED` tokens, if `options.fused_mlp` and the machine allow.
 
-    For up to `MOST_ROWS_FUSED` tokens it is one kernel. Beyond, it calls the library's products one after another, from
-    C++, where a call costs the CPU less than from Python.
-
+    Beyond so many the operator itself turns to the library's matrix products. Returns one line that says what was done.
     `auto` uses the operator on a GPU if it has been built; `on` builds it if it has not; `off` does not use it.
 
     Raises:
@@ -29,8 +27,8 @@ def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.dev
     if device.type == "cuda":
         extension.require_cuda()
     for layer in model.layers:
-        layer.fused_mlp = True
-    return f"MLP: stage C's operator, one kernel for up to {MOST_ROWS_FUSED} tokens a step"
+        layer.most_fused_rows = MOST_ROWS_FUSED
+    return f"MLP: stage C's fused operator for up to {MOST_ROWS_FUSED} tokens a step, PyTorch's kernels beyond"
 
 
 def _why_not(model: DecoderModel, device: torch.device) -> str:

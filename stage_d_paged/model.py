@@ -50,10 +50,10 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
-        qk, value = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        qk, value = qkv.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        query, key = rotate(qk, *rotation).split((self.num_heads, self.num_kv_heads), dim=1)
+        query, key = rotate(qk, *rotation).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         self.backend.store(key, value, *layer_cache, metadata.slot_mapping)
         attended = self.backend.attend(query, *layer_cache, metadata, self.scale)  # [tokens, heads, head_dim]
         return self.o_proj(attended.flatten(1), residual)
@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, make)
         self.post_attention_layernorm = make.norm()
         self.mlp = MLP(make)
-        self.fused_mlp = False  # whether stage C's operator does the norm and the MLP at once
+        self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, rotation, layer_cache, metadata)
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if self.fused_mlp:
+        if x.shape[0] <= self.most_fused_rows:
             return torch.ops.six_engines.fused_swiglu_mlp(
                 x, norm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight, x, norm.eps, "auto"
             )

@@ -25,7 +25,7 @@ class EngineOptions:
         num_kvcache_blocks: pages in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
         enable_prefix_caching: share the pages of equal prefixes.
         attention_backend: `auto`, `reference`, `triton` or `flash`.
-        fused_mlp: stage C's operator for the MLP blocks: `auto` (on a GPU, if it was built), `on` or `off`.
+        fused_mlp: stage C's operator for steps of a few tokens: `auto` (on a GPU, if it was built), `on` or `off`.
     """
 
     max_num_batched_tokens: int = 16384

@@ -36,19 +36,22 @@ class DecodeConfig:
     num_warps: int
     num_stages: int  # key blocks in flight
     programs_per_sm: int  # the context is split until the grid has this many programs a multiprocessor,
-    split_keys: int  # but no part is shorter than this: combining costs about 2 µs
+    split_keys: int = 64  # but no part is shorter than this: combining has its cost
+    least_splits: int = 1  # two even out what sequences of unequal lengths cost
 
 
 def choose_decode_config(head_dim: int, element_size: int, pairs: int, sm_count: int) -> DecodeConfig:
     """The fastest of those tried on an H200. `pairs` is sequences × KV heads."""
     if element_size == 4:  # float32 at full precision has no matrix unit: small tiles
-        return DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=4, split_keys=64)
+        return DecodeConfig(16, num_warps=4, num_stages=2, programs_per_sm=4, least_splits=2)
     if pairs < sm_count:  # few programs, each alone on its multiprocessor: wide, for the shortest way through
-        return DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs_per_sm=6, split_keys=64)
+        return DecodeConfig(64, num_warps=4, num_stages=2, programs_per_sm=8)
     # Enough programs to hide one another's waits: one warp each, which never waits for other warps.
-    if head_dim > 64:
-        return DecodeConfig(block_n=16, num_warps=1, num_stages=3, programs_per_sm=4, split_keys=64)
-    return DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=4, split_keys=64)
+    if head_dim <= 64:
+        return DecodeConfig(32, num_warps=1, num_stages=4, programs_per_sm=8, least_splits=2)
+    if pairs <= 4 * sm_count:
+        return DecodeConfig(32, num_warps=1, num_stages=2, programs_per_sm=8, least_splits=2)
+    return DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1)
 
 
 @triton.jit
@@ -247,7 +250,7 @@ def _plan(
     All layers of a step ask for the same, and finding it out takes as long as half a launch: hence the cache.
     """
     config = config or choose_decode_config(head_dim, dtype.itemsize, seqs * kv_heads, sm_count)
-    wanted = triton.cdiv(sm_count * config.programs_per_sm, seqs * kv_heads) + 1  # one more evens out unequal lengths
+    wanted = max(sm_count * config.programs_per_sm // (seqs * kv_heads), config.least_splits)
     split_keys = max(config.split_keys, config.block_n)
     num_splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context_len, split_keys)))
     group = heads // kv_heads
