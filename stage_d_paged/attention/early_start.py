@@ -5,8 +5,8 @@ Between two kernels of a stream lies a microsecond in which the chip empties and
 ended): it sets itself up and loads what was known before, and calls `gdc_wait()` before it touches anything that the
 kernel in front wrote. `gdc_wait` returns when that kernel has ended and its writes can be seen.
 
-Every program waits before it writes anything, and before it ends. So a kernel that has ended means that all kernels in
-front of it have ended too, and the next one's wait covers them all. (CUDA C++ Programming Guide, "Programmatic
+A program waits before it writes anything, and some program of every kernel waits. So a kernel that has ended means that
+all kernels in front of it have ended too, and the next one's wait covers them all. (CUDA C++ Programming Guide, "Programmatic
 Dependent Launch and Synchronization".)
 """
 

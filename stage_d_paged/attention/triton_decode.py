@@ -162,10 +162,12 @@ def decode_kernel(
     # the query and the newest key are the work of the kernel in front.
     context_len = tl.load(context_lens + seq)
     page = look_up(table, split * BLOCK_N, table_width * PAGE, PAGE, BLOCK_N)
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
     if EARLY:
+        if split >= splits:
+            return  # the first split of each sequence waits
         tl.extra.cuda.gdc_wait()
     q = tl.load(query + token * query_stride + head_offset, mask=rows_inside, other=0.0)  # [GROUP_PAD, HEAD_PAD]
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
     if split >= splits:
         return
 
