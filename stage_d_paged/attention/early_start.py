@@ -6,8 +6,8 @@ ended): it sets itself up and loads what was known before, and calls `gdc_wait()
 kernel in front wrote. `gdc_wait` returns when that kernel has ended and its writes can be seen.
 
 A program waits before it writes anything, and some program of every kernel waits. So a kernel that has ended means that
-all kernels in front of it have ended too, and the next one's wait covers them all. (CUDA C++ Programming Guide, "Programmatic
-Dependent Launch and Synchronization".)
+all kernels in front of it have ended too, and the next one's wait covers them all. (CUDA C++ Programming Guide,
+"Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations
