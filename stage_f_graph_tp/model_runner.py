@@ -33,7 +33,7 @@ from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup
 from stage_f_graph_tp.worker import Ranks, interrupts_held
 
-FUSED_DECODE_ROWS = 4  # up to so many rows the one-launch step was measured faster than the layers in a graph
+FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
 
 
 @dataclass(frozen=True)
