@@ -90,6 +90,7 @@ report: $(READY) ## write the tables and plots of the READMEs from benchmarks/re
 	@$(PY) -m benchmarks.attention_kernels --report benchmarks/results/attention_kernels_h200.json
 	@$(PY) -m benchmarks.batching_report
 	@$(PY) -m benchmarks.graph_ablation --report
+	@$(PY) -m benchmarks.layer_kernels --report benchmarks/results/layer_kernels_h200.json
 	@$(PY) -m benchmarks.decode_kernel --report benchmarks/results/decode_kernel_h200.json
 
 notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)

@@ -31,11 +31,10 @@ With more rows the library's large tiles win; `FEW_ROWS` is where that was measu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from stage_d_paged.attention.early_start import early_start
@@ -72,7 +71,7 @@ def scale_rows(x: Tensor, gain: Tensor) -> Stream:
     tokens, hidden = x.shape
     scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
-    pad = triton.next_power_of_2(hidden)
+    pad = _power_of_2(hidden)
     scale_kernel[(tokens,)](
         x, x.stride(0), gain, scaled, squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
         **early_start(x.device),
@@ -116,18 +115,19 @@ def qkv_rotate(
     kv_heads, head_dim = k_cache.shape[2:]
     heads, half = num_heads + 2 * kv_heads, head_dim // 2
     tiles = tiles or Tiles(_tile_rows(heads * half, 1, weight.device))
-    whole = triton.next_power_of_2(half)
+    whole = _power_of_2(half)
     pairs = max(16, whole if head_norm is not None else min(tiles.rows, whole))
     query = torch.empty(tokens, num_heads, head_dim, dtype=stream.x.dtype, device=stream.x.device)
     head_weight, head_eps = head_norm if head_norm is not None else (weight, 0.0)
     parts = len(stream.squares)
-    grid = (heads * triton.cdiv(half, pairs), triton.cdiv(tokens, _token_block(tokens)))
+    grid = heads * _ceil_div(half, pairs), _ceil_div(tokens, _token_block(tokens))
     qkv_rotate_kernel[grid](
         stream.scaled, stream.scaled.stride(0), stream.squares, parts, tokens, eps, weight,
         weight if bias is None else bias, query, k_cache, v_cache, k_cache.stride(1), *rotary, positions, slot_mapping,
         head_weight, head_eps,
-        SIZE=hidden, PARTS=triton.next_power_of_2(parts), HEADS=num_heads, KV_HEADS=kv_heads, HALF=half, PAIRS=pairs,
-        HAS_BIAS=bias is not None, HAS_NORM=head_norm is not None, **_settings(stream.x, 2 * pairs, hidden),
+        SIZE=hidden, PARTS=_power_of_2(parts), HEADS=num_heads, KV_HEADS=kv_heads, HALF=half, PAIRS=pairs,
+        HAS_BIAS=bias is not None, HAS_NORM=head_norm is not None,
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden),
     )  # fmt: skip
     return query
 
@@ -149,10 +149,10 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     rows = (tiles or Tiles(_tile_rows(intermediate, 1, weight.device))).rows
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
-    gate_up_silu_kernel[triton.cdiv(intermediate, rows), triton.cdiv(tokens, _token_block(tokens))](
+    gate_up_silu_kernel[_ceil_div(intermediate, rows), _ceil_div(tokens, _token_block(tokens))](
         stream.scaled, stream.scaled.stride(0), stream.squares, parts, tokens, eps, weight, out,
-        SIZE=hidden, PARTS=triton.next_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=rows,
-        **_settings(stream.x, 2 * rows, hidden),
+        SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=rows,
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * rows, hidden),
     )  # fmt: skip
     return out
 
@@ -180,10 +180,10 @@ def product_add(
     tokens, in_features = x.shape
     out_features = weight.shape[0]
     if tiles is None:
-        splits = min(8, triton.next_power_of_2(triton.cdiv(in_features, out_features)))
+        splits = min(8, _power_of_2(_ceil_div(in_features, out_features)))
         tiles = Tiles(_tile_rows(out_features, splits, weight.device), splits)
     block_m = _token_block(tokens)
-    blocks = triton.cdiv(out_features, tiles.rows), triton.cdiv(tokens, block_m)
+    blocks = _ceil_div(out_features, tiles.rows), _ceil_div(tokens, block_m)
     if tiles.splits > 1 and blocks[0] * blocks[1] > len(arrivals):
         raise ValueError(f"a product of {blocks[0] * blocks[1]} tiles, but there are {len(arrivals)} counters")
     numbers = torch.empty(
@@ -197,7 +197,7 @@ def product_add(
         x, x.stride(0), tokens, weight, residual, residual.stride(0), weight if gain is None else gain, scaled, squares,
         partial, arrivals,
         SIZE=in_features, OUT_SIZE=out_features, SPLITS=tiles.splits, HAS_GAIN=gain is not None, BLOCK_N=tiles.rows,
-        **_settings(x, tiles.rows, triton.cdiv(in_features, tiles.splits)),
+        **_settings(tokens, x.dtype, x.device, tiles.rows, _ceil_div(in_features, tiles.splits)),
     )  # fmt: skip
     return residual if gain is None else Stream(residual, scaled, squares)
 
@@ -208,28 +208,38 @@ def _tile_rows(rows: int, splits: int, device: torch.device) -> int:
     On an H200 this is what a search over tiles of 16, 32 and 64 rows found for every product of both reference models.
     """
     for height in (16, 32):
-        if triton.cdiv(rows, height) * splits <= _chip(device)[0]:
+        if _ceil_div(rows, height) * splits <= _chip(device)[0]:
             return height
     return 64
 
 
-def _settings(x: Tensor, height: int, size: int) -> dict[str, object]:
+@lru_cache(maxsize=256)
+def _settings(tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int) -> dict[str, object]:
     """What all kernels are launched with. `height`: weight rows of a tile; `size`: columns that a program goes over."""
-    block_m = _token_block(x.shape[0])
-    columns = _COLUMNS * 2 // x.element_size()
-    stage_bytes = (height + block_m) * columns * x.element_size()
+    block_m = _token_block(tokens)
+    columns = _COLUMNS * 2 // dtype.itemsize
+    stage_bytes = (height + block_m) * columns * dtype.itemsize
     return {
         "BLOCK_M": block_m,
-        "BLOCK_K": max(16, min(columns, triton.next_power_of_2(size))),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "BLOCK_K": max(16, min(columns, _power_of_2(size))),
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 of a thread at 4096 and 4 warps
-        "num_stages": max(2, min(_STAGES, _chip(x.device)[1] // stage_bytes)),
-    } | early_start(x.device)
+        "num_stages": max(2, min(_STAGES, _chip(device)[1] // stage_bytes)),
+    } | early_start(device)
 
 
 def _token_block(tokens: int) -> int:
     """Tokens of a program's tile."""
-    return max(16, min(64, triton.next_power_of_2(tokens)))
+    return max(16, min(64, _power_of_2(tokens)))
+
+
+def _power_of_2(number: int) -> int:
+    """The power of two from `number` up. Triton has this and the next as well; called from Python they take longer."""
+    return 1 << (number - 1).bit_length()
+
+
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
 
 
 @cache

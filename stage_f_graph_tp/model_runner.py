@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from stage_f_graph_tp.parallel import RankGroup
 from stage_f_graph_tp.worker import Ranks, interrupts_held
 
 FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
+ABORT_BEGINS, ABORT_ENDS = 0.2, 10.0  # seconds until the kernels have been told, and until all is let go
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,16 @@ class GraphModelRunner(ModelRunner):
         return drawn
 
     def leave_group(self) -> None:
-        """Let go of the other ranks. The graphs go first: NCCL ends no connection that a graph still holds."""
+        """Let go of the other ranks, also while a kernel waits for one that has died.
+
+        NCCL's abort tells the kernels to end, and ends itself when no graph holds the connection any more; a graph that
+        is being replayed is freed when its kernels have ended. So the abort goes on while the graphs are let go.
+        """
+        abort = threading.Thread(target=self.group.abort, daemon=True)
+        abort.start()
+        abort.join(ABORT_BEGINS)
         self.graphs = None
-        self.group.abort()
+        abort.join(ABORT_ENDS)
 
     def obey(self, message: bytes) -> None:
         """Execute what rank 0 sent."""
