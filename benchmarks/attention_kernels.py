@@ -190,7 +190,11 @@ def measure_all(page_sizes: list[int]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", type=Path, help="measure, and write this JSON file")
     parser.add_argument("--page-sizes", type=int, nargs="*", default=[16, 64, 128, 256])
     parser.add_argument("--report", type=Path, help="make the picture and the table of stage D from this JSON file")

@@ -1,9 +1,9 @@
 """The tables of stage E's README that are not the shared benchmark's: made from results files, never typed.
 
-    python -m benchmarks.scheduling        # counts; the same on every machine
-    python -m benchmarks.step_cost --output benchmarks/results/step-cost-NAME.json
-    python -m benchmarks.soak --minutes 3 --output benchmarks/results/soak-NAME.json
-    python -m benchmarks.batching_report
+python -m benchmarks.scheduling        # counts; the same on every machine
+python -m benchmarks.step_cost --output benchmarks/results/step-cost-NAME.json
+python -m benchmarks.soak --minutes 3 --output benchmarks/results/soak-NAME.json
+python -m benchmarks.batching_report
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def preemption_table(result: dict) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.batching_report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     [counted] = results("scheduling")
     bodies = {
         "seats": seats_table(counted),

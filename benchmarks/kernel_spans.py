@@ -175,7 +175,11 @@ def from_json(payload: dict) -> list[Recording]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_spans",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="random:qwen2.5-0.5b")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     options = parser.parse_args()

@@ -191,7 +191,11 @@ def measure_all(shapes: list[Shape]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mlp_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--output", type=Path, help="measure, and write this JSON file")
     parser.add_argument(
         "--models", nargs="*", default=[shape.model for shape in SHAPES], help="which shapes to measure"

@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from benchmarks.environment import ROOT
 from benchmarks.tables import Group, number
@@ -76,6 +76,7 @@ def _draw_bars(axis: Axes, rates: dict[str, dict[str, float]], floor: float | No
         axis.set_xlim(min(values) / 2, far * 4)
     else:
         axis.set_xlim(0, far * 1.25)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=5))
     for place, rate in enumerate(rates.values()):
         # A white box keeps the figure readable where the floor's line crosses it.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}

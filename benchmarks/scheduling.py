@@ -157,7 +157,11 @@ def count() -> dict[str, object]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.scheduling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     result = count()
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw_timelines()

@@ -1,7 +1,7 @@
 """A picture of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
 
-    python -m stage_e_batching --trace trace.jsonl
-    python -m benchmarks.timeline trace.jsonl timeline.png
+python -m stage_e_batching --trace trace.jsonl
+python -m benchmarks.timeline trace.jsonl timeline.png
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def _draw_pages(axes: Axes, records: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.timeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", help="what `--trace FILE` wrote")
     parser.add_argument("picture", help="the file to draw, e.g. timeline.png")
     parser.add_argument("--title", default="")

@@ -135,7 +135,7 @@ class StepBuffers:
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
         # The last views of each buffer: from one decode step to the next the layout is mostly the same, and making the
-        # views takes a third of the time of a small step.
+        # views is a large part of the host's work for a small step.
         self._views: dict[str, tuple[tuple[int, ...], StepInput]] = {}
 
     def next_host(self, shape: StepShape) -> StepInput:
