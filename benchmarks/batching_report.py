@@ -1,9 +1,9 @@
 """The tables of stage E's README that are not the shared benchmark's: made from results files, never typed.
 
-python -m benchmarks.scheduling        # counts; the same on every machine
-python -m benchmarks.step_cost --output benchmarks/results/step-cost-NAME.json
-python -m benchmarks.soak --minutes 3 --output benchmarks/results/soak-NAME.json
-python -m benchmarks.batching_report
+    python -m benchmarks.scheduling        # counts; the same on every machine
+    python -m benchmarks.step_cost --output benchmarks/results/step-cost-NAME.json
+    python -m benchmarks.soak --minutes 3 --output benchmarks/results/soak-NAME.json
+    python -m benchmarks.batching_report
 """
 
 from __future__ import annotations

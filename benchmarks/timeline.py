@@ -1,7 +1,7 @@
 """A picture of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
 
-python -m stage_e_batching --trace trace.jsonl
-python -m benchmarks.timeline trace.jsonl timeline.png
+    python -m stage_e_batching --trace trace.jsonl
+    python -m benchmarks.timeline trace.jsonl timeline.png
 """
 
 from __future__ import annotations
