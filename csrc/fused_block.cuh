@@ -2,9 +2,9 @@
 //
 // A block owns a run of intermediate neurons and a run of outputs. It walks through its weights as one list of steps,
 // first its rows of w_in, then its rows of w_out, slab by slab. One warp does nothing but ask the copy engine for them,
-// as far ahead as a ring of slots in shared memory is long; eight warps multiply what has arrived, each for itself,
-// without waiting for one another. The weights do not depend on x, so the ring runs on into w_out while the norm is
-// worked out and while the grid waits for the last neuron: memory does not idle.
+// a few slabs at a time, as far ahead as a ring of slots in shared memory is long; eight warps multiply what has
+// arrived, each for itself, without waiting for one another. The weights do not depend on x, so the ring runs on into
+// w_out while the norm is worked out and while the grid waits for the last neuron: memory does not idle.
 //
 //   copy engine    | w_in slabs ............ | w_out slabs .......... |
 //   eight warps     norm | multiply w_in ......| grid barrier | multiply w_out | + residual
@@ -61,6 +61,12 @@ struct Cursor {
   }
 };
 
+// Where the warp that asks for weights is: the next slot, and the oldest of those that may still be on their way.
+struct Asking {
+  Cursor next, oldest;
+  int underway = 0;
+};
+
 template <typename T, bool kGated, int kRows>
 class Block {
  public:
@@ -101,22 +107,22 @@ class Block {
  private:
   // One warp: all the block's weights, in the order in which they are used.
   __device__ __forceinline__ void ask_for_weights() {
-    Cursor cursor;
+    Asking asking;
     for (int first = neuron_begin; first < neuron_end; first += kNeurons) {
       const int count = min(kTileRows, neuron_end - first);
       const int second_count = kGated ? count : max(0, min(kTileRows, neuron_end - first - kTileRows));
       const size_t second = kGated ? size_t(first) + p.inter : size_t(first) + kTileRows;
-      ask_for_tile(cursor, static_cast<const T*>(p.w_in), plan.in, p.hidden, first, count, second, second_count);
+      ask_for_tile(asking, static_cast<const T*>(p.w_in), plan.in, p.hidden, first, count, second, second_count);
     }
     for (int first = output_begin; first < output_end; first += kTileRows) {
       const int count = min(kTileRows, output_end - first);
-      ask_for_tile(cursor, static_cast<const T*>(p.w_out), plan.out, p.inter, first, count, 0, 0);
+      ask_for_tile(asking, static_cast<const T*>(p.w_out), plan.out, p.inter, first, count, 0, 0);
     }
   }
 
   // The slabs of one slot's rows: up to 8 from row `first`, and up to 8 from row `second`. Whole rows lie one after
   // the other in memory and are one copy; parts of rows are a copy each, issued by a lane each.
-  __device__ __forceinline__ void ask_for_tile(Cursor& cursor, const T* weights, const Slabs& slabs, int columns,
+  __device__ __forceinline__ void ask_for_tile(Asking& asking, const T* weights, const Slabs& slabs, int columns,
                                                size_t first, int count, size_t second, int second_count) {
     const bool whole = slabs.count == 1;
     const int half = whole ? lane : lane / kTileRows, row = whole ? 0 : lane % kTileRows;
@@ -124,8 +130,15 @@ class Block {
     const bool mine = half < 2 && row < rows;
     const T* source = weights + ((half == 0 ? first : second) + row) * columns;
     const int target = (half * kTileRows + row) * slabs.pitch;
+    Cursor& cursor = asking.next;
     for (int start = 0; start < columns; start += slabs.width, cursor.advance(plan.slots)) {
       const uint32_t bytes = min(slabs.width, columns - start) * sizeof(T);
+      if (asking.underway == plan.in_flight) {
+        barrier_wait(&full[asking.oldest.slot], asking.oldest.parity);
+        asking.oldest.advance(plan.slots);
+      } else {
+        ++asking.underway;
+      }
       if (!cursor.first_round) barrier_wait(&empty[cursor.slot], cursor.parity ^ 1);
       if (lane == 0) barrier_expect(&full[cursor.slot], bytes * (count + second_count));
       __syncwarp();

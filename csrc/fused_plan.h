@@ -11,6 +11,10 @@ namespace six_engines {
 constexpr int kFusedWarps = 8;  // that multiply; one more asks for the data
 constexpr int kMaxSlots = 16;
 constexpr int kMinSlots = 3;  // fewer could not keep the memory busy
+// What a block has asked for and not yet received, at most about: 132 such blocks keep the memory busy for two
+// microseconds. Asking for more at once gains nothing and costs twice: the last rows of w_in stand in line behind
+// w_out, and every small read, of x or of the neurons, behind both.
+constexpr int kBytesInFlight = 64 * 1024;
 
 // How the rows of one matrix are cut into slabs of columns.
 struct Slabs {
@@ -31,6 +35,7 @@ struct Plan {
   Slabs in, out;
   int x_pitch;            // bytes between the normalised rows of x
   int slots, slot_bytes;  // of the ring
+  int in_flight;          // slots asked for at a time, at most
   int batch, tile_floats; // tiles whose partial sums wait to be added up, and the floats of each
   int x_offset, partial_offset, barrier_offset, shared_bytes;  // bytes; the ring is at 0
 };
@@ -68,6 +73,7 @@ inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_s
   const int64_t ring_bytes = shared_limit - x_bytes - partial_bytes - kBarrierBytes;
   plan.slots = int(std::min<int64_t>(kMaxSlots, std::max<int64_t>(0, ring_bytes / plan.slot_bytes)));
   if (plan.slots < kMinSlots) plan.slots = 0;
+  plan.in_flight = std::min(plan.slots, std::max(2, kBytesInFlight / plan.slot_bytes));
   plan.x_offset = plan.slots * plan.slot_bytes;
   plan.partial_offset = plan.x_offset + int(x_bytes);
   plan.barrier_offset = plan.partial_offset + partial_bytes;
