@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -131,3 +133,27 @@ def test_a_row_beyond_shared_memory_is_refused_by_fused_and_taken_by_auto():
 def test_an_unknown_generation_is_refused():
     with pytest.raises(ValueError, match="unknown generation 'quick', expected auto, naive, warp, fused or library"):
         fused_ln_mlp(*make_inputs(fused_ln_mlp, 1, 8, 8, torch.float32, "cuda"), EPS, "quick")
+
+
+EVERY_KERNEL = """
+import torch
+from test_stage_c_operators import EPS, OPERATORS, make_inputs
+for operator, _ in OPERATORS:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, hidden, inter in ((1, 896, 4864), (3, 104, 328), (16, 256, 136)):
+            inputs = [tensor.cuda() for tensor in make_inputs(operator, rows, hidden, inter, dtype)]
+            for generation in ("naive", "warp", "fused"):
+                assert operator(*inputs, EPS, generation).isfinite().all()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_compute_sanitizer_finds_nothing(tool):
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", EVERY_KERNEL]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=CSRC.parent,
+        env=os.environ | {"PYTHONPATH": f"{CSRC.parent}{os.pathsep}{CSRC.parent / 'tests'}"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
