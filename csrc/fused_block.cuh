@@ -24,6 +24,14 @@ constexpr int kThreads = kConsumers + kWarpSize;  // and the warp that asks for 
 constexpr int kInSlices = kFusedWarps / 2;  // half of the warps take the first tile of a slot, half the second
 constexpr int kOutSlices = kFusedWarps;
 
+// A warp has read a slot when one of its lanes says so, behind a __syncwarp. compute-sanitizer's racecheck takes an
+// arrival to speak for the arriving thread only, and so needs a build in which every lane says it.
+#ifdef SIX_ENGINES_EVERY_LANE_ARRIVES
+constexpr int kArrivingLanes = kWarpSize;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 // One counter a device is enough: the grid fills the GPU, so only one grid of this kind runs at a time.
 __device__ unsigned grid_counter;
 
@@ -88,7 +96,7 @@ class Block {
   __device__ __forceinline__ void run() {
     if (threadIdx.x < plan.slots) {
       barrier_init(&full[threadIdx.x], 1);
-      barrier_init(&empty[threadIdx.x], kFusedWarps);
+      barrier_init(&empty[threadIdx.x], kFusedWarps * kArrivingLanes);
       barrier_init_fence();
     }
     __syncthreads();
@@ -152,7 +160,7 @@ class Block {
   // This warp has read the slot.
   __device__ __forceinline__ void release(Cursor& cursor) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(&empty[cursor.slot]);
+    if (lane < kArrivingLanes) barrier_arrive(&empty[cursor.slot]);
     cursor.advance(plan.slots);
   }
 
