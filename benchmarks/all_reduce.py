@@ -1,7 +1,7 @@
 """How long the ranks of a step take to add up a tensor: what tensor parallelism pays for every layer, twice.
 
-The all-reduce is stage F's own (`RankGroup`), a hundred of them in a CUDA graph as in a decode step. On a CPU, without
-a graph, between processes.
+The all-reduce is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step; on GPUs also NCCL's, for
+comparison. On a CPU, without a graph, between processes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ SAMPLES = 10
 
 
 def all_reduce_microseconds(
-    ranks: int, rows: Sequence[int], hidden: int, dtype: torch.dtype, device_type: str
+    ranks: int, rows: Sequence[int], hidden: int, dtype: torch.dtype, device_type: str, library: bool = False
 ) -> dict[int, float]:
-    """Median time of the all-reduce of `[rows, hidden]`, by rows; in processes of its own, one a rank."""
+    """Median time of the all-reduce of `[rows, hidden]`, by rows; in processes of its own, one a rank.
+
+    `library`: by NCCL or gloo alone.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        arguments = (ranks, store.port, tuple(rows), hidden, dtype, device_type, str(out))
+        arguments = (ranks, store.port, tuple(rows), hidden, dtype, device_type, library, str(out))
         mp.spawn(_measure_rank, arguments, nprocs=ranks)
         return {int(n): microseconds for n, microseconds in json.loads(out.read_text()).items()}
 
@@ -44,6 +47,7 @@ def _measure_rank(
     hidden: int,
     dtype: torch.dtype,
     device_type: str,
+    library: bool,
     out: str,
 ) -> None:
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
@@ -51,6 +55,9 @@ def _measure_rank(
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     group = RankGroup(store, rank, ranks, device)
+    if library:
+        group.exchange = None
+    group.connect()
     measure = _in_a_graph if device.type == "cuda" else _in_a_loop
     found = {}
     for n in rows:

@@ -74,8 +74,10 @@ def measure(args: argparse.Namespace) -> dict:
     for ranks in args.tensor_parallel_size:
         options = {"tensor_parallel_size": ranks}
         payload["rows"].append(measure_row(args, model, device, workloads, f"{ranks} ranks", options))
-        times = all_reduce_microseconds(ranks, ALL_REDUCE_ROWS, config.hidden_size, dtype, device.type)
-        payload["all_reduce"][str(ranks)] = {str(rows): microseconds for rows, microseconds in times.items()}
+        for library in [False, True] if device.type == "cuda" else [False]:
+            times = all_reduce_microseconds(ranks, ALL_REDUCE_ROWS, config.hidden_size, dtype, device.type, library)
+            name = f"{ranks}, NCCL" if library else str(ranks)
+            payload["all_reduce"][name] = {str(rows): microseconds for rows, microseconds in times.items()}
     return payload
 
 

@@ -104,7 +104,7 @@ def _ranks(payload: dict) -> list[str]:
     workloads = [name for name in FIGURES if name in payload["workloads"]]
     units = {"single": "`single`, ms a step", "mixed": "`mixed`, tokens/s"}
     heads = ["ranks"] + [text for name in workloads for text in (units[name], "efficiency")]
-    heads += [f"all-reduce of {n} row{'s' if n > 1 else ''}, µs" for n in rows]
+    heads += [f"all-reduce of {n} row{'s' if n > 1 else ''}, µs (NCCL's)" for n in rows]
     heads.append("all of a step of one row, ms")
     lines = [*_caption(payload), "", _line(heads), "|---" * len(heads) + "|"]
     for row in [one, *several]:
@@ -112,8 +112,9 @@ def _ranks(payload: dict) -> list[str]:
         for name in workloads:
             speed, base = (_speed(r, name) for r in (row, one))
             cells += [_number(_median(row, name)), f"{100 * speed / base / row['ranks']:.0f}%"]
-        times = payload["all_reduce"].get(str(row["ranks"]), {})
-        cells += [f"{times[str(n)]:.1f}" if str(n) in times else "–" for n in rows]
+        times, library = (payload["all_reduce"].get(f"{row['ranks']}{of}", {}) for of in ("", ", NCCL"))
+        for n in map(str, rows):
+            cells.append((f"{times[n]:.1f}" if n in times else "–") + (f" ({library[n]:.1f})" if n in library else ""))
         calls = 2 * payload["layers"] + 1  # two a layer, one for the embedding
         cells.append(f"{1e-3 * calls * times['1']:.3f}" if "1" in times else "–")
         lines.append(_line(cells))

@@ -13,12 +13,16 @@ ranks hold a copy of the same one. The embedding is split by vocabulary: a rank 
 the others, and an all-reduce puts them together; as the LM head, each rank scores its part of the vocabulary and the
 parts are gathered.
 
+Small sums, those of decode steps, are made by a kernel of our own where the GPUs can read one another's memory
+(`exchange.py`); all else is NCCL's.
+
 Only `ShardedFactory` knows of all this. The model is stage D's, unchanged, and a rank reads of the checkpoint's files
 only its slices.
 """
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 
 import torch
@@ -52,13 +56,29 @@ class RankGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = COLLECTIVE_TIMEOUT
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            from stage_f_graph_tp.exchange import PeerExchange  # imports Triton, which is not everywhere
+
+            self.exchange = PeerExchange(store, rank, size, device)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, COLLECTIVE_TIMEOUT)
+            self.exchange = None
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, written over `x`."""
+    def connect(self) -> None:
+        """Make what the first collective needs; all ranks call it, when each is there."""
+        if self.exchange is None:
+            return
+        reason = self.exchange.open()
+        if reason is not None:
+            self.exchange = None
+            if self.rank == 0:
+                warnings.warn(f"NCCL adds up small tensors too, which takes longer: {reason}", stacklevel=2)
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
+        if self.exchange is not None and self.exchange.takes(x):
+            return self.exchange.add_up(x, residual)
         self._group.allreduce([x]).wait()
-        return x
+        return x if residual is None else residual.add_(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x [rows, columns]` side by side: `[rows, size * columns]`."""
@@ -72,6 +92,8 @@ class RankGroup:
 
     def abort(self) -> None:
         """Let go of the other ranks, also in the middle of a collective that one of them will never join."""
+        if self.exchange is not None:
+            self.exchange.stop()
         abort = getattr(self._group, "abort", None)
         if abort is not None:
             abort()
@@ -131,7 +153,7 @@ class RowParallelLinear(ResidualLinear):
         weights.fill(self.weight, f"{prefix}.weight", (out_features, own * self.group.size), (slice(None), columns))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual.add_(self.group.all_reduce(F.linear(x, self.weight)))
+        return self.group.all_reduce(F.linear(x, self.weight), residual)
 
 
 class VocabParallelEmbedding(Embedding):

@@ -48,6 +48,7 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     factory = partial(ShardedFactory, group=group)
     runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory, choose_layers)
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
+    group.connect()
     num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
     runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
     if ranks is not None:

@@ -42,7 +42,7 @@ def payload() -> dict:
         "rows": [
             row("all on", 0.5, 90000), row("none of them", 5.0, 9000, orders=300), row("2 ranks", 0.4, 120000, ranks=2),
         ],
-        "all_reduce": {"2": {"1": 4.0, "32": 5.5}},
+        "all_reduce": {"2": {"1": 4.0, "32": 5.5}, "2, NCCL": {"1": 31.0, "32": 30.0}},
     }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_the_tables_say_what_the_file_says(payload):
     assert "| floor | 1 | 1 | 0.250 | 100% |  | 180,000 | 100% |  |" in ablation
     assert "2 ranks" not in ablation and "5.00 µs" in ablation and "0.75 µs" in ablation
     assert "| 1 | 0.500 | 100% | 90,000 | 100% | – | – | – |" in ranks
-    assert "| 2 | 0.400 | 62% | 120,000 | 67% | 4.0 | 5.5 | 0.196 |" in ranks
+    assert "| 2 | 0.400 | 62% | 120,000 | 67% | 4.0 (31.0) | 5.5 (30.0) | 0.196 |" in ranks
     assert COMMIT[:10] in ablation and "a made-up GPU" in ranks
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.parallel import RankGroup
 from stage_f_graph_tp.worker import WorkerError
 
 QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
@@ -152,6 +154,48 @@ def test_two_ranks_give_one_gpus_tokens(preset):
         llm.close()
 
 
+def _add_up_on_a_rank(rank: int, port: int) -> None:
+    from stage_f_graph_tp.exchange import BLOCK, CAPACITY, PROGRAMS
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = RankGroup(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 2, device)
+    group.connect()
+    assert group.exchange is not None, "these GPUs cannot read one another's memory"
+
+    def numbers(of_rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(10 * count + of_rank)
+        return torch.randn(count, generator=generator, device=device).to(dtype)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        longest = CAPACITY // dtype.itemsize
+        for count in (1, 896, 2048, 5 * 2048 + 3, longest // 2, longest, longest + 8):
+            own, other = numbers(rank, count, dtype), numbers(1 - rank, count, dtype)
+            assert group.exchange.takes(own) == (count <= min(longest, BLOCK * PROGRAMS))
+            residual = torch.ones_like(own)
+            expected = (own.float() + other.float()).to(dtype)
+            torch.testing.assert_close(group.all_reduce(own.clone(), residual), (expected.float() + 1).to(dtype))
+            x, total = torch.zeros_like(own), torch.empty_like(own)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(7):
+                    total.copy_(group.all_reduce(x.clone()))
+            for _ in range(20):
+                x.copy_(own)
+                total.zero_()
+                graph.replay()
+                torch.testing.assert_close(total, expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_short_and_long_tensors_are_added_up_in_graphs_and_out():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_add_up_on_a_rank, (store.port,), nprocs=2)
+
+
 @pytest.mark.gpu
 @two_gpus
 def test_the_all_reduces_of_a_step_are_inside_its_graph(monkeypatch):
@@ -160,7 +204,7 @@ def test_the_all_reduces_of_a_step_are_inside_its_graph(monkeypatch):
         llm.generate([[5, 6, 7]], GREEDY, False)
         calls = []
         all_reduce = llm.runner.group.all_reduce
-        monkeypatch.setattr(llm.runner.group, "all_reduce", lambda x: calls.append(x) or all_reduce(x))
+        monkeypatch.setattr(llm.runner.group, "all_reduce", lambda *x: calls.append(x) or all_reduce(*x))
         llm.generate([[5, 6, 7]], GREEDY, False)
         # Two a layer and one for the embedding, ordered by the prefill; the decode steps order none.
         assert len(calls) == 2 * llm.runtime.config.num_layers + 1

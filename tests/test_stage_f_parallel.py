@@ -77,10 +77,13 @@ def test_the_three_collectives():
         own = torch.full((2, 3), float(group.rank + 1))
         told = torch.full((2,), group.rank + 5)
         group.broadcast(told)
-        return group.all_reduce(own.clone()), group.all_gather(own), told
+        residual = torch.full((2, 3), 0.5)
+        assert group.all_reduce(own.clone(), residual) is residual
+        return group.all_reduce(own.clone()), residual, group.all_gather(own), told
 
-    for total, gathered, told in on_ranks(3, work):
+    for total, residual, gathered, told in on_ranks(3, work):
         assert total.tolist() == [[6.0] * 3] * 2
+        assert residual.tolist() == [[6.5] * 3] * 2
         assert gathered.tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 2
         assert told.tolist() == [5, 5]
 
