@@ -1,7 +1,7 @@
 """How long the ranks of a step take to add up a tensor: what tensor parallelism pays for every layer, twice.
 
-The all-reduce is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step; on GPUs also NCCL's, for
-comparison. On a CPU, without a graph, between processes.
+The all-reduce is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step; on GPUs also
+NCCL's, for comparison. On a CPU, without a graph, between processes.
 """
 
 from __future__ import annotations
