@@ -59,7 +59,7 @@ def _add_up_kernel(
     stopped = tl.load(stop)
     place = (call & 1) * CAPACITY + columns
     own = tl.load(x + columns, mask=mask, other=0.0)
-    here = tl.multiple_of(tl.load(buffers + RANK), 16).to(tl.pointer_type(element))
+    here = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(element)), 16)
     tl.store(here + place, own, mask=mask)
     tl.debug_barrier()  # every thread has written, before one says so
     for peer in tl.static_range(RANKS):
@@ -80,7 +80,7 @@ def _add_up_kernel(
         if peer == RANK:
             total += own.to(tl.float32)
         else:
-            there = tl.multiple_of(tl.load(buffers + peer), 16).to(tl.pointer_type(element))
+            there = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(element)), 16)
             total += tl.load(there + place, mask=mask & (stopped == 0), other=0.0, volatile=True).to(tl.float32)
     if ONTO:
         total += tl.load(out + columns, mask=mask, other=0.0).to(tl.float32)
