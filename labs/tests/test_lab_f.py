@@ -134,12 +134,12 @@ class ThreadGroup:
         self.rank, self.size, self.device = rank, size, CPU
         self._barrier, self._shared = barrier, shared
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._shared[self.rank] = x.clone()
         self._barrier.wait(10)
         total = sum(self._shared)
         self._barrier.wait(10)
-        return x.copy_(total)
+        return x.copy_(total) if residual is None else residual.add_(total)
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
