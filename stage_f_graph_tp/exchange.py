@@ -106,23 +106,31 @@ class PeerExchange:
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         torch.cuda.synchronize(device)  # the zeros are there before another rank writes
-        shared = self._memory.untyped_storage()._share_cuda_()
-        store.set(f"memory/{rank}", pickle.dumps((socket.gethostname(), self._memory.storage_offset(), shared)))
 
     def open(self) -> str | None:
-        """Map the other ranks' memory. Returns None, or why it cannot be: then no rank may use it."""
-        told = [pickle.loads(self._store.get(f"memory/{rank}")) for rank in range(self.size)]
-        reason = ""
-        if len({host for host, _, _ in told}) > 1:
+        """Map the other ranks' memory. Returns None, or why it cannot be, the same on all ranks: nobody may use it."""
+        try:
+            mine: tuple | str = (socket.gethostname(), *self._share())
+        except RuntimeError as error:
+            mine = f"rank {self.rank} cannot share its memory: {error}"
+        told = self._tell("memory", mine)
+        reason = next((answer for answer in told if isinstance(answer, str)), None)
+        if reason is None and len({host for host, *_ in told}) > 1:
             reason = "the ranks are on several machines"
-        else:
+        if reason is None:
             try:
                 self._map([(offset, shared) for _, offset, shared in told])
             except RuntimeError as error:
-                reason = f"rank {self.rank}: {error}"
-        self._store.set(f"opened/{self.rank}", reason or "yes")
-        answers = [self._store.get(f"opened/{rank}").decode() for rank in range(self.size)]
-        return next((answer for answer in answers if answer != "yes"), None)
+                reason = f"rank {self.rank} cannot see another rank's memory: {error}"
+        return next((answer for answer in self._tell("opened", reason) if answer is not None), None)
+
+    def _tell(self, what: str, value: object) -> list:
+        """What all ranks say, by rank."""
+        self._store.set(f"{what}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"{what}/{rank}")) for rank in range(self.size)]
+
+    def _share(self) -> tuple[int, tuple]:
+        return self._memory.storage_offset(), self._memory.untyped_storage()._share_cuda_()
 
     def _map(self, told: list[tuple[int, tuple]]) -> None:
         self._mapped, starts = [], []

@@ -6,13 +6,17 @@ On two GPUs the same kernel is tested with the engine, in test_stage_f_gpu.py.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("triton")
+from stage_f_graph_tp.exchange import PeerExchange
 
 RANK = """
 import sys
@@ -72,3 +76,48 @@ def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     for rank in ranks:
         said, complaints = rank.communicate(timeout=100)
         assert said.strip() == "right", complaints
+
+
+class Peers(PeerExchange):
+    """What the ranks say to one another, without GPUs."""
+
+    def __init__(self, store, rank, fails=None):
+        self.rank, self.size, self._store, self.fails, self.mapped = rank, 3, store, fails, None
+
+    def _share(self):
+        if self.fails == "share":
+            raise RuntimeError("no such thing here")
+        return 64 * self.rank, ("handle", self.rank)
+
+    def _map(self, told):
+        if self.fails == "map":
+            raise RuntimeError("too far away")
+        self.mapped = told
+
+
+def open_all(**fails):
+    store = dist.HashStore()
+    ranks = [Peers(store, rank, fails.get(f"rank{rank}")) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        return ranks, list(pool.map(lambda rank: rank.open(), ranks))
+
+
+def test_every_rank_learns_where_the_others_memory_is():
+    ranks, reasons = open_all()
+    assert reasons == [None] * 3
+    for rank in ranks:
+        assert rank.mapped == [(0, ("handle", 0)), (64, ("handle", 1)), (128, ("handle", 2))]
+
+
+@pytest.mark.parametrize("what, message", [("share", "rank 1 cannot share"), ("map", "rank 1 cannot see another")])
+def test_where_one_rank_cannot_no_rank_does(what, message):
+    _, reasons = open_all(rank1=what)
+    assert len(set(reasons)) == 1 and reasons[0].startswith(message)
+
+
+def test_ranks_on_several_machines_do_not_try(monkeypatch):
+    names = iter("abc")
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+    ranks, reasons = open_all()
+    assert reasons == ["the ranks are on several machines"] * 3
+    assert [rank.mapped for rank in ranks] == [None] * 3
