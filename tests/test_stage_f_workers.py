@@ -104,7 +104,15 @@ def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_r
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
 
 
-def test_ctrl_c_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests run in the background of a shell, which lets its jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks, interruptible):
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -115,7 +123,7 @@ def test_ctrl_c_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks)
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
 
 
-def test_an_interrupt_is_held_until_the_block_is_done():
+def test_an_interrupt_is_held_until_the_block_is_done(interruptible):
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts_held():
         signal.raise_signal(signal.SIGINT)
