@@ -20,6 +20,7 @@ from stage_f_graph_tp.exchange import PeerExchange
 
 RANK = """
 import sys
+import threading
 import numpy as np
 import torch
 from stage_f_graph_tp.exchange import _add_up_kernel
@@ -47,12 +48,13 @@ for turn, count in enumerate([3, 24, 8, 9, 1, 24, 17, 24]):
     expected = values(0, count, turn) + values(1, count, turn) + (turn % 2)
     torch.testing.assert_close(out, expected)
 
-if rank == 0:  # nobody answers any more
-    stop.fill_(1)
-    _add_up_kernel[(1,)](
-        x, x, buffers, flags, calls, stop, 8, RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY, ONTO=False,
-        BLOCK=BLOCK,
-    )
+if rank == 0:  # nobody answers any more: one call is told to stop while it waits, the next before it begins
+    threading.Timer(0.5, stop.fill_, [1]).start()
+    for _ in range(2):
+        _add_up_kernel[(1,)](
+            x, x, buffers, flags, calls, stop, 8, RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY,
+            ONTO=False, BLOCK=BLOCK,
+        )
 print("right")
 """
 
@@ -70,7 +72,7 @@ def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
             text=True,
             cwd=Path(__file__).parent.parent,
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         for rank in range(2)
     ]
     for rank in ranks:
