@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 
 import torch
 from torch import Tensor
 
+from stage_a_naive.call_guard import CallGuard
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import Completion, GenerationOutput, Request
@@ -48,6 +50,7 @@ class Frontend:
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.sampling_fn: SamplingFunction | None = None
         self._seeds = random.Random(seed)  # for the requests that bring no seed of their own
+        self._guard = CallGuard()
 
     def generate(
         self,
@@ -69,8 +72,11 @@ class Frontend:
 
         Raises:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
+            RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
         """
-        return self._generate(self._requests(prompts, sampling_params), use_tqdm, on_text)
+        requests = self._requests(prompts, sampling_params)
+        with self._exclusive_call():
+            return self._generate(requests, use_tqdm, on_text)
 
     def chat(
         self,
@@ -80,10 +86,19 @@ class Frontend:
         on_text: OnText | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`."""
+        self._guard.check_usable()
         one = len(messages) == 0 or hasattr(messages[0], "keys")
         conversations = [messages] if one else messages
         prompts = [self._encode(render_chat(self.tokenizer, conversation)) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, on_text)
+
+    def close(self) -> None:
+        """End the engine: later calls are refused. A second call does nothing."""
+        self._guard.close()
+
+    def _exclusive_call(self) -> AbstractContextManager[None]:
+        """Held while `_generate` runs. A stage whose engine serves several calls side by side overrides it."""
+        return self._guard.one_call()
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         raise NotImplementedError(f"{type(self).__name__} has no engine")
@@ -95,6 +110,7 @@ class Frontend:
     def _requests(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
+        self._guard.check_usable()
         prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from os import PathLike
 
 import torch
@@ -119,9 +119,13 @@ class LLM(Frontend):
                     yield request.index, event.text
 
     def close(self) -> None:
-        """Close the trace file, if there is one."""
+        """Close the trace file, if there is one; later calls are refused. A second call does nothing."""
+        super().close()
         if self.engine.trace is not None:
             self.engine.trace.close()
+
+    def _exclusive_call(self) -> AbstractContextManager[None]:
+        return nullcontext()  # every call has its own mailbox: they share the engine's steps
 
     def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
         request = super()._request(index, prompt, params)
