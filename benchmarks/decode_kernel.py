@@ -29,7 +29,6 @@ from benchmarks.markers import fill_file
 from stage_a_naive.presets import preset_configs
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
 
@@ -53,7 +52,7 @@ TUNINGS = (
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
     """The real shape with random weights, scaled so that activations keep their size."""
     config = ModelConfig.from_hf(preset_configs()[name])
-    model = DecoderModel(config, backend, LayerFactory(config, torch.bfloat16, torch.device("cuda")), max(CONTEXTS) + 1)
+    model = DecoderModel(config, backend, max(CONTEXTS) + 1, torch.bfloat16, torch.device("cuda"))
     for parameter in model.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model

@@ -7,8 +7,6 @@ that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta
 
 Rounding follows `transformers`: norms are computed in float32, rotary tables are computed in float32 and rounded to the
 model's dtype, so a bfloat16 model picks the same tokens.
-
-`LayerFactory` makes the parts. Stage F replaces it by one that makes shards for several GPUs; the model stays as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+        weights.fill(self.weight, f"{prefix}.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -56,9 +54,9 @@ class QKNorm(nn.Module):
         self.eps = eps
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        head_dim = self.weight.shape[1]
-        weights.fill(self.weight[: self.num_heads], f"{prefix}.q_norm.weight", (head_dim,))
-        weights.fill(self.weight[self.num_heads :], f"{prefix}.k_norm.weight", (head_dim,))
+        for name, heads in ("q_norm", self.weight[: self.num_heads]), ("k_norm", self.weight[self.num_heads :]):
+            weights.fill(heads[0], f"{prefix}.{name}.weight")
+            heads[1:] = heads[0]
 
     def forward(self, qk: Tensor) -> Tensor:  # [tokens, heads + kv_heads, head_dim]
         return F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.weight
@@ -117,12 +115,12 @@ class PackedLinear(nn.Module):
         self.bias = parameter(sum(parts.values()), dtype=dtype, device=device) if bias else None
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        start, in_features = 0, self.weight.shape[1]
+        start = 0
         for part, rows in self.parts.items():
             own = slice(start, start + rows)
-            weights.fill(self.weight[own], f"{prefix}.{part}.weight", (rows, in_features))
+            weights.fill(self.weight[own], f"{prefix}.{part}.weight")
             if self.bias is not None:
-                weights.fill(self.bias[own], f"{prefix}.{part}.bias", (rows,))
+                weights.fill(self.bias[own], f"{prefix}.{part}.bias")
             start += rows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ class ResidualLinear(nn.Module):
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+        weights.fill(self.weight, f"{prefix}.weight")
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.addmm_(x, self.weight.t())
@@ -151,11 +149,11 @@ class Embedding(nn.Module):
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        weights.fill(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+        weights.fill(self.weight, f"{prefix}.weight")
 
     def check_copy(self, weights: WeightLoader, prefix: str) -> None:
         """A tied checkpoint may store the table a second time as the LM head, but not another one."""
-        weights.check_equal(self.weight, f"{prefix}.weight", tuple(self.weight.shape))
+        weights.check_equal(self.weight, f"{prefix}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.weight)
@@ -163,43 +161,3 @@ class Embedding(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
 
-
-class LayerFactory:
-    """Makes the parts of one decoder on one device. Override the methods to make sharded ones."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.num_heads = config.num_heads  # on this device
-        self.num_kv_heads = config.num_kv_heads
-
-    def embedding(self) -> Embedding:
-        return Embedding(self.config.vocab_size, self.config.hidden_size, self.dtype, self.device)
-
-    def norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.dtype, self.device)
-
-    def qkv(self) -> PackedLinear:
-        query, key = self.num_heads * self.config.head_dim, self.num_kv_heads * self.config.head_dim
-        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
-        return PackedLinear(self.config.hidden_size, parts, self.config.qkv_bias, self.dtype, self.device)
-
-    def qk_norm(self) -> QKNorm:
-        config = self.config
-        return QKNorm(self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, self.dtype, self.device)
-
-    def attention_output(self) -> ResidualLinear:
-        width = self.num_heads * self.config.head_dim
-        return ResidualLinear(width, self.config.hidden_size, self.dtype, self.device)
-
-    def gate_up(self) -> PackedLinear:
-        rows = self.config.intermediate_size
-        parts = {"gate_proj": rows, "up_proj": rows}
-        return PackedLinear(self.config.hidden_size, parts, False, self.dtype, self.device)
-
-    def down(self) -> ResidualLinear:
-        return ResidualLinear(self.config.intermediate_size, self.config.hidden_size, self.dtype, self.device)
-
-    def rotary(self, max_positions: int) -> RotaryEmbedding:
-        return RotaryEmbedding(self.config, max_positions, self.dtype, self.device)

@@ -17,23 +17,36 @@ from torch import Tensor, nn
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
-from stage_d_paged.layers import LayerFactory, rotate
+from stage_d_paged.layers import (
+    Embedding,
+    PackedLinear,
+    QKNorm,
+    ResidualLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    rotate,
+)
 from stage_d_paged.weights import WeightLoader
 
 
 class Attention(nn.Module):
     """Grouped-query self-attention whose keys and values live in the pool's pages."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.num_heads = make.num_heads
-        self.num_kv_heads = make.num_kv_heads
-        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         self.backend = backend
-        self.qkv_proj = make.qkv()
-        self.qk_norm = make.qk_norm() if config.qk_norm else None
-        self.o_proj = make.attention_output()
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv_proj = PackedLinear(config.hidden_size, parts, config.qkv_bias, dtype, device)
+        self.qk_norm = None
+        if config.qk_norm:
+            eps = config.rms_norm_eps
+            self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, eps, dtype, device)
+        self.o_proj = ResidualLinear(query, config.hidden_size, dtype, device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.qkv_proj.load(weights, prefix)
@@ -62,10 +75,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, the SwiGLU of Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
-    def __init__(self, make: LayerFactory) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.gate_up_proj = make.gate_up()
-        self.down_proj = make.down()
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        parts = {"gate_proj": intermediate, "up_proj": intermediate}
+        self.gate_up_proj = PackedLinear(hidden, parts, False, dtype, device)
+        self.down_proj = ResidualLinear(intermediate, hidden, dtype, device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.gate_up_proj.load(weights, prefix)
@@ -79,12 +94,14 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.input_layernorm = make.norm()
-        self.self_attn = Attention(config, backend, make)
-        self.post_attention_layernorm = make.norm()
-        self.mlp = MLP(make)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn = Attention(config, backend, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = MLP(config, dtype, device)
         self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
@@ -112,20 +129,28 @@ class DecoderModel(nn.Module):
 
     Args:
         config: its shape.
-        backend: how attention reads the pages.
-        make: makes its parts, on a device and in a dtype.
+        backend: how attention reads the KV cache's blocks.
         max_model_len: positions that the rotary tables cover.
+        dtype, device: of its weights.
     """
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, make: LayerFactory, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.num_kv_heads = make.num_kv_heads  # on this device: what its pool must have room for
-        self.embed_tokens = make.embedding()
-        self.rotary = make.rotary(max_model_len)
-        self.layers = nn.ModuleList(DecoderLayer(config, backend, make) for _ in range(config.num_layers))
-        self.norm = make.norm()
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else make.embedding()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.rotary = RotaryEmbedding(config, max_model_len, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(config, backend, dtype, device) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.lm_head = self.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype, device)
 
     def load(self, weights: WeightLoader) -> None:
         """Fill all weights; `ModelError` names one that is missing, left over, or of the wrong shape."""

@@ -13,17 +13,16 @@ from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.fused_mlp import use_fused_mlp
 from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks, kv_bytes_per_token
-from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.options import EngineOptions
-from stage_d_paged.weights import weight_loader
+from stage_d_paged.weights import TensorSource, WeightLoader, tensor_source
 
 
 @dataclass(frozen=True)
 class Runtime:
     """What a step runs on."""
 
-    config: ModelConfig
+    config: ModelConfig  # of the whole model; `model.config` is that of this device's share
     backend: AttentionBackend
     model: DecoderModel
     max_model_len: int
@@ -35,13 +34,29 @@ class Runtime:
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token on this device."""
-        return kv_bytes_per_token(self.config.num_layers, self.model.num_kv_heads, self.config.head_dim, self.dtype)
+        config = self.model.config
+        return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
 
     def make_pool(self, num_blocks: int) -> KVCache:
+        config = self.model.config
         return KVCache(
-            self.config.num_layers, num_blocks, self.block_size, self.model.num_kv_heads, self.config.head_dim,
-            self.dtype, self.device,
+            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.dtype,
+            self.device,
         )  # fmt: skip
+
+
+def build_model(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    max_model_len: int,
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderModel:
+    """A model with its weights."""
+    model = DecoderModel(config, backend, max_model_len, dtype, device)
+    model.load(WeightLoader(tensors))
+    return model
 
 
 def load_runtime(
@@ -50,19 +65,19 @@ def load_runtime(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    factory: Callable[[ModelConfig, torch.dtype, torch.device], LayerFactory] = LayerFactory,
+    build: Callable[..., DecoderModel] = build_model,
     patch: Callable[[DecoderModel, EngineOptions, torch.device], str] = use_fused_mlp,
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 
-    `factory` makes the layers: whole ones, or a rank's shards. `patch` exchanges what the options and the device allow
+    `build` is called as `build_model`, which is the default. `patch` exchanges what the options and the device allow
     for something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
-    model = DecoderModel(config, backend, factory(config, dtype, device), max_model_len)
-    model.load(weight_loader(source, seed, dtype, device))
+    tensors = tensor_source(source, seed, dtype, device)
+    model = build(config, backend, max_model_len, tensors, dtype, device)
     notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")

@@ -1,9 +1,9 @@
 """From a checkpoint's files to the model's memory, every tensor exactly once.
 
 A checkpoint is a set of named tensors in one or several safetensors files. The layers ask for theirs by their Hugging
-Face names; the `WeightLoader` between them reads straight from the memory-mapped file into the layer's place (a whole
-tensor or, for a sharded layer, only its slice) and keeps account: a tensor that is missing, has another shape, is asked
-for twice or is never asked for is an error. A model with a weight left out runs, and talks nonsense.
+Face names; the `WeightLoader` between them reads straight from the memory-mapped file into the layer's memory and keeps
+account: a tensor that is missing, has another shape, is asked for twice or is never asked for is an error. A model with
+a weight left out runs, and talks nonsense.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from torch import Tensor
 
 from stage_a_naive.loading import ModelError, ModelSource, random_tensor
 
-Index = tuple[slice, ...]
-
 FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
+
+
+class LazyTensor(Protocol):
+    """A stored tensor. Indexing it reads that part of it, and `[:]` the whole."""
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
 
 
 class TensorSource(Protocol):
@@ -34,8 +38,8 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None if it takes the shape that is asked for."""
 
-    def read(self, name: str, shape: tuple[int, ...], index: Index) -> Tensor:
-        """The part `index` of the tensor `name`, whose whole shape is `shape`."""
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        """The tensor `name` of that shape, not read yet."""
 
 
 class SafetensorsDirectory:
@@ -63,9 +67,9 @@ class SafetensorsDirectory:
             )
         return tuple(part.get_shape())
 
-    def read(self, name: str, shape: tuple[int, ...], index: Index) -> Tensor:
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
         try:
-            return self._files[self._file_of[name]].get_slice(name)[index]
+            return self._files[self._file_of[name]].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {name} from {self._file_of[name]}: {error}") from error
 
@@ -85,15 +89,15 @@ class RandomWeights:
     def shape(self, name: str) -> None:
         return None
 
-    def read(self, name: str, shape: tuple[int, ...], index: Index) -> Tensor:
-        return random_tensor(name, shape, self._seed, self._device, self._dtype)[index]
+    def lazy(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return random_tensor(name, shape, self._seed, self._device, self._dtype)
 
 
-def weight_loader(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> WeightLoader:
-    """The loader for a model that stage A resolved: from its directory, or random."""
+def tensor_source(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
+    """The weights of a model that stage A resolved: in its directory, or random."""
     if source.path is None:
-        return WeightLoader(RandomWeights(source.name, seed, device, dtype))
-    return WeightLoader(SafetensorsDirectory(source.path))
+        return RandomWeights(source.name, seed, device, dtype)
+    return SafetensorsDirectory(source.path)
 
 
 class WeightLoader:
@@ -107,18 +111,25 @@ class WeightLoader:
         """Whether the checkpoint stores this tensor (a source that makes tensors stores none)."""
         return name in (self._source.names() or ())
 
-    def fill(self, target: Tensor, name: str, shape: tuple[int, ...], index: Index = (slice(None),)) -> None:
-        """Copy `name`, whose whole shape must be `shape`, or its part `index`, into `target`, in `target`'s dtype."""
-        target.copy_(self.read(name, shape, index))
+    def fill(self, target: Tensor, name: str) -> None:
+        """Copy the tensor `name`, which must have `target`'s shape, into `target`, in `target`'s dtype."""
+        target.copy_(self.read(name, tuple(target.shape)))
 
-    def check_equal(self, target: Tensor, name: str, shape: tuple[int, ...], index: Index = (slice(None),)) -> None:
-        """Refuse `name` unless it equals `target`, a weight that it is stored a second time of."""
-        copy = self.read(name, shape, index).to(target)
-        if not torch.equal(copy, target):
+    def check_equal(self, target: Tensor, name: str) -> None:
+        """Check that a weight stored twice (`name` and `target`, as with tied embeddings) has the same values."""
+        if not torch.equal(self.read(name, tuple(target.shape)).to(target), target):
             raise ModelError(f"{self._source.name}: {name} differs from the weight that the config ties it to")
 
-    def read(self, name: str, shape: tuple[int, ...], index: Index = (slice(None),)) -> Tensor:
-        """A tensor or a part of it as it is stored."""
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must have that shape."""
+        return self.lazy(name, shape)[:]
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        """The same, not read yet.
+
+        Raises:
+            ModelError: it is missing, was used before, or has another shape.
+        """
         available = self._source.names()
         if available is not None and name not in available:
             raise ModelError(f"{self._source.name}: the weight {name} is missing")
@@ -130,7 +141,7 @@ class WeightLoader:
                 f"{self._source.name}: the weight {name} has shape {list(stored)}; the config asks for {list(shape)}"
             )
         self._used.add(name)
-        return self._source.read(name, shape, index)
+        return self._source.lazy(name, shape)
 
     def finish(self) -> None:
         """Refuse a checkpoint that holds more than the model used."""

@@ -24,9 +24,9 @@ from stage_f_graph_tp.layer_choice import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
-from stage_f_graph_tp.parallel import check_divisible
 from stage_f_graph_tp.rank import Job, build_rank, build_worker
 from stage_f_graph_tp.rendezvous import rendezvous, started_by_torchrun
+from stage_f_graph_tp.sharding import check_divisible
 from stage_f_graph_tp.worker import Ranks, do_nothing, serve
 
 

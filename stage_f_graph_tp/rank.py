@@ -14,8 +14,9 @@ from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_f_graph_tp.layer_choice import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.parallel import RankGroup, ShardedFactory
+from stage_f_graph_tp.parallel import RankGroup
 from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.sharding import build_sharded_model
 from stage_f_graph_tp.worker import Ranks, do_nothing
 
 
@@ -45,8 +46,8 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
     if ranks is not None:
         ranks.leave_group = group.abort
-    factory = partial(ShardedFactory, group=group)
-    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, factory, choose_layers)
+    build = partial(build_sharded_model, group=group)
+    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, build, choose_layers)
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
     group.connect()
     num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))

@@ -18,7 +18,7 @@ from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
-from stage_d_paged.layers import LayerFactory, RMSNorm, rotary_frequencies
+from stage_d_paged.layers import RMSNorm, RotaryEmbedding, rotary_frequencies
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Runtime, load_runtime
 from stage_d_paged.sequence import Sequence
@@ -187,7 +187,7 @@ def test_llama3_scaling_equals_transformers():
 
 def test_far_positions_keep_their_angle():
     config = preset_configs()["qwen3-0.6b"]
-    rotary = LayerFactory(ModelConfig.from_hf(config), torch.float32, CPU).rotary(40000)
+    rotary = RotaryEmbedding(ModelConfig.from_hf(config), 40000, torch.float32, CPU)
     cos, sin = rotary(torch.tensor([39999]))
     angle = 39999 * rotary_frequencies(ModelConfig.from_hf(config)).double()
     assert (cos[0, 0, 0] - angle.cos()).abs().max() < 5e-3  # float32 holds an angle of 40000 to about 2e-3

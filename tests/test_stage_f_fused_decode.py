@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.layers import LayerFactory
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
 
@@ -33,7 +32,7 @@ SHAPES = {
 
 def make_model(shape: ModelConfig, dtype: torch.dtype, seed: int = 0) -> DecoderModel:
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    model = DecoderModel(shape, None, LayerFactory(shape, dtype, DEVICE), max_model_len=5000)
+    model = DecoderModel(shape, None, 5000, dtype, DEVICE)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, device=DEVICE)
         if "norm" in name:  # one weight for all heads of a kind

@@ -24,15 +24,16 @@ from stage_d_paged.attention import pick_backend
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
-from stage_d_paged.layers import LayerFactory
-from stage_d_paged.model import DecoderModel
+from stage_d_paged.layers import Embedding
+from stage_d_paged.runtime import build_model
 from stage_d_paged.sequence import Sequence
-from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, WeightLoader
+from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
 from stage_f_graph_tp import rank as rank_module
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.parallel import RankGroup, ShardedFactory, VocabParallelEmbedding, check_divisible
+from stage_f_graph_tp.parallel import RankGroup
 from stage_f_graph_tp.rank import Job, build_rank
 from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.sharding import VocabParallelEmbedding, build_sharded_model, check_divisible
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -48,11 +49,11 @@ def config_of(preset: str, **changes: object) -> ModelConfig:
     return replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), **changes)
 
 
-def run_model(config: ModelConfig, make: LayerFactory, weights: WeightLoader) -> torch.Tensor:
-    """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`."""
-    model = DecoderModel(config, pick_backend("reference", CPU, F32, config.head_dim), make, 64)
-    model.load(weights)
-    pool = KVCache(config.num_layers, 16, 4, model.num_kv_heads, config.head_dim, F32, CPU)
+def run_model(config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None) -> torch.Tensor:
+    """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`. `group`: of a rank's share."""
+    build = build_model if group is None else partial(build_sharded_model, group=group)
+    model = build(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU)
+    pool = KVCache(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
     sequences = [Sequence(Request(i, list(range(3 + i, 12 + 3 * i)), SamplingParams(), 0)) for i in range(2)]
     for i, sequence in enumerate(sequences):
         sequence.block_table = list(range(8 * i, 8 * i + 8))
@@ -68,8 +69,8 @@ def run_model(config: ModelConfig, make: LayerFactory, weights: WeightLoader) ->
     return torch.cat(logits)
 
 
-def random_weights() -> WeightLoader:
-    return WeightLoader(RandomWeights("random", 0, CPU, F32))
+def random_weights() -> RandomWeights:
+    return RandomWeights("random", 0, CPU, F32)
 
 
 def test_the_three_collectives():
@@ -94,8 +95,8 @@ def test_the_three_collectives():
 def test_a_sharded_model_gives_the_whole_models_logits(preset, ranks, tied):
     # 4 ranks share 2 KV heads; 4099 is no multiple of anything.
     config = config_of(preset, vocab_size=4099, tie_word_embeddings=tied)
-    whole = run_model(config, LayerFactory(config, F32, CPU), random_weights())
-    shards = on_ranks(ranks, lambda group: run_model(config, ShardedFactory(config, F32, CPU, group), random_weights()))
+    whole = run_model(config, random_weights())
+    shards = on_ranks(ranks, lambda group: run_model(config, random_weights(), group))
     for logits in shards:
         assert logits.shape == (4, 4099)
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
@@ -106,13 +107,13 @@ def test_a_sharded_model_gives_the_whole_models_logits(preset, ranks, tied):
 def test_every_token_is_looked_up_and_scored_by_exactly_one_rank(vocab, ranks):
     table, hidden = torch.randn(vocab, 8), torch.randn(3, 8)
 
-    class Source:
-        def fill(self, target, name, shape, index):
-            target.copy_(table[index])
-
     def work(group: RankGroup) -> tuple[torch.Tensor, ...]:
-        embedding = VocabParallelEmbedding(vocab, 8, group, F32, CPU)
-        embedding.load(Source(), "embed")
+        share = -(-vocab // ranks)
+        rows = Embedding(share, 8, F32, CPU)
+        rows.weight.zero_()
+        own = table[group.rank * share : (group.rank + 1) * share]
+        rows.weight[: len(own)] = own
+        embedding = VocabParallelEmbedding(rows, vocab, group)
         return embedding(torch.arange(vocab)), embedding.logits(hidden)
 
     for rows, logits in on_ranks(ranks, work):
@@ -128,11 +129,11 @@ def checkpoint(tmp_path_factory):
     shapes: dict[str, tuple[int, ...]] = {}
 
     class Recorder(RandomWeights):
-        def read(self, name, shape, index):
+        def lazy(self, name, shape):
             shapes[name] = shape
-            return super().read(name, shape, index)
+            return super().lazy(name, shape)
 
-    run_model(config, LayerFactory(config, F32, CPU), WeightLoader(Recorder("random", 0, CPU, F32)))
+    run_model(config, Recorder("random", 0, CPU, F32))
     tensors = {name: random_tensor(name, shape, 0, CPU, F32).contiguous() for name, shape in shapes.items()}
     files = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(tensors)}
     for file in set(files.values()):
@@ -144,20 +145,24 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_rank_reads_only_its_slices_of_the_files(checkpoint, ranks):
     path, config, total = checkpoint
-    whole = run_model(config, LayerFactory(config, F32, CPU), random_weights())
+    whole = run_model(config, random_weights())
 
     class Counting(SafetensorsDirectory):
         count = 0
 
-        def read(self, name, shape, index):
-            tensor = super().read(name, shape, index)
-            self.count += tensor.numel()
-            return tensor
+        def lazy(self, name, shape):
+            stored = super().lazy(name, shape)
+
+            class Slices:
+                def __getitem__(_, index):  # noqa: N805
+                    self.count += stored[index].numel()
+                    return stored[index]
+
+            return Slices()
 
     def work(group: RankGroup) -> tuple[torch.Tensor, int]:
         source = Counting(path)
-        logits = run_model(config, ShardedFactory(config, F32, CPU, group), WeightLoader(source))
-        return logits, source.count
+        return run_model(config, source, group), source.count
 
     norms = config.hidden_size * (2 * config.num_layers + 1)
     copies = max(1, ranks // config.num_kv_heads)  # of each KV head

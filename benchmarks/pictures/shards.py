@@ -13,8 +13,7 @@ from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YEL
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.weights import Index, WeightLoader
-from stage_f_graph_tp.parallel import ShardedFactory
+from stage_f_graph_tp.sharding import ShardedWeightLoader, shard_config
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, "#777777")
 ROWS = {
@@ -65,19 +64,24 @@ class _Recorder:
     def shape(self, name: str) -> None:
         return None
 
-    def read(self, name: str, shape: tuple[int, ...], index: Index) -> Tensor:
-        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
-        bounds += [(0, size) for size in shape[len(bounds) :]]
-        self.parts.append(Part(self.rank, name, shape, tuple(bounds)))
-        return torch.empty(shape, device="meta")[index]
+    def lazy(self, name: str, shape: tuple[int, ...]) -> _Noted:
+        return _Noted(self, name, shape)
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """A rank's place in a group that never exchanges anything: enough to build and load its layers."""
+class _Noted:
+    """A tensor of a `_Recorder`: indexing it notes the part."""
 
-    rank: int
-    size: int
+    recorder: _Recorder
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=False)]
+        bounds += [(0, size) for size in self.shape[len(bounds) :]]
+        self.recorder.parts.append(Part(self.recorder.rank, self.name, self.shape, tuple(bounds)))
+        return torch.empty(self.shape, device="meta")[index]
 
 
 def split(model: str, size: int) -> list[Part]:
@@ -89,9 +93,9 @@ def split(model: str, size: int) -> list[Part]:
     config = ModelConfig.from_hf(resolve(model).config)
     parts: list[Part] = []
     for rank in range(size):
-        factory = ShardedFactory(config, torch.float32, torch.device("meta"), _Seat(rank, size))
         recorder = _Recorder(rank)
-        DecoderModel(config, None, factory, 8).load(WeightLoader(recorder))
+        model = DecoderModel(shard_config(config, size), None, 8, torch.float32, torch.device("meta"))
+        model.load(ShardedWeightLoader(recorder, config, rank, size))
         parts += recorder.parts
     return parts
 

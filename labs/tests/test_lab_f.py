@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import stage_f_graph_tp.fused_kernels as fused_kernels
@@ -18,11 +19,12 @@ from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import DigitTokenizer, check_whole_stage, request_of
+from stage_d_paged.layers import Embedding, ResidualLinear
 from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_e_batching.step_input import StepInput, StepShape, host_views
-from stage_f_graph_tp import cuda_graph, parallel
+from stage_f_graph_tp import cuda_graph, sharding
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 CPU = torch.device("cpu")
@@ -174,10 +176,10 @@ class TestRowParallel:
         weight, x, residual = torch.randn(6, 8), torch.randn(3, 8), torch.randn(3, 6)
 
         def work(group: ThreadGroup) -> Tensor:
-            linear = parallel.RowParallelLinear(8, 6, group, torch.float32, CPU)
             own = slice(group.rank * 8 // size, (group.rank + 1) * 8 // size)
-            linear.weight.copy_(weight[:, own])
-            return linear(x[:, own].contiguous(), residual.clone())
+            columns = ResidualLinear(8 // size, 6, torch.float32, CPU)
+            columns.weight.copy_(weight[:, own])
+            return sharding.RowParallelLinear(columns, group)(x[:, own].contiguous(), residual.clone())
 
         for rank, out in enumerate(on_ranks(size, work)):
             assert out.shape == (3, 6), f"[tokens, out] on every rank, got {list(out.shape)}"
@@ -194,8 +196,10 @@ class TestVocabParallel:
         table, ids = torch.randn(10, 4), torch.tensor([0, 9, 4, 5, 2, 2, 7])
 
         def work(group: ThreadGroup) -> Tensor:
-            embedding = parallel.VocabParallelEmbedding(10, 4, group, torch.float32, CPU)
-            embedding.weight[: embedding.last - embedding.first] = table[embedding.first : embedding.last]
+            share = -(-10 // size)
+            rows = Embedding(share, 4, torch.float32, CPU)
+            rows.weight.copy_(F.pad(table, (0, 0, 0, share * size - 10))[group.rank * share :][:share])
+            embedding = sharding.VocabParallelEmbedding(rows, 10, group)
             mine = ids.clone()
             out = embedding(mine)
             assert torch.equal(mine, ids), "the ids that were given must not be changed: the step needs them"

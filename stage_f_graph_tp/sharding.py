@@ -1,0 +1,158 @@
+"""Tensor parallelism: one model on several ranks, each with a slice of every matrix.
+
+Two linears in a row need one all-reduce, not two (Megatron-LM, Shoeybi et al., 2019,
+https://arxiv.org/abs/1909.08053):
+
+    column-parallel   each rank holds some of the *rows* of W (some output features): x W_rᵀ is its part of the output,
+                      and no communication is needed, because the next layer of the same rank reads just that part
+    row-parallel      each rank holds some of the *columns* of W (some input features): x_r W_rᵀ is a full-sized
+                      partial sum, and adding up the ranks' partial sums (an all-reduce) gives the output
+
+Attention is split by heads (QKV column-parallel, output row-parallel) and the MLP by intermediate features (gate and up
+column-parallel, down row-parallel): two all-reduces per layer. Where there are more ranks than KV heads, several ranks
+hold a copy of the same KV head. The embedding is split by vocabulary: a rank looks up the ids that it holds, zeros for
+the others, and an all-reduce puts them together. As the LM head, each rank scores its part of the vocabulary and the
+parts are gathered.
+
+So a rank's share of stage D's model is stage D's model, built from a smaller config (`shard_config`), filled with
+slices (`ShardedWeightLoader`), with a collective behind every row-parallel linear and every embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stage_d_paged.attention import AttentionBackend
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.layers import Embedding, ResidualLinear
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.weights import TensorSource, WeightLoader
+from stage_f_graph_tp.parallel import RankGroup
+
+
+def check_divisible(config: ModelConfig, size: int) -> None:
+    """Refuse a number of ranks that does not divide the model.
+
+    Raises:
+        ValueError: naming what does not divide.
+    """
+    kv_heads = config.num_kv_heads
+    for what, count in (("attention heads", config.num_heads), ("intermediate features", config.intermediate_size)):
+        if count % size:
+            raise ValueError(f"tensor_parallel_size={size} does not divide the model's {count} {what}")
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(f"tensor_parallel_size={size} and the model's {kv_heads} KV heads do not divide one another")
+
+
+def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The shape of one rank's share. The vocabulary is rounded up, so the last rank's table may end in zero rows."""
+    check_divisible(config, size)
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        vocab_size=-(-config.vocab_size // size),
+    )
+
+
+def build_sharded_model(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    max_model_len: int,
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup,
+) -> DecoderModel:
+    """This rank's share of stage D's model, with its weights and its collectives."""
+    model = DecoderModel(shard_config(config, group.size), backend, max_model_len, dtype, device)
+    model.load(ShardedWeightLoader(tensors, config, group.rank, group.size))
+    for layer in model.layers:
+        layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)
+        layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, group)
+    tied = model.lm_head is model.embed_tokens
+    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, config.vocab_size, group)
+    model.lm_head = model.embed_tokens if tied else VocabParallelEmbedding(model.lm_head, config.vocab_size, group)
+    return model
+
+
+class ShardedWeightLoader(WeightLoader):
+    """Reads of every tensor only the slice that this rank holds.
+
+    Args:
+        tensors: the whole checkpoint.
+        config: the whole model's shape.
+        rank, size: this rank, and how many there are.
+    """
+
+    def __init__(self, tensors: TensorSource, config: ModelConfig, rank: int, size: int) -> None:
+        super().__init__(tensors)
+        kv_dim = config.num_kv_heads * config.head_dim
+        kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
+        rows = {"q_proj": config.num_heads * config.head_dim, "embed_tokens": config.vocab_size}
+        rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        # Of each tensor that is cut: along which dimension, its whole length there, and whose part this rank takes.
+        self._cuts = {name: (0, total, rank) for name, total in rows.items()}
+        self._cuts |= {"lm_head": (0, config.vocab_size, rank), "k_proj": (0, kv_dim, kv_rank)}
+        self._cuts |= {"v_proj": (0, kv_dim, kv_rank), "o_proj": (1, rows["q_proj"], rank)}
+        self._cuts |= {"down_proj": (1, config.intermediate_size, rank)}
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """This rank's slice of the tensor `name`; `shape` is the slice's. Rows past the whole's end are zeros."""
+        layer = name.split(".")[-2]
+        if layer not in self._cuts:
+            return super().read(name, shape)
+        dim, total, part = self._cuts[layer]
+        start = min(part * shape[dim], total)
+        stop = min(start + shape[dim], total)
+        whole = (*shape[:dim], total, *shape[dim + 1 :])
+        own = self.lazy(name, whole)[(slice(None),) * dim + (slice(start, stop),)]
+        missing = shape[dim] - (stop - start)
+        return F.pad(own, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else own
+
+
+class RowParallelLinear(nn.Module):
+    """Some columns of the matrix: the ranks' partial sums are added up, then the residual.
+
+    Args:
+        linear: stage D's layer, holding this rank's columns.
+    """
+
+    def __init__(self, linear: ResidualLinear, group: RankGroup) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.group = group
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.group.all_reduce(F.linear(x, self.weight), residual)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Some rows of the table: `ceil(vocab / ranks)`, of which the last rank's end may be padding.
+
+    Args:
+        embedding: stage D's layer, holding this rank's rows.
+        vocab_size: rows of the whole table.
+    """
+
+    def __init__(self, embedding: Embedding, vocab_size: int, group: RankGroup) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.group = group
+        self.vocab_size = vocab_size
+        self.first = min(group.rank * self.weight.shape[0], vocab_size)
+        self.last = min(self.first + self.weight.shape[0], vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        elsewhere = (input_ids < self.first) | (input_ids >= self.last)
+        rows = F.embedding((input_ids - self.first).masked_fill_(elsewhere, 0), self.weight)
+        return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        scores = F.linear(hidden, self.weight)  # [rows, ceil(vocab / ranks)]: of this rank's part of the vocabulary
+        return self.group.all_gather(scores)[:, : self.vocab_size]
