@@ -143,7 +143,7 @@ def test_messages_have_no_fixed_size_and_two_engines_live_side_by_side(one_rank,
     assert ids(outputs)[:9] == ids(single.generate([long, *prompts[:8]], few, False))
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
     wide.close()
-    with pytest.raises(WorkerError, match="the engine was closed"):
+    with pytest.raises(RuntimeError, match="this engine is closed"):
         wide.generate(PROMPTS, GREEDY, False)
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
 
