@@ -75,7 +75,7 @@ lint: $(READY) ## check style and the direction of imports
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
-	@$(PY) -m benchmarks.doctor
+	@$(PY) -m doctor
 
 bench: $(READY) ## the shared benchmark at CPU size: all stages, a few minutes
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)

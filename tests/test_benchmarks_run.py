@@ -1,8 +1,7 @@
-"""The runner: which engines, in which order, in processes of their own; and the doctor."""
+"""The runner: which engines, in which order, in processes of their own."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import doctor, environment
+from benchmarks import environment
 from benchmarks.engines import ENGINES, installed_engines, select, unmet_need
 from benchmarks.environment import ROOT
 from benchmarks.figures import TimedCall
@@ -188,28 +187,3 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_git(
     assert environment.commit_of_tree() == ("0123abc", False)
     monkeypatch.setenv("BENCH_COMMIT", "0123abc-dirty")
     assert environment.commit_of_tree() == ("0123abc", True)
-
-
-def test_the_doctor_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main() == 0
-    text = capsys.readouterr().out
-    assert "PyTorch" in text and "stage_a_naive" in text and "To install for more:" in text
-
-
-def test_the_doctor_runs_where_everything_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = doctor.Machine((), None, None, None, None, None, None, None, tutor=False)
-    monkeypatch.setattr(doctor, "look", lambda: bare)
-    monkeypatch.setattr(doctor, "is_installed", lambda name: False)
-    assert doctor.main() == 0
-    text = capsys.readouterr().out
-    assert text.count("not in this tree") == 6 and "C++ compiler" in text and "train.py" in text
-
-
-def test_the_doctor_says_what_a_gpu_machine_lacks() -> None:
-    machine = doctor.Machine(("NVIDIA H200",), (9, 0), "580.1", "g++", None, None, "3.6", None, tutor=True)
-    stages = dict(doctor.stage_lines(machine))
-    assert "no nvcc" in stages.get("stage_c_fused_mlp", "no nvcc")
-    assert any("flash-attn" in text for text in doctor.advice(machine))
-    assert doctor.advice(dataclasses.replace(machine, nvcc="nvcc", ninja="1", flash_attn="2.8")) == []

@@ -1,0 +1,256 @@
+"""`make doctor`: what this machine has, what each stage will use on it, and what to install for more.
+
+It looks and changes nothing, and it works on a machine where half of everything is missing: that is when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from benchmarks.engines import is_installed
+from benchmarks.environment import ROOT, cpu_name, driver_version
+
+# Compute capabilities that are needed, and who says so.
+BFLOAT16 = (8, 0)  # in hardware; PyTorch emulates it below
+TRITON = (8, 0)  # the list of supported hardware in Triton's README; stage D's kernels refuse less
+FLASH_ATTN = (8, 0)  # its README: Ampere, Ada, Hopper
+BULK_COPY = (9, 0)  # PTX ISA, cp.async.bulk and mbarrier: stage C's variant `fused`, stage F's one-launch decode step
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What PyTorch says about a GPU."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. None stands for "not there".
+
+    Attributes:
+        architectures: what PyTorch was built for, such as `("sm_80", "sm_90", "compute_90")`; empty on a CPU.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    architectures: tuple[str, ...] = ()
+    driver: str | None = None
+    compiler: str | None = None
+    nvcc: str | None = None
+    ninja: str | None = None
+    triton: str | None = None
+    flash_attn: str | None = None
+    tutor: bool = False
+
+    def can(self, capability: tuple[int, int]) -> bool:
+        """Whether the first GPU has this compute capability or a newer one; False without a GPU."""
+        return bool(self.gpus) and self.gpus[0].capability >= capability
+
+    @property
+    def gpu_text(self) -> str:
+        return f"{self.gpus[0].name}, compute capability {'.'.join(map(str, self.gpus[0].capability))}"
+
+
+def look() -> Machine:
+    """Find out what is here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(
+        gpus=tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)),
+        architectures=tuple(torch.cuda.get_arch_list()) if count else (),
+        driver=driver_version(),
+        compiler=program_version(os.environ.get("CXX", ""), "g++", "c++", "clang++"),
+        nvcc=program_version(str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"), "nvcc"),
+        ninja=package_version("ninja"),
+        triton=package_version("triton"),
+        flash_attn=package_version("flash-attn"),
+        tutor=(ROOT / "models" / "tutor" / "model.safetensors").is_file(),
+    )
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def program_version(*names: str) -> str | None:
+    """Path and version line of the first program found; the version line is the one with most digits."""
+    for name in names:
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{path} (does not start: {error})"
+        lines = answer.stdout.splitlines() or [f"exit status {answer.returncode}"]
+        return f"{path} ({max(lines, key=lambda line: sum(map(str.isdigit, line)), default='').strip()})"
+    return None
+
+
+def memory_text() -> str:
+    """Main memory, free and in all, and the GPU's."""
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free, total = (int(sizes[key].split()[0]) / 2**20 for key in ("MemAvailable", "MemTotal"))
+        found.append(f"{free:.1f} GiB free of {total:.1f} GiB")
+    if torch.cuda.is_available():
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(0))
+        found.append(f"GPU 0: {free:.1f} GiB free of {total:.1f} GiB")
+    return "; ".join(found) or "unknown"
+
+
+def machine_lines(machine: Machine) -> list[tuple[str, str]]:
+    """Name and finding, one line each."""
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU alone"
+    gpus = "none that PyTorch sees"
+    if machine.gpus:
+        gpus = f"{len(machine.gpus)} × {machine.gpu_text}, driver {machine.driver}"
+    needed = ("transformers", "safetensors", "tokenizers")
+    packages = [f"{name} {package_version(name) or 'missing'}" for name in needed]
+    return [
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("CPU", f"{cpu_name()}, {os.cpu_count()} cores"),
+        ("memory", memory_text()),
+        ("GPU", gpus),
+        ("PyTorch", f"{torch.__version__}, {cuda}"),
+        ("packages", ", ".join(packages)),
+        ("Triton", machine.triton or "missing"),
+        ("flash-attn", machine.flash_attn or "missing"),
+        ("C++ compiler", machine.compiler or "missing"),
+        ("nvcc", machine.nvcc or "missing"),
+        ("ninja", machine.ninja or "missing"),
+        ("tutor model", "models/tutor" if machine.tutor else "missing: run `python models/tutor/train.py`"),
+    ]
+
+
+def stage_lines(machine: Machine) -> list[tuple[str, str]]:
+    """What each stage will use here, one line each."""
+    where = where_text(machine)
+    if machine.gpus and not has_kernels(machine):
+        where = f"the CPU (DEVICE=cpu): this PyTorch has no kernels for {machine.gpu_text}"
+        machine = Machine(compiler=machine.compiler, ninja=machine.ninja)
+    attention = attention_text(machine)
+    texts = {
+        "stage_a_naive": where,
+        "stage_b_decode_step": f"{where}; {compile_text(machine)}",
+        "stage_c_fused_mlp": f"{where}; {extension_text(machine)}",
+        "stage_d_paged": f"{where}; attention: {attention}",
+        "stage_e_batching": f"{where}; attention: {attention}{sampling_text(machine)}",
+        "stage_f_graph_tp": f"{where}; attention: {attention}{sampling_text(machine)}; {graph_text(machine)}",
+    }
+    return [(name, text if is_installed(name) else "not in this tree") for name, text in texts.items()]
+
+
+def where_text(machine: Machine) -> str:
+    if not machine.gpus:
+        return "the CPU in float32"
+    if machine.can(BFLOAT16):
+        return f"{machine.gpus[0].name} in bfloat16"
+    return f"{machine.gpus[0].name}: give DTYPE=float16 (bfloat16, the default, is emulated on it, slowly)"
+
+
+def has_kernels(machine: Machine) -> bool:
+    """Whether PyTorch was built for the first GPU: code of its major version, or PTX of an older one."""
+    major, minor = machine.gpus[0].capability
+    for name in machine.architectures:
+        kind, _, digits = name.rstrip("af").partition("_")
+        theirs = int(digits[:-1]), int(digits[-1])
+        if (kind == "compute" and theirs <= (major, minor)) or (theirs[0] == major and theirs[1] <= minor):
+            return True
+    return not machine.architectures
+
+
+def compile_text(machine: Machine) -> str:
+    if machine.compiler is None:
+        return "--compile does not work (no C++ compiler)"
+    if machine.gpus and not machine.can(TRITON):
+        return "--compile: not promised (Triton supports compute capability 8.0 and newer)"
+    return "--compile works"
+
+
+def extension_text(machine: Machine) -> str:
+    """Stage C's kernels. That they compile for 7.5, and the decode step for 9.0 alone, was tried with nvcc 13.0."""
+    if machine.compiler is None:
+        return "does not build: no C++ compiler"
+    if not machine.gpus:
+        return "the C++ extension's CPU version, built at first use"
+    if not machine.nvcc:
+        return "the C++ extension without its CUDA kernels: no nvcc"
+    kernels = "C++ and CUDA kernels, built at first use"
+    return kernels if machine.can(BULK_COPY) else f"{kernels}, without `fused` (it needs compute capability 9.0)"
+
+
+def attention_text(machine: Machine) -> str:
+    """The attention backend that stage D's `auto` takes."""
+    if machine.triton and machine.can(TRITON):
+        return "triton (our Triton kernels)"
+    if machine.flash_attn and machine.can(FLASH_ATTN):
+        return "flash (the flash-attn package)"
+    return "reference (plain PyTorch)"
+
+
+def sampling_text(machine: Machine) -> str:
+    if not machine.gpus or (machine.triton and machine.can(TRITON)):
+        return ""
+    return "; its sampling kernel is not promised to run (Triton supports 8.0 and newer): if it fails, DEVICE=cpu"
+
+
+def graph_text(machine: Machine) -> str:
+    if not machine.gpus:
+        return "no CUDA graphs (they need a GPU); tensor parallelism over CPU processes"
+    if not (machine.triton and machine.can(TRITON)):
+        kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
+    elif machine.nvcc and machine.can(BULK_COPY):
+        kernels = "CUDA graphs, fused kernels, one launch per decode step of a request"
+    else:
+        lacks = "compute capability 9.0" if machine.nvcc else "nvcc"
+        kernels = f"CUDA graphs, fused kernels; not the one-launch decode step (it needs {lacks})"
+    return f"{kernels}; tensor parallelism over up to {len(machine.gpus)} GPUs"
+
+
+def advice(machine: Machine) -> list[str]:
+    """What to install for more."""
+    rules: list[tuple[Callable[[Machine], bool], str]] = [
+        (lambda m: not m.tutor, "the default model: `python models/tutor/train.py` (some minutes)"),
+        (lambda m: not m.compiler, "a C++ compiler for stage C and torch.compile: `apt install g++` or Xcode's tools"),
+        (lambda m: not m.ninja, "ninja, which builds stage C's extension: `pip install ninja`"),
+        (lambda m: m.driver is not None and not m.gpus,
+         "a PyTorch built for CUDA (see pytorch.org): there is an NVIDIA driver, but this PyTorch sees no GPU"),
+        (lambda m: bool(m.gpus) and not has_kernels(m),
+         "a PyTorch built for this GPU (see pytorch.org, older CUDA versions): this one has no kernels for it"),
+        (lambda m: bool(m.gpus) and not m.nvcc,
+         f"the CUDA toolkit {torch.version.cuda} (nvcc) for stage C's and F's CUDA kernels"),
+        (lambda m: m.can(TRITON) and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
+        (lambda m: m.can(FLASH_ATTN) and not m.flash_attn,
+         "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`"),
+    ]  # fmt: skip
+    return [text for applies, text in rules if applies(machine)]
+
+
+def main() -> int:
+    """Print the report. Always succeeds: what is missing is a finding, not an error."""
+    machine = look()
+    for title, lines in (("This machine", machine_lines(machine)), ("What each stage will use", stage_lines(machine))):
+        print(f"{title}:")
+        print("\n".join(f"  {name:20} {text}" for name, text in lines))
+    print("To install for more:")
+    print("\n".join(f"  - {text}" for text in advice(machine)) or "  nothing")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

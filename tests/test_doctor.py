@@ -1,0 +1,89 @@
+"""The doctor: what it says of machines that this one is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import doctor
+from stage_d_paged.attention import pick_backend
+
+H200 = doctor.Machine(
+    (doctor.Gpu("NVIDIA H200", (9, 0)),), ("sm_80", "sm_90"), "580.1", "g++", "nvcc", "1.11", "3.6", "2.8", tutor=True
+)
+T4 = replace(H200, gpus=(doctor.Gpu("Tesla T4", (7, 5)),), architectures=("sm_75", "sm_80", "sm_90"))
+
+
+def test_it_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert "PyTorch" in text and "stage_a_naive" in text and "To install for more:" in text
+
+
+def test_it_runs_where_everything_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "look", doctor.Machine)
+    monkeypatch.setattr(doctor, "is_installed", lambda name: False)
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert text.count("not in this tree") == 6 and "C++ compiler" in text and "train.py" in text
+
+
+def test_a_machine_that_has_everything_needs_nothing() -> None:
+    stages = dict(doctor.stage_lines(H200))
+    assert stages["stage_a_naive"] == "NVIDIA H200 in bfloat16"
+    assert "without" not in stages["stage_c_fused_mlp"]
+    assert "one launch per decode step" in stages["stage_f_graph_tp"]
+    assert doctor.advice(H200) == []
+
+
+def test_it_says_what_a_gpu_machine_lacks() -> None:
+    machine = replace(H200, nvcc=None, ninja=None, flash_attn=None)
+    assert "no nvcc" in dict(doctor.stage_lines(machine))["stage_c_fused_mlp"]
+    advice = "\n".join(doctor.advice(machine))
+    assert all(word in advice for word in ("nvcc", "ninja", "flash-attn"))
+
+
+def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does_not_serve() -> None:
+    stages = dict(doctor.stage_lines(T4))
+    assert all("DTYPE=float16" in text for text in stages.values())
+    assert "8.0 and newer" in stages["stage_b_decode_step"]
+    assert "without `fused`" in stages["stage_c_fused_mlp"]
+    assert stages["stage_d_paged"].endswith("attention: reference (plain PyTorch)")
+    assert "sampling kernel" in stages["stage_e_batching"]
+    assert "--no-fused" in stages["stage_f_graph_tp"] and "no CUDA graphs" in stages["stage_f_graph_tp"]
+    assert doctor.advice(replace(T4, flash_attn=None)) == [], "flash-attn serves no T4 either"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+def test_an_ampere_gpu_has_all_but_the_kernels_that_need_a_hopper(capability: tuple[int, int]) -> None:
+    stages = dict(doctor.stage_lines(replace(H200, gpus=(doctor.Gpu("a GPU", capability),))))
+    assert "triton (our" in stages["stage_e_batching"] and "sampling" not in stages["stage_e_batching"]
+    assert "not the one-launch decode step (it needs compute capability 9.0)" in stages["stage_f_graph_tp"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "there"),
+    [
+        ((7, 0), ("sm_75", "sm_90"), False),
+        ((8, 9), ("sm_75", "sm_86", "sm_90"), True),
+        ((8, 0), ("sm_86",), False),
+        ((12, 0), ("sm_90", "compute_90"), True),
+    ],
+)
+def test_a_pytorch_without_kernels_for_the_gpu_is_found(
+    capability: tuple[int, int], architectures: tuple[str, ...], there: bool
+) -> None:
+    machine = replace(H200, gpus=(doctor.Gpu("a GPU", capability),), architectures=architectures)
+    assert doctor.has_kernels(machine) == there
+    assert any("no kernels" in text for _, text in doctor.stage_lines(machine)) != there
+    assert any("no kernels" in text for text in doctor.advice(machine)) != there
+
+
+def test_what_it_says_of_attention_here_is_what_stage_d_takes() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = pick_backend("auto", device, torch.bfloat16 if device.type == "cuda" else torch.float32, 64)
+    assert doctor.attention_text(doctor.look()).startswith(backend.name)
