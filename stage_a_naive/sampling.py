@@ -16,80 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from stage_a_naive.params import SamplingParams
+
 _MASK32 = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose the tokens of one request. The names and meanings are vLLM's.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy decoding (exact argmax).
-        top_k: keep the k highest logits (ties with the k-th stay); 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
-        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
-        presence_penalty: subtracted once from the logit of every token already generated.
-        frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
-        max_tokens: generate at most this many tokens.
-        stop: strings that end the generation; the text is cut before them.
-        stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids.
-        ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
-        seed: makes the draws reproducible; None takes a fresh seed from the engine.
-        logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
-
-    Raises:
-        ValueError: a value is out of range; the message names it.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_tokens: int = 64
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-
-        def check(condition: bool, name: str, rule: str) -> None:
-            if not condition:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
-
-        check(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or more")
-        check(_is_integer(self.top_k) and self.top_k >= 0, "top_k", "an integer, 0 (off) or more")
-        check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        check(_is_number(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            check(_is_number(value) and -2 <= value <= 2, name, "between -2 and 2")
-        check(_is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer, 1 or more")
-        check(all(isinstance(s, str) and s for s in stop), "stop", "one or more non-empty strings")
-        check(all(_is_integer(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", "integers, 0 or more")
-        check(self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**64), "seed", "None or in [0, 2**64)")
-        check(self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "logprobs", "None or >= 0")
-
-    @property
-    def needs_penalties(self) -> bool:
-        """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-
 SamplingFunction = Callable[[Tensor, list[SamplingParams]], Tensor]
 
 
@@ -123,17 +56,20 @@ def apply_penalties(
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, then top-k, top-p and min-p, for one row `[vocab]`; tokens filtered out become -inf."""
-    # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing.
-    logits = (logits - logits.max()) / params.temperature
+    # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing. One that
+    # float32 cannot hold would be 0, and 0 / 0 no number.
+    logits = (logits - logits.max()) / max(params.temperature, torch.finfo(torch.float32).tiny)
     if 0 < params.top_k < logits.numel():
         kth_value = logits.topk(params.top_k).values[-1]
         logits = logits.masked_fill(logits < kth_value, -math.inf)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True, stable=True)
         probs = ordered.softmax(-1)
-        mass_before = probs.cumsum(-1) - probs  # the likeliest token has 0 before it, so one token always stays
+        mass_before = probs.cumsum(-1) - probs
+        beyond = mass_before >= params.top_p
+        beyond[0] = False  # the likeliest token stays, also where float32 takes a tiny top_p for 0
         # A mask and not a list of indices, whose length the CPU would have to wait for.
-        outside = torch.zeros_like(probs, dtype=torch.bool).scatter(0, order, mass_before >= params.top_p)
+        outside = torch.zeros_like(beyond).scatter(0, order, beyond)
         logits = logits.masked_fill(outside, -math.inf)
     if params.min_p > 0:
         # p >= min_p * p_max, in logarithms; the maximum is 0 by construction.
@@ -197,11 +133,3 @@ def top_logprobs(logits: Tensor, count: int, token_id: int) -> dict[int, float]:
     found = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     found.setdefault(token_id, float(logprobs[token_id]))
     return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

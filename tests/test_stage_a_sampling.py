@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from stage_a_naive.sampling import (
 )
 
 CPU = torch.device("cpu")
+SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,34 @@ CPU = torch.device("cpu")
         ("stop", ("", "x")),
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
+        pytest.param("temperature", 10**400, id="beyond floats"),
+        ("temperature", True),
+        ("max_tokens", True),
+        pytest.param("max_tokens", -(10**5000), id="5000 digits"),
+        ("stop", 3),
+        ("stop", b"x"),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", b"x"),
+        ("stop_token_ids", (1.0,)),
         ("seed", -1),
+        ("seed", 2**64),
         ("logprobs", -1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 160
+
+
+def test_vllms_spellings_and_numpys_numbers_are_understood() -> None:
+    params = SamplingParams(
+        np.float32(0.5), np.int64(3), stop=None, stop_token_ids=None, max_tokens=np.int32(7), seed=np.uint64(5)
+    )
+    assert params == SamplingParams(0.5, 3, stop=(), stop_token_ids=(), max_tokens=7, seed=5)
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert SamplingParams(stop_token_ids=np.array([1, 2])).stop_token_ids == (1, 2)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
 def test_parameters_are_frozen_and_a_single_stop_string_is_one_stop_string() -> None:
@@ -94,11 +117,17 @@ def test_ties_at_the_edge_of_top_k_all_stay_and_a_k_beyond_the_vocabulary_keeps_
     assert torch.isfinite(filter_logits(logits, SamplingParams(top_k=99))).all()
 
 
-def test_a_very_small_temperature_is_greedy_and_not_a_number_never_appears() -> None:
-    logits = torch.tensor([[80.0, -80.0, 79.0]])
-    params = SamplingParams(temperature=1e-30)
+@pytest.mark.parametrize("temperature", [SMALLEST, 1e-40, 1e-30, 1.0, 1e308])
+@pytest.mark.parametrize("top_p", [SMALLEST, 1e-40, 1.0])
+@pytest.mark.parametrize("others", [{}, {"top_k": 2}, {"min_p": SMALLEST}, {"min_p": 1.0}])
+def test_the_smallest_temperature_or_top_p_is_greedy_with_and_without_other_filters(
+    temperature: float, top_p: float, others: dict
+) -> None:
+    logits = torch.tensor([[-80.0, 79.0, 80.0, 1.0]])
+    params = SamplingParams(temperature=temperature, top_p=top_p, **others)
     assert not filter_logits(logits[0], params).isnan().any()
-    assert sample(logits, [params], [1], [0]).tolist() == [0]
+    if temperature < 1 or top_p < 1 and temperature == 1:
+        assert [sample(logits, [params], [seed], [0]).item() for seed in range(8)] == [2] * 8
 
 
 def test_draws_follow_the_distribution() -> None:

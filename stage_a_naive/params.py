@@ -1,0 +1,126 @@
+"""How one request wants its tokens chosen, checked when it is made.
+
+A wrong value costs an error message here, and not a wrong text later. Values are kept as plain Python numbers: a NumPy
+integer or float is as good as Python's own, a boolean is neither.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request. The names and meanings are vLLM's.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy decoding (exact argmax).
+        top_k: keep the k highest logits (ties with the k-th stay); 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
+        presence_penalty: subtracted once from the logit of every token already generated.
+        frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
+        max_tokens: generate at most this many tokens.
+        stop: strings that end the generation; the text is cut before them. None is no string.
+        stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids. None is no id.
+        ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
+        seed: makes the sampled tokens reproducible; None takes a fresh seed from the engine.
+        logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 64
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("temperature", as_number, lambda v: v >= 0, "a finite number, 0 or more")
+        self._check("top_k", as_integer, lambda v: v >= 0, "an integer, 0 (off) or more")
+        self._check("top_p", as_number, lambda v: 0 < v <= 1, "above 0 and at most 1")
+        self._check("min_p", as_number, lambda v: 0 <= v <= 1, "between 0 and 1")
+        self._check("repetition_penalty", as_number, lambda v: v > 0, "a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, as_number, lambda v: -2 <= v <= 2, "between -2 and 2")
+        self._check("max_tokens", as_integer, lambda v: v >= 1, "an integer, 1 or more")
+        self._check("stop", _as_strings, all, "one or more non-empty strings")
+        self._check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
+        for name, limit in (("seed", 2**64), ("logprobs", 2**31)):
+            if getattr(self, name) is not None:
+                self._check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, "None, or an integer, 0 or more")
+
+    def _check(
+        self, name: str, convert: Callable[[object], object], allowed: Callable[[object], bool], rule: str
+    ) -> None:
+        """Replace a value by its plain Python form, or raise `ValueError`. `convert` returns None for a wrong type."""
+        given = getattr(self, name)
+        value = convert(given)
+        if value is None or not allowed(value):
+            raise ValueError(f"{name} must be {rule}, got {shown(given)}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def as_integer(value: object) -> int | None:
+    """`value` as a Python integer; None if it is a boolean or no integer."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """`value` as a Python float; None if it is a boolean, no real number, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # 10**400 is an integer, but no float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: object) -> str:
+    """`repr` for an error message: one line of at most 80 characters, whatever the value."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _as_strings(value: object) -> tuple[str, ...] | None:
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    strings = tuple(value) if isinstance(value, Iterable) else (value,)
+    return strings if all(isinstance(s, str) for s in strings) else None
+
+
+def _as_ids(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return ()
+    ids = tuple(map(as_integer, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else (None,)
+    return None if None in ids else ids
