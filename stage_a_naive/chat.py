@@ -15,26 +15,44 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
+from stage_a_naive.loading import one_line
+from stage_a_naive.params import shown
+
+Message = Mapping[str, object]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """The prompt text of a conversation, ending where the assistant's answer begins.
+    """Write a conversation out as the prompt text that the model was trained on, open for the assistant's answer.
 
     Raises:
-        ValueError: a message without a role or content, or no message at all.
+        ValueError: no message at all, a message without role or content, or one that the template refuses.
     """
-    if not messages:
-        raise ValueError("a conversation needs at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
-    if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return chatml(messages)
+    if isinstance(messages, Mapping) or not messages:
+        raise ValueError("a conversation is a list of at least one message")
+    plain = [_plain(message) for message in messages]
+    if not tokenizer.chat_template:
+        return chatml(plain)
+    try:
+        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's authors, and may raise anything
+        raise ValueError(f"the model's chat template refuses the conversation: {one_line(error)}") from error
+
+
+def _plain(message: Message) -> dict[str, object]:
+    """A message with its content as one string; other fields (`name`, `tool_calls`) are left to the template."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise ValueError(f"a message is a dict with 'role' and 'content', got {shown(message)}")
+    role, content = message["role"], message["content"]
+    parts = content if isinstance(content, (list, tuple)) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"the content of a message is text, or a list of text parts, got {shown(content)}")
+    if not isinstance(role, str):
+        raise ValueError(f"the role of a message is text, got {shown(role)}")
+    return {**message, "content": "\n".join(part["text"] for part in parts)}  # as vLLM joins them
 
 
 def chatml(messages: Sequence[Message]) -> str:
-    """A conversation in ChatML, open for the assistant's answer."""
+    """Write a conversation out in ChatML, open for the assistant's answer."""
     turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
     return "".join(turns) + "<|im_start|>assistant\n"

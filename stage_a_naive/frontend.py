@@ -6,10 +6,11 @@ plain `Request`s to the stage's own `_generate`.
 
 from __future__ import annotations
 
-import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 
 import torch
@@ -19,9 +20,10 @@ from stage_a_naive.call_guard import CallGuard
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import Completion, GenerationOutput, Request
-from stage_a_naive.sampling import SamplingFunction, SamplingParams, apply_penalties, sample
+from stage_a_naive.params import SamplingParams, shown
+from stage_a_naive.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
+from stage_a_naive.sampling import SamplingFunction, apply_penalties, sample
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
 
@@ -36,7 +38,8 @@ class Frontend:
     Attributes:
         source, device, dtype: which model, where and in what.
         sampling_fn: replace it to choose tokens yourself: called as `fn(logits [rows, vocab] float32, params)` with one
-            `SamplingParams` a row, it returns the ids `[rows]`. None is the built-in sampler.
+            `SamplingParams` per row, it returns the ids `[rows]`. None is the built-in sampler. A call of `generate`
+            keeps the function that was set when it began.
     """
 
     vocab_size: int
@@ -62,13 +65,14 @@ class Frontend:
         """Complete prompts.
 
         Args:
-            prompts: a string, a list of strings (encoded as they are, no chat template), or a list of token-id lists.
+            prompts: a string, a list of strings (encoded without a chat template), or a list of token-id lists; each
+                may also be a dictionary, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: one for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
             on_text: called as `on_text(index, piece)` with every piece of text as it becomes known.
 
         Returns:
-            One `GenerationOutput` a prompt, in the order of the prompts.
+            One `GenerationOutput` per prompt, in the order of the prompts.
 
         Raises:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
@@ -87,9 +91,11 @@ class Frontend:
     ) -> list[GenerationOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`."""
         self._guard.check_usable()
-        one = len(messages) == 0 or hasattr(messages[0], "keys")
-        conversations = [messages] if one else messages
-        prompts = [self._encode(render_chat(self.tokenizer, conversation)) for conversation in conversations]
+        one = len(messages) == 0 or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
+        texts = [render_chat(self.tokenizer, conversation) for conversation in ([messages] if one else messages)]
+        # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
+        add_special = not self.tokenizer.chat_template
+        prompts = [self._encode(i, text, add_special) for i, text in enumerate(texts)]
         return self.generate(prompts, sampling_params, use_tqdm, on_text)
 
     def close(self) -> None:
@@ -103,15 +109,22 @@ class Frontend:
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         raise NotImplementedError(f"{type(self).__name__} has no engine")
 
-    def _encode(self, text: str) -> list[int]:
-        # The template already holds the special tokens; a plain prompt is encoded as it is.
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, index: int, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text -> token ids, with what this tokenizer puts around a text (Llama's begin-of-sequence token)."""
+        check_text(index, text)
+        limit = self.max_model_len - 1
+        check_text_length(index, text, self.tokenizer, lambda: self._longest_token, limit)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _requests(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         self._guard.check_usable()
-        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompt_list = as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -120,24 +133,25 @@ class Frontend:
             params = list(sampling_params)
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(prompt_list)} prompts but {len(params)} sampling parameters; give one, or one each")
-        return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompt_list, params, strict=True))]
+        sampling_fn = self.sampling_fn  # read once: all requests of a call have the same
+        requests = [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompt_list, params, strict=True))]
+        return [replace(request, sampling_fn=sampling_fn) for request in requests]
 
-    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {params!r}")
-        if isinstance(prompt, int):
-            raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
-        ids = self._encode(prompt) if isinstance(prompt, str) else [operator.index(i) for i in prompt]
+            raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
+        prompt = text_or_ids(index, prompt)
+        ids = self._encode(index, prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
-        outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         if len(ids) > self.max_model_len - 1:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens; with a maximum model length of {self.max_model_len} "
                 f"at most {self.max_model_len - 1} fit, so that one can be generated"
             )
+        outside = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= outside < self.vocab_size:
+            raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed)
 
@@ -148,17 +162,28 @@ class Frontend:
             ValueError: a replaced `sampling_fn` returned something other than `[rows]` ids.
         """
         requests = [c.request for c in completions]
+        sampling_fn = requests[0].sampling_fn  # that of the call, and so of every row
         params = [r.params for r in requests]
         prompts, outputs = [r.prompt_token_ids for r in requests], [c.token_ids for c in completions]
         logits = apply_penalties(logits, params, prompts, outputs)
-        if self.sampling_fn is None:
+        if sampling_fn is None:
             return sample(logits, params, [r.seed for r in requests], [len(ids) for ids in outputs])
-        return checked_ids(self.sampling_fn(logits, params), logits)
+        return checked_ids(sampling_fn(logits, params), logits)
 
 
 def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:
-    """What a replaced sampler returned, refused where it is not one id a row."""
-    if not isinstance(ids, Tensor) or ids.shape != logits.shape[:1] or ids.dtype not in (torch.int64, torch.int32):
+    """What a replaced sampler returned for logits `[rows, vocab]`, as int64 `[rows]`.
+
+    Waits for the device: an id outside the vocabulary must not reach the next step, where a GPU would abort on it.
+
+    Raises:
+        ValueError: not one integer id per row, or an id outside the vocabulary.
+    """
+    rows, vocab_size = logits.shape
+    if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.dtype not in (torch.int64, torch.int32):
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids))
-        raise ValueError(f"sampling_fn must return integer ids of shape [{logits.shape[0]}], got {got}")
-    return ids.long()
+        raise ValueError(f"sampling_fn must return integer ids of shape [{rows}], got {got}")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.numel():
+        raise ValueError(f"sampling_fn returned token id {int(outside[0])}, outside the vocabulary of {vocab_size}")
+    return ids.to(logits.device, torch.int64)

@@ -84,7 +84,7 @@ def _local_or_downloaded(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # the hub's errors are many: no network, no such repository, no access
         raise ModelError(
-            f"no directory {name!r} here, and the hub does not give it: {_first_line(error)}; "
+            f"no directory {name!r} here, and the hub does not give it: {one_line(error)}; "
             "download it where there is a network, then pass its directory"
         ) from error
 
@@ -105,7 +105,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers validates with several exception types
-        raise ModelError(f"{config_file}: {_first_line(error)}") from error
+        raise ModelError(f"{config_file}: {one_line(error)}") from error
     if getattr(config, "use_sliding_window", False):
         raise ModelError(f"{path} uses sliding-window attention, which is not supported")
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
@@ -122,7 +122,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_path)
     except Exception as error:
-        raise ModelError(f"the tokenizer in {source.tokenizer_path} does not load: {_first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {source.tokenizer_path} does not load: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -193,7 +193,7 @@ def load_hf_model(
             source.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **model_options
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(f"the weights in {source.path} do not load: {_first_line(error)}") from error
+        raise ModelError(f"the weights in {source.path} do not load: {one_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -232,6 +232,6 @@ def random_tensor(
     return (noise * scale).to(dtype)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """The whole message of an error as one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stage_a_naive.detokenize import IncrementalDecoder, decode_all
-from stage_a_naive.sampling import SamplingParams
+from stage_a_naive.params import SamplingParams
+from stage_a_naive.sampling import SamplingFunction
 
 FinishReason = Literal["stop", "length"]
 
@@ -47,10 +48,11 @@ class GenerationOutput(TypedDict):
 class Request:
     """One prompt that has passed every check at the door."""
 
-    index: int  # its place in the caller's list
+    index: int  # its position in the caller's list
     prompt_token_ids: list[int]
     params: SamplingParams
-    seed: int  # the caller's, or one that the engine drew
+    seed: int  # the caller's, or one that the engine chose
+    sampling_fn: SamplingFunction | None = None  # what replaces the built-in sampler for this request
 
 
 class Completion:

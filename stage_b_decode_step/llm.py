@@ -211,12 +211,12 @@ class LLM(NaiveLLM):
 
     def _pick(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
         """Choose a token id `[1]` on the device, without waiting for it. `step`: how many were chosen before."""
-        params = completion.request.params
+        params, sampling_fn = completion.request.params, completion.request.sampling_fn
         if params.needs_penalties:
             return self._choose(logits, [completion])
-        if self.sampling_fn is not None:
+        if sampling_fn is not None:
             # A copy, because the memory of a compiled step's logits is used again by the next step.
-            return checked_ids(self.sampling_fn(logits.clone(), [params]), logits)
+            return checked_ids(sampling_fn(logits.clone(), [params]), logits)
         return sample(logits, [params], [completion.request.seed], [step])
 
     def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:

@@ -1,0 +1,92 @@
+"""What may be given as a prompt, and what is refused before anything is computed for it.
+
+A prompt is text, a list of token ids, or vLLM's dictionaries of either: `{"prompt": "…"}`, `{"prompt_token_ids": […]}`.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from stage_a_naive.params import as_integer, shown
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+Prompts = Prompt | Sequence[Prompt]
+
+_KEYS = {"prompt", "prompt_token_ids"}
+
+
+def as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several -> a list of prompts.
+
+    Raises:
+        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
+    listed = list(prompts)
+    if listed and as_integer(listed[0]) is not None:
+        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
+    return listed
+
+
+def text_or_ids(index: int, prompt: Prompt) -> str | list[int]:
+    """The text or the token ids of prompt number `index`; `ValueError` names what is neither."""
+    if isinstance(prompt, Mapping):
+        if not prompt or set(prompt) - _KEYS:
+            raise ValueError(
+                f"prompt {index}: a dictionary has 'prompt' (text) or 'prompt_token_ids' and nothing else, "
+                f"got {shown(list(prompt))}"
+            )
+        ids = prompt.get("prompt_token_ids")
+        prompt = prompt.get("prompt") if ids is None else token_ids(index, ids)
+    return prompt if isinstance(prompt, str) else token_ids(index, prompt)
+
+
+def token_ids(index: int, ids: object) -> list[int]:
+    """A list, tuple, array or tensor of token ids as a list of Python integers."""
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
+        hint = "; decode bytes first: prompt.decode('utf-8')" if isinstance(ids, bytes) else ""
+        raise ValueError(f"prompt {index}: a prompt is text or a list of token ids, got {shown(ids)}{hint}")
+    listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if set(map(type, listed)) <= {int}:  # the usual case, ten times faster than one by one
+        return listed
+    plain = [as_integer(i) for i in listed]
+    if None in plain:
+        raise ValueError(f"prompt {index}: token ids are integers, got {shown(listed[plain.index(None)])}")
+    return plain
+
+
+def check_text(index: int, text: str) -> None:
+    """Refuse text that no UTF-8 can hold: half of a surrogate pair, as undecodable bytes leave behind."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt {index} is not valid Unicode text: character {error.start} is {text[error.start]!a}, "
+            "half of a surrogate pair; was it read from bytes that are not UTF-8?"
+        ) from None
+
+
+def check_text_length(
+    index: int, text: str, tokenizer: PreTrainedTokenizerBase, longest_token: Callable[[], int], max_tokens: int
+) -> None:
+    """Refuse text that is too long however it is cut into tokens, without cutting it.
+
+    Args:
+        longest_token: gives the length of the vocabulary's longest token; called for long texts only.
+        max_tokens: how many tokens a prompt may have.
+    """
+    if len(text) <= 16 * max_tokens:  # few tokens are longer than that: cutting it will not take long
+        return
+    # A tokenizer's normalizer may compose up to four characters to one; text that is composed keeps its length.
+    composed = tokenizer.backend_tokenizer.normalizer is None or unicodedata.is_normalized("NFC", text)
+    at_least = len(text) // (longest_token() * (1 if composed else 4))
+    if at_least > max_tokens:
+        raise ValueError(
+            f"prompt {index} has {len(text)} characters, which are at least {at_least} tokens; at most {max_tokens} fit"
+        )

@@ -1,0 +1,153 @@
+"""What may be given as a prompt or a conversation, and what is refused with one line before anything runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from stage_a_naive import LLM, SamplingParams
+from stage_a_naive.chat import render_chat
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM("random:qwen2-tiny", device="cpu")
+
+
+@pytest.fixture
+def with_bos(tiny: LLM) -> Iterator[LLM]:
+    """The tutor's tokenizer, made to begin every text with a token, as Llama's does."""
+    backend = tiny.tokenizer.backend_tokenizer
+    before, bos = backend.post_processor, "<|im_start|>"
+    template = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    backend.post_processor = template
+    yield tiny
+    backend.post_processor = before
+
+
+def prompt_ids(llm: LLM, prompts: object) -> list[list[int]]:
+    return [output["prompt_token_ids"] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_every_spelling_of_a_prompt_means_the_same(tiny: LLM) -> None:
+    ids = tiny.tokenizer.encode("abc def")
+    spellings = [
+        "abc def", ids, tuple(ids), np.array(ids), [np.int64(i) for i in ids], torch.tensor(ids),
+        {"prompt": "abc def"}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids), "prompt": "abc def"},
+    ]  # fmt: skip
+    got = prompt_ids(tiny, spellings)
+    assert got == [ids] * len(spellings)
+    assert all(type(i) is int for row in got for i in row)
+    assert prompt_ids(tiny, {"prompt": "abc def"}) == prompt_ids(tiny, np.array([ids])) == [ids]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (b"abc", "prompt 0.*bytes first"),
+        ([b"abc"], "prompt 0.*bytes first"),
+        (["ok", [True, False]], "prompt 1: token ids are integers, got True"),
+        ([[1, 2.0]], r"token ids are integers, got 2\.0"),
+        ([np.array([1.0])], r"token ids are integers, got 1\.0"),
+        ([["a", "b"]], "token ids are integers, got 'a'"),
+        ([{"text": "abc"}], "prompt 0: a dictionary has 'prompt'"),
+        ({"prompt": "abc", "multi_modal_data": {}}, "multi_modal_data"),
+        ({}, "a dictionary has"),
+        ({"prompt": None}, "a prompt is text or a list of token ids, got None"),
+        ({"prompt_token_ids": "abc"}, "a prompt is text or a list of token ids, got 'abc'"),
+        ([None], "prompt 0: a prompt is text or a list of token ids, got None"),
+        (3, "got 3"),
+        (None, "got None"),
+        ([np.int64(1), np.int64(2)], "wrap it in a list"),
+        ([[1, 2**70]], "is outside the vocabulary"),
+        (["fine", "broken \ud800 text"], r"prompt 1 is not valid Unicode text: character 7 is '\\ud800'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_one_line(tiny: LLM, prompts: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        tiny.generate(prompts, GREEDY, use_tqdm=False)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(tiny: LLM) -> None:
+    start = time.perf_counter()
+    for text in ("word " * 4_000_000, "é" * 10_000_000):
+        with pytest.raises(ValueError, match="characters, which are at least .* tokens; at most 4095 fit"):
+            tiny.generate(text, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="at most 4095 fit"):
+        tiny.chat([{"role": "user", "content": "word " * 4_000_000}], GREEDY, use_tqdm=False)
+    assert time.perf_counter() - start < 6
+
+
+def test_a_long_text_of_long_tokens_is_not_refused_by_its_length(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " " * 700
+    ids = tiny.tokenizer.encode(text)
+    monkeypatch.setattr(tiny, "max_model_len", len(ids) + 2)
+    assert prompt_ids(tiny, text) == [ids]
+    monkeypatch.setattr(tiny, "max_model_len", len(ids))
+    with pytest.raises(ValueError, match=f"prompt 0 has {len(ids)} tokens"):
+        tiny.generate(text, GREEDY, use_tqdm=False)
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_and_for_chats(with_bos: LLM) -> None:
+    bos = with_bos.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ids = with_bos.tokenizer("abc").input_ids
+    assert ids[0] == bos and prompt_ids(with_bos, ["abc", ids]) == [ids, ids]
+    messages = [{"role": "user", "content": "abc"}]
+    [output] = with_bos.chat(messages, GREEDY, use_tqdm=False)
+    rendered = with_bos.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert output["prompt_token_ids"] == rendered
+    assert output["prompt_token_ids"][0] == bos != output["prompt_token_ids"][1]
+
+
+def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(
+    with_bos: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_bos.tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": "abc"}]
+    [output] = with_bos.chat(messages, GREEDY, use_tqdm=False)
+    assert output["prompt_token_ids"] == with_bos.tokenizer(render_chat(with_bos.tokenizer, messages)).input_ids
+
+
+def test_parts_of_text_are_joined_to_one_content(tiny: LLM) -> None:
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+    one, joined = ([{"role": "user", "content": content}] for content in (parts, "first\nsecond"))
+    assert render_chat(tiny.tokenizer, one) == render_chat(tiny.tokenizer, joined)
+    assert tiny.chat(one, GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "user", "content": None}], "content of a message is text"),
+        ([{"role": "user", "content": b"abc"}], "content of a message is text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "list of text parts"),
+        ([{"role": None, "content": "abc"}], "role of a message is text"),
+        ({"role": "user", "content": "abc"}, "a conversation is a list"),
+        ("What is a KV cache?", "a message is a dict"),
+        ([{"role": "user", "content": "broken \udcff"}], "not valid Unicode"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_in_one_line(tiny: LLM, messages: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        tiny.chat(messages, GREEDY, use_tqdm=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must\nalternate') }}", "{{ messages[7].content }}", "{% if %}"]
+)
+def test_a_chat_template_that_raises_is_named_in_one_line(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="chat template refuses the conversation: .") as caught:
+        tiny.chat([{"role": "user", "content": "abc"}], GREEDY, use_tqdm=False)
+    assert "\n" not in str(caught.value)

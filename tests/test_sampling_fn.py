@@ -1,0 +1,57 @@
+"""A replaced sampler: which requests it belongs to, and what happens to ids that are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive import SamplingParams
+from stage_b_decode_step import LLM as DecodeStepLLM
+from stage_d_paged import LLM as PagedLLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+MODEL = "random:qwen2-tiny"
+STAGES = [pytest.param(NaiveLLM, id="a"), pytest.param(DecodeStepLLM, id="b"), pytest.param(PagedLLM, id="d")]
+
+
+def second_best(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    return logits.topk(2).indices[:, 1]
+
+
+@pytest.mark.parametrize("llm_class", STAGES)
+def test_a_call_keeps_the_sampler_that_was_set_when_it_began(llm_class: type) -> None:
+    llm = llm_class(MODEL, device="cpu")
+    answers = {}
+    for name, function in (("built-in", None), ("replaced", second_best)):
+        llm.sampling_fn = function
+        answers[name] = llm.generate(["abc", "de"], GREEDY, use_tqdm=False)
+
+    def exchange(*_: object) -> None:
+        llm.sampling_fn = None if llm.sampling_fn else second_best
+
+    for name, function in (("built-in", None), ("replaced", second_best)):
+        llm.sampling_fn = function
+        outputs = llm.generate(["abc", "de"], GREEDY, use_tqdm=False, on_text=exchange)
+        assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in answers[name]]
+    assert answers["built-in"][0]["token_ids"] != answers["replaced"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 4096, 2**40])
+@pytest.mark.parametrize("llm_class", STAGES)
+def test_an_id_outside_the_vocabulary_is_refused_at_once(llm_class: type, wrong: int) -> None:
+    llm = llm_class(MODEL, device="cpu")
+    before = llm.generate("abc", GREEDY, use_tqdm=False)
+    calls = 0
+
+    def fails_at_the_third_token(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.full(logits.shape[:1], wrong) if calls == 3 else logits.argmax(-1)
+
+    llm.sampling_fn = fails_at_the_third_token
+    with pytest.raises(ValueError, match=f"sampling_fn returned token id {wrong}, outside the vocabulary of 4096"):
+        llm.generate("abc", GREEDY, use_tqdm=False)
+    assert calls == 3
+    llm.sampling_fn = None
+    assert llm.generate("abc", GREEDY, use_tqdm=False)[0]["token_ids"] == before[0]["token_ids"]
