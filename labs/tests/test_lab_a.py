@@ -75,9 +75,10 @@ class TestFilterLogits:
         expected = (torch.tensor([1.0, 2.0, 4.0]) / 0.5).softmax(-1)
         assert torch.allclose(out, expected), f"softmax(logits / 0.5) expected, got {out.tolist()}"
 
-    def test_a_tiny_temperature_does_not_overflow(self):
-        out = self.filtered([1.0, 2.0, 4.0], temperature=1e-38)
-        assert out.argmax() == 2 and not out.isnan().any(), f"temperature 1e-38 gave {out.tolist()}"
+    @pytest.mark.parametrize("tiny", [1e-38, 5e-324])
+    def test_a_tiny_temperature_does_not_overflow(self, tiny: float):
+        out = self.filtered([1.0, 2.0, 4.0], temperature=tiny)
+        assert out.argmax() == 2 and not out.isnan().any(), f"temperature {tiny} gave {out.tolist()}"
 
     def test_top_k_keeps_the_k_highest_and_ties_with_the_kth(self):
         assert self.kept([1.0, 5.0, 3.0, 4.0], top_k=2) == [1, 3], "top_k=2 keeps the two highest"
@@ -89,6 +90,7 @@ class TestFilterLogits:
         logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
         assert self.kept(logits, top_p=0.7) == [0, 1], "0.5 does not reach 0.7, 0.5 + 0.3 does"
         assert self.kept(logits, top_p=0.01) == [0], "one token always stays"
+        assert self.kept(logits, top_p=5e-324) == [0], "the likeliest stays also where float32 rounds top_p to 0"
         shuffled = [logits[i] for i in (3, 0, 2, 1)]
         assert self.kept(shuffled, top_p=0.7) == [1, 3], "the mask must go back to the tokens' own places"
 
