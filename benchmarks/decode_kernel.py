@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.environment import ROOT, environment
 from benchmarks.markers import fill_file
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
@@ -51,7 +51,7 @@ TUNINGS = (
 
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
     """The real shape with random weights, scaled so that activations keep their size."""
-    config = ModelConfig.from_hf(preset_configs()[name])
+    config = ModelConfig.from_hf(preset_config(name))
     model = DecoderModel(config, backend, max(CONTEXTS) + 1, torch.bfloat16, torch.device("cuda"))
     for parameter in model.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)

@@ -4,8 +4,12 @@ The words that every stage shares live here: sampling parameters, outputs, model
 and the command line.
 """
 
-from stage_a_naive.llm import LLM
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
+from stage_a_naive.lazy import import_when_used
 
-__all__ = ["LLM", "GenerationOutput", "SamplingParams"]
+DEFINED_IN = {
+    "LLM": "stage_a_naive.llm",
+    "GenerationOutput": "stage_a_naive.outputs",
+    "SamplingParams": "stage_a_naive.sampling",
+}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

@@ -1,74 +1,104 @@
 """The command line that every stage shares: one question in, streamed text and a performance summary out.
 
-A stage adds its own options through `add_options`; each is passed to its `LLM` under the option's name.
+A stage adds its own options through `add_options`; each is passed to its `LLM` under the option's name. The arguments
+are read before anything slow is imported, so that `--help` and a mistyped option answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from stage_a_naive.frontend import Frontend
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
+from stage_a_naive.presets import PRESETS
 
-DEFAULT_PROMPT = "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"
+if TYPE_CHECKING:
+    from stage_a_naive.frontend import Frontend
+    from stage_a_naive.outputs import GenerationOutput
+
+# The course's own question. The tutor knows both.
+DEFAULT_PROMPTS = {
+    "zh": "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？",
+    "en": "How do I build a mini vLLM inference loop from scratch? Answer in bullet points.",
+}
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 AddOptions = Callable[[argparse._ArgumentGroup], None]
 
 
+def default_prompt() -> str:
+    """The course's question in Chinese where the locale is Chinese, and in English elsewhere."""
+    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    return DEFAULT_PROMPTS["zh" if locale.startswith("zh") else "en"]
+
+
 def build_parser(stage: str, description: str, add_options: AddOptions | None = None) -> argparse.ArgumentParser:
-    """The parser of `python -m <stage>`; option groups are named `model`, `sampling` and `stage`."""
+    """Make the parser of `python -m <stage>`; its option groups are named `model`, `sampling` and `stage`."""
     parser = argparse.ArgumentParser(prog=f"python -m {stage}", description=description)
-    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="what to ask (default: the course's own question)")
+    parser.add_argument("--prompt", default=default_prompt(), help="what to ask (default: %(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="tutor", help="tutor | random:<preset> | directory | hub id")
-    model.add_argument("--device", default="auto", help="auto | cpu | cuda")
-    model.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16")
-    model.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
+    sources = f"tutor | random:PRESET | a directory | a hub id; PRESET is one of {', '.join(PRESETS)}"
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=256)
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, default=0)
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--min-p", type=float, default=0.0)
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    for group, name, kind, default, meaning in (
+        (model, "model", str, "tutor", sources),
+        (model, "device", str, "auto", "auto | cpu | cuda"),
+        (model, "dtype", str, "auto", "auto | float32 | float16 | bfloat16"),
+        (model, "seed", int, 0, "for random weights and unseeded requests"),
+        (sampling, "max-tokens", int, 256, "length of the answer at most"),
+        (sampling, "temperature", float, 0.0, "0 takes the best token; higher is more random"),
+        (sampling, "top-k", int, 0, "sample from the K best tokens; 0 is off"),
+        (sampling, "top-p", float, 1.0, "sample from the best tokens that have this probability together"),
+        (sampling, "min-p", float, 0.0, "drop tokens less likely than this share of the best token's probability"),
+        (sampling, "repetition-penalty", float, 1.0, "above 1 avoids tokens that are in the text already"),
+    ):
+        group.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model says")
     if add_options is not None:
         add_options(parser.add_argument_group("stage"))
     return parser
 
 
-def run(
-    llm_class: Callable[..., Frontend],
-    stage: str,
-    description: str,
-    add_options: AddOptions | None = None,
-    argv: list[str] | None = None,
-) -> int:
-    """Answer one prompt on the command line. Returns the exit code: 0; 2 after a one-line error; 130 after Ctrl-C."""
-    options = vars(build_parser(stage, description, add_options).parse_args(argv))
-    prompt, raw = options.pop("prompt"), options.pop("raw")
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
-    sampling_options = {name: options.pop(name) for name in names}
+def run(stage: str, description: str, add_options: AddOptions | None = None, argv: list[str] | None = None) -> int:
+    """Answer one prompt with the package `stage`.
+
+    Returns:
+        The exit code: 0, also when the reader of a pipe has gone; 2 after a one-line error; 130 after Ctrl-C.
+    """
     try:
-        params = SamplingParams(**sampling_options)
-        llm = llm_class(options.pop("model"), **options)
-        ask = prompt if raw else [{"role": "user", "content": prompt}]
-        answer = llm.generate if raw else llm.chat
-        [output] = answer(ask, params, use_tqdm=False, on_text=_print_piece)
+        try:
+            sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
+            options = vars(build_parser(stage, description, add_options).parse_args(argv))
+            _answer(importlib.import_module(stage), options)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    print("\n" + performance_summary(llm, output))
-    close = getattr(llm, "close", None)
-    if close is not None:
-        close()
     return 0
+
+
+def _answer(stage: object, options: dict) -> None:
+    prompt, raw, model = (options.pop(name) for name in ("prompt", "raw", "model"))
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
+    params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
+    llm = stage.LLM(model, **options)
+    print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
+    ask = prompt if raw else [{"role": "user", "content": prompt}]
+    [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
+    print("\n" + performance_summary(llm, output))
+    if hasattr(llm, "close"):
+        llm.close()
 
 
 def _print_piece(index: int, piece: str) -> None:
@@ -84,7 +114,7 @@ def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
         ("model", f"{llm.source.name} on {llm.device} in {str(llm.dtype).removeprefix('torch.')}"),
         ("build", f"{llm.build_time:9.3f} s"),
         ("prefill", f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} tokens   {prefill_rate:9.1f} tokens/s"),
-        ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms a token"),
+        ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms per token"),
         ("total", f"{m['tokens_per_sec']:.1f} generated tokens/s, finished by {output['finish_reason']!r}"),
     ]
     return "\n".join(["", "[performance]"] + [f"{name:8s} {text}" for name, text in rows])

@@ -12,26 +12,22 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.config_classes import CONFIG_CLASSES
+from stage_a_naive.presets import PRESETS, preset_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "llama3")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,11 +54,10 @@ def resolve(model: str | os.PathLike[str]) -> ModelSource:
     """
     name = os.fspath(model)
     if name.startswith("random:"):
-        presets = preset_configs()
         preset = name.removeprefix("random:")
-        if preset not in presets:
-            raise ModelError(f"no preset {preset!r}; there are: {', '.join('random:' + p for p in presets)}")
-        return ModelSource(name, presets[preset], None, TUTOR_PATH)
+        if preset not in PRESETS:
+            raise ModelError(f"no preset {preset!r}; there are: {', '.join('random:' + p for p in PRESETS)}")
+        return ModelSource(name, preset_config(preset), None, TUTOR_PATH)
     path = TUTOR_PATH if name == "tutor" else _local_or_downloaded(name)
     return ModelSource(name, _read_config(path), path, path)
 
@@ -98,12 +93,12 @@ def _read_config(path: Path) -> PretrainedConfig:
     except ValueError as error:
         raise ModelError(f"{config_file} is not JSON: {error}") from error
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelError(f"architecture {model_type!r} is not supported; these are: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if model_type not in CONFIG_CLASSES:
+        raise ModelError(f"architecture {model_type!r} is not supported; these are: {', '.join(CONFIG_CLASSES)}")
     if raw.get("quantization_config"):
         raise ModelError(f"{path} is a quantised checkpoint, which is not supported; use the unquantised one")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = CONFIG_CLASSES[model_type].from_pretrained(path)
     except Exception as error:  # transformers validates with several exception types
         raise ModelError(f"{config_file}: {one_line(error)}") from error
     if getattr(config, "use_sliding_window", False):
@@ -116,11 +111,15 @@ def _read_config(path: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token forced (some models have none, and batching needs one)."""
+    """Read the model's `tokenizer.json`, with a padding token forced (some models have none, and batching needs one).
+
+    The class is named, not chosen by `AutoTokenizer`: importing that one also imports every model class of transformers
+    and PyTorch's compiler (1.5 s at every start), and what it chooses would read this same file.
+    """
     if not (source.tokenizer_path / "tokenizer.json").is_file():
         raise ModelError(f"{source.tokenizer_path} has no tokenizer.json; only tokenizers in that format are supported")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_path)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source.tokenizer_path)
     except Exception as error:
         raise ModelError(f"the tokenizer in {source.tokenizer_path} does not load: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
@@ -173,7 +172,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def load_hf_model(
     source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int = 0, **model_options: object
 ) -> PreTrainedModel:
-    """The model as transformers builds it, in inference mode on `device`.
+    """Build the model with transformers, in inference mode on `device`.
 
     Args:
         seed: for the weights of a `random:` preset.
@@ -182,6 +181,8 @@ def load_hf_model(
     Raises:
         ModelError: a weight is missing, extra, of the wrong shape, or unreadable.
     """
+    from transformers import AutoModelForCausalLM  # here: stages D to F have a model of their own and need not wait
+
     if source.path is None:
         return _random_hf_model(source, device, dtype, seed, **model_options)
     if not any(source.path.glob("*.safetensors")):
@@ -206,6 +207,8 @@ def load_hf_model(
 def _random_hf_model(
     source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int, **model_options: object
 ) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(source.config, dtype=dtype, **model_options)
     with torch.no_grad():

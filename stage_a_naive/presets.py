@@ -6,7 +6,11 @@ shape: benchmarks and tests need no download. The figures are those of the model
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _TINY = {
     "vocab_size": 4096,
@@ -19,80 +23,93 @@ _TINY = {
     "rms_norm_eps": 1e-6,
 }
 
+PRESETS: dict[str, dict] = {
+    # https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    # https://huggingface.co/Qwen/Qwen3-0.6B
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    # https://huggingface.co/meta-llama/Llama-3.2-1B-Instruct
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+    },
+    # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
+    # Llama-3 rope scaling.
+    "qwen2-tiny": {
+        "model_type": "qwen2",
+        **_TINY,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen3-tiny": {
+        "model_type": "qwen3",
+        **_TINY,
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-tiny": {
+        "model_type": "llama",
+        **_TINY,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        "tie_word_embeddings": False,
+    },
+}
 
-def preset_configs() -> dict[str, PretrainedConfig]:
-    """Every preset's configuration by name; made anew at each call, because configurations can be changed."""
-    return {
-        # https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct
-        "qwen2.5-0.5b": Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            tie_word_embeddings=True,
-        ),
-        # https://huggingface.co/Qwen/Qwen3-0.6B
-        "qwen3-0.6b": Qwen3Config(
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40960,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            tie_word_embeddings=True,
-        ),
-        # https://huggingface.co/meta-llama/Llama-3.2-1B-Instruct
-        "llama-3.2-1b": LlamaConfig(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 32.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            tie_word_embeddings=True,
-        ),
-        # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
-        # Llama-3 rope scaling.
-        "qwen2-tiny": Qwen2Config(
-            **_TINY, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True
-        ),
-        "qwen3-tiny": Qwen3Config(
-            **_TINY,
-            head_dim=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=True,
-        ),
-        "llama-tiny": LlamaConfig(
-            **_TINY,
-            head_dim=32,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 512,
-            },
-            tie_word_embeddings=False,
-        ),
-    }
+
+def preset_config(preset: str) -> PretrainedConfig:
+    """Build the configuration of a preset, a new one at each call, because configurations can be changed."""
+    from stage_a_naive.config_classes import CONFIG_CLASSES  # here: `--help` lists the presets before slow imports
+
+    values = deepcopy(PRESETS[preset])
+    return CONFIG_CLASSES[values.pop("model_type")](**values)

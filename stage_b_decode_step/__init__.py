@@ -4,8 +4,12 @@ Static KV cache, buffers allocated once, pinned copies, end of sequence found la
 has a switch of its own.
 """
 
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
-from stage_b_decode_step.llm import LLM
+from stage_a_naive.lazy import import_when_used
 
-__all__ = ["LLM", "GenerationOutput", "SamplingParams"]
+DEFINED_IN = {
+    "LLM": "stage_b_decode_step.llm",
+    "GenerationOutput": "stage_a_naive.outputs",
+    "SamplingParams": "stage_a_naive.sampling",
+}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

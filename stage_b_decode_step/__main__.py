@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import BooleanOptionalAction, _ArgumentGroup
 
 from stage_a_naive.cli import run
-from stage_b_decode_step.llm import LLM
 
 
 def add_options(group: _ArgumentGroup) -> None:
@@ -20,11 +19,12 @@ def add_options(group: _ArgumentGroup) -> None:
     switch("--async-eos", True, "find the end of sequence a few steps late instead of waiting at every step")
     group.add_argument("--sync-every", type=int, help="send tokens to the host every N steps (default: 8 on a GPU)")
     switch("--sdpa", True, "fused attention kernels instead of attention written out")
-    group.add_argument("--matmul-precision", default="high", choices=["highest", "high", "medium"])
+    precisions = ["highest", "high", "medium"]
+    group.add_argument("--matmul-precision", default="high", choices=precisions, help="of float32 (default: high)")
     switch("--warmup", True, "run once before anything is timed")
     switch("--compile", False, "torch.compile on the decode step (with CUDA graphs on a GPU)")
 
 
 if __name__ == "__main__":
     text = "Stage B: the decode step as a module, with a static cache, late end-of-sequence checks and torch.compile."
-    raise SystemExit(run(LLM, "stage_b_decode_step", text, add_options))
+    raise SystemExit(run("stage_b_decode_step", text, add_options))

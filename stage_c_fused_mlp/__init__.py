@@ -4,19 +4,17 @@ C++ and CUDA sources in `csrc/`, built once by `extension.py`, called through `f
 `patch.py`.
 """
 
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
-from stage_c_fused_mlp.fused_mlp import FusedLayerNormMLP, fused_ln_mlp, fused_swiglu_mlp
-from stage_c_fused_mlp.llm import LLM
-from stage_c_fused_mlp.patch import replace_mlp_in_qwen, restore_mlp
+from stage_a_naive.lazy import import_when_used
 
-__all__ = [
-    "LLM",
-    "FusedLayerNormMLP",
-    "GenerationOutput",
-    "SamplingParams",
-    "fused_ln_mlp",
-    "fused_swiglu_mlp",
-    "replace_mlp_in_qwen",
-    "restore_mlp",
-]
+DEFINED_IN = {
+    "LLM": "stage_c_fused_mlp.llm",
+    "GenerationOutput": "stage_a_naive.outputs",
+    "SamplingParams": "stage_a_naive.sampling",
+    "FusedLayerNormMLP": "stage_c_fused_mlp.fused_mlp",
+    "fused_ln_mlp": "stage_c_fused_mlp.fused_mlp",
+    "fused_swiglu_mlp": "stage_c_fused_mlp.fused_mlp",
+    "replace_mlp_in_qwen": "stage_c_fused_mlp.patch",
+    "restore_mlp": "stage_c_fused_mlp.patch",
+}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

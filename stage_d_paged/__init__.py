@@ -1,7 +1,11 @@
 """Stage D: the model written from scratch on a paged KV cache, with a prefix cache and paged attention."""
 
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
-from stage_d_paged.llm import LLM
+from stage_a_naive.lazy import import_when_used
 
-__all__ = ["LLM", "GenerationOutput", "SamplingParams"]
+DEFINED_IN = {
+    "LLM": "stage_d_paged.llm",
+    "GenerationOutput": "stage_a_naive.outputs",
+    "SamplingParams": "stage_a_naive.sampling",
+}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

@@ -78,13 +78,13 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         ("max_num_batched_tokens", "tokens in one step"),
         ("max_num_seqs", "requests that are worked on together"),
         ("max_model_len", "tokens of prompt and answer together"),
-        ("num_kvcache_blocks", "pages in the pool; -1 takes what fits on a GPU, and 512 MiB on a CPU"),
+        ("num_kvcache_blocks", "blocks in the pool; -1 takes what fits on a GPU, and 512 MiB on a CPU"),
     ):
         flag = "--" + name.replace("_", "-")
         help_text = f"{meaning} (default: %(default)s)"
         group.add_argument(flag, type=int, metavar="N", default=getattr(default, name), help=help_text)
     group.add_argument(
-        "--kvcache-block-size", type=int, metavar="N", help="tokens in a page (default: what the backend prefers)"
+        "--kvcache-block-size", type=int, metavar="N", help="tokens in a block (default: what the backend prefers)"
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -93,11 +93,18 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         default=default.gpu_memory_utilization,
         help="share of the GPU's memory that this process may use (default: %(default)s)",
     )
-    group.add_argument("--attention-backend", metavar="NAME", default="auto", help="auto | reference | triton | flash")
-    group.add_argument("--fused-mlp", metavar="WHEN", default="auto", help="stage C's operator: auto | on | off")
+    group.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        default="auto",
+        help="auto | reference | triton | flash (default: %(default)s)",
+    )
+    group.add_argument(
+        "--fused-mlp", metavar="WHEN", default="auto", help="stage C's operator: auto | on | off (default: %(default)s)"
+    )
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
-        help="do not share the pages of equal prefixes",
+        help="do not share the blocks of equal prefixes",
     )

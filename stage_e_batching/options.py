@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.options import add_options as add_paged_options
-from stage_e_batching.scheduler import check_step_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +23,8 @@ class BatchingOptions(EngineOptions):
     trace: str | None = None
 
     def __post_init__(self) -> None:
+        from stage_e_batching.scheduler import check_step_limits  # here: `--help` need not wait for PyTorch
+
         super().__post_init__()
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
 

@@ -1,7 +1,11 @@
 """Stage F: the CPU taken out of the loop by CUDA graphs, overlap and fused kernels; then more GPUs."""
 
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.llm import LLM
+from stage_a_naive.lazy import import_when_used
 
-__all__ = ["LLM", "GenerationOutput", "SamplingParams"]
+DEFINED_IN = {
+    "LLM": "stage_f_graph_tp.llm",
+    "GenerationOutput": "stage_a_naive.outputs",
+    "SamplingParams": "stage_a_naive.sampling",
+}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

@@ -3,15 +3,22 @@
 import sys
 
 from stage_a_naive.cli import run
-from stage_f_graph_tp.llm import LLM
 from stage_f_graph_tp.options import add_options
-from stage_f_graph_tp.worker import WorkerError
 
 DESCRIPTION = "Stage F: CUDA graphs, overlapped scheduling, fused kernels, tensor parallelism."
 
-if __name__ == "__main__":
+
+def main() -> int:
     try:
-        raise SystemExit(run(LLM, "stage_f_graph_tp", DESCRIPTION, add_options))
-    except WorkerError as error:
+        return run("stage_f_graph_tp", DESCRIPTION, add_options)
+    except RuntimeError as error:
+        from stage_f_graph_tp.worker import WorkerError  # here: `--help` need not wait for PyTorch
+
+        if not isinstance(error, WorkerError):
+            raise
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

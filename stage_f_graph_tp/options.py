@@ -26,7 +26,9 @@ class GraphOptions(BatchingOptions):
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options on the command line."""
     add_batching_options(group)
-    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs, or CPU processes")
+    group.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs, or CPU processes (default: %(default)s)"
+    )
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     group.add_argument("--no-overlap", dest="overlap", action="store_false", help="prepare a step after the one before")
     group.add_argument("--no-fused", dest="fused", action="store_false", help="stage D's layers, kernel by kernel")

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from benchmarks.floor import Ceilings, ModelCost, floors, percent_of_floor
 from benchmarks.workloads import SIZES, Call, make_workload, workload_names
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 
 H200 = Ceilings(copy_bytes_per_s=4.28e12, matmul_operations_per_s=710e12)
 each_size = pytest.mark.parametrize("size", SIZES, ids="size_{}".format)  # an id "gpu" would be taken for the marker
 
 
 def cost_of(preset: str, bytes_per_number: int = 2) -> ModelCost:
-    return ModelCost(preset_configs()[preset], bytes_per_number)
+    return ModelCost(preset_config(preset), bytes_per_number)
 
 
 def test_mixed_is_the_published_workload() -> None:
@@ -102,7 +102,7 @@ def test_bytes_of_a_step(preset: str, weight_gb: float, kv_bytes: int) -> None:
 def test_counted_weights_are_those_of_the_model(preset: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = preset_configs()[preset]
+    config = preset_config(preset)
     model = AutoModelForCausalLM.from_config(config)
     read = sum(p.numel() for p in model.parameters())  # a tied weight counts once
     if not config.tie_word_embeddings:

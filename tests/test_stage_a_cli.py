@@ -2,24 +2,92 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from stage_a_naive import LLM
-from stage_a_naive.cli import DEFAULT_PROMPT, run
+from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
+from stage_a_naive.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = [
+    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
+]  # fmt: skip
+TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]
+SLOW_MODULES = ["torch._dynamo", "transformers.modeling_utils", "transformers.generation.utils"]
 
 
 def ask(*argv: str) -> int:
-    return run(LLM, "stage_a_naive", "test", argv=["--device", "cpu", *argv])
+    return run("stage_a_naive", "test", argv=["--device", "cpu", *argv])
 
 
-def test_the_default_question_is_answered_with_a_performance_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def modules_after(stage: str, *argv: str) -> set[str]:
+    """The modules that `python -m <stage>` has imported when it ends."""
+    program = (
+        "import atexit, json, runpy, sys\n"
+        "atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))\n"
+        "sys.argv[0] = stage = sys.argv.pop(1)\n"
+        "runpy.run_module(stage, run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, stage, *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_the_default_question_is_printed_and_answered_with_a_performance_summary(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert ask() == 0
-    printed = capsys.readouterr().out
-    answer, summary = printed.split("[performance]")
+    prompt, rest = capsys.readouterr().out.split("\n[answer]\n")
+    answer, summary = rest.split("[performance]")
+    assert prompt == f"[prompt]\n{default_prompt()}\n"
     assert "KV" in answer and len(answer) > 100
     for name in ("build", "prefill", "decode", "generated tokens/s"):
         assert name in summary
-    assert DEFAULT_PROMPT.startswith("用要点概述")
+
+
+@pytest.mark.parametrize(
+    ("locale", "language"),
+    [
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LANG": "en_US.UTF-8"}, "en"),
+        ({"LANG": "C.UTF-8"}, "en"),
+        ({}, "en"),
+        ({"LANG": "en_US.UTF-8", "LC_ALL": "zh_TW.UTF-8"}, "zh"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "", "LC_MESSAGES": "C"}, "en"),
+    ],
+)
+def test_the_default_question_is_in_the_language_of_the_locale(
+    locale: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in locale.items():
+        monkeypatch.setenv(name, value)
+    assert build_parser("a", "").parse_args([]).prompt == DEFAULT_PROMPTS[language]
+
+
+@pytest.mark.parametrize(
+    ("stage", "argument"), [*((stage, "--help") for stage in STAGES), ("stage_a_naive", "--no-such-option")]
+)
+def test_help_and_mistyped_options_wait_for_no_slow_import(stage: str, argument: str) -> None:
+    assert not modules_after(stage, argument) & {"torch", "transformers", "numpy"}
+
+
+def test_help_shows_defaults_and_presets() -> None:
+    text = build_parser("a", "").format_help()
+    assert all(preset in text for preset in PRESETS)
+    assert all(f"(default: {value})" in text for value in ("tutor", "auto", "256", "0.0"))
+
+
+@pytest.mark.parametrize("stage", ["stage_d_paged", "stage_f_graph_tp"])
+def test_an_engine_with_a_model_of_its_own_does_not_import_that_of_transformers(stage: str) -> None:
+    assert not modules_after(stage, *TINY) & set(SLOW_MODULES)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +96,12 @@ def test_the_default_question_is_answered_with_a_performance_summary(capsys: pyt
         (["--model", "/nowhere"], "no such directory"),
         (["--model", "random:nothing"], "no preset"),
         (["--prompt", "", "--raw"], "empty"),
+        (["--prompt", "\udcff"], "not valid UTF-8: b'\\xff'"),
         (["--temperature", "-1"], "temperature"),
         (["--device", "cuda:77"], "device|GPU"),
     ],
 )
-def test_an_error_is_one_line_and_an_exit_code(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_and_an_exit_code(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask(*argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and any(word in error for word in says.split("|"))
@@ -43,3 +110,29 @@ def test_an_error_is_one_line_and_an_exit_code(
 def test_a_raw_prompt_is_continued_without_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--model", "random:llama-tiny", "--raw", "--prompt", "abc", "--max-tokens", "3", "--ignore-eos") == 0
     assert "    3 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], TINY], ids=["help", "answer"])
+def test_a_reader_that_goes_away_ends_the_program_quietly(argv: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stage_a_naive", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"Traceback" not in errors and b"rror" not in errors
+
+
+def test_an_interrupt_during_the_imports_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        [sys.executable, "-m", "stage_a_naive"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        # a test run in the background of a shell ignores SIGINT, and a child inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")

@@ -22,7 +22,7 @@ from stage_a_naive.loading import (
     random_tensor,
     resolve,
 )
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 
 CPU = torch.device("cpu")
 
@@ -155,7 +155,7 @@ def test_the_real_presets_have_the_published_sizes() -> None:
     counts = {}
     for name in ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(preset_configs()[name])
+            model = AutoModelForCausalLM.from_config(preset_config(name))
         counts[name] = sum(p.numel() for p in model.parameters())
     assert counts == {"qwen2.5-0.5b": 494_032_768, "qwen3-0.6b": 596_049_920, "llama-3.2-1b": 1_235_814_400}
 

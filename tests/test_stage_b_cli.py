@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import stage_b_decode_step
 from stage_a_naive.cli import build_parser, run
 from stage_b_decode_step import LLM
 from stage_b_decode_step.__main__ import add_options
@@ -20,21 +21,22 @@ def test_every_option_of_the_engine_is_on_the_command_line_with_its_default() ->
         assert options[name] == default, name
 
 
-def test_switches_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_switches_reach_the_engine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def build(*args: object, **options: object) -> LLM:
         made.append(LLM(*args, **options))
         return made[0]
 
+    monkeypatch.setattr(stage_b_decode_step, "LLM", build, raising=False)
     arguments = [*QUICK, "--no-static-cache", "--no-async-eos", "--no-sdpa", "--matmul-precision", "highest"]
-    assert run(build, "b", "", add_options, arguments) == 0
+    assert run("stage_b_decode_step", "", add_options, arguments) == 0
     assert not (made[0].static_cache or made[0].async_eos or made[0].sdpa) and made[0].buffers
     assert "[performance]" in capsys.readouterr().out
 
 
 def test_switches_that_exclude_each_other_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(LLM, "b", "", add_options, [*QUICK, "--compile", "--no-static-cache"]) == 2
+    assert run("stage_b_decode_step", "", add_options, [*QUICK, "--compile", "--no-static-cache"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: compile=True needs static_cache=True") and error.count("\n") == 1
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_b_decode_step.attention import attention_and_matmul_settings, grouped_sdpa
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog
@@ -24,7 +24,7 @@ def test_cache_sizes_hold_what_is_asked_with_little_to_spare_and_are_few() -> No
 
 
 def make_cache(length: int = 256) -> StaticKVCache:
-    return StaticKVCache(preset_configs()["qwen2-tiny"], length, torch.float32, CPU)
+    return StaticKVCache(preset_config("qwen2-tiny"), length, torch.float32, CPU)
 
 
 def test_the_cache_stores_by_position_and_shows_what_is_filled() -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.loading import ModelSource, load_hf_model, resolve
 from stage_a_naive.outputs import Request
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
@@ -75,7 +75,7 @@ def prompt(length: int, vocab_size: int = 4096, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tmp_path: Path, family: str):
-    reference, runtime = load_both(tmp_path, preset_configs()[family])
+    reference, runtime = load_both(tmp_path, preset_config(family))
     stepper = Stepper(runtime)
     prompts = [prompt(37, seed=1), prompt(5, seed=2), prompt(16, seed=3)]
     logits = stepper.step(*((stepper.sequence(ids), len(ids)) for ids in prompts))
@@ -85,7 +85,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str):
-    reference, runtime = load_both(tmp_path, preset_configs()[family])
+    reference, runtime = load_both(tmp_path, preset_config(family))
     stepper = Stepper(runtime)
     long, short = prompt(40, seed=1), prompt(9, seed=2)
     a, b = stepper.sequence(long), stepper.sequence(short)
@@ -101,7 +101,7 @@ def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str
 
 
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, preset_configs()["qwen3-tiny"], torch.bfloat16)
+    reference, runtime = load_both(tmp_path, preset_config("qwen3-tiny"), torch.bfloat16)
     stepper = Stepper(runtime)
     ids = prompt(30)
     logits, expected = stepper.step((stepper.sequence(ids), 30)).float(), reference_logits(reference, ids).float()
@@ -110,7 +110,7 @@ def test_bfloat16_stays_close_to_transformers(tmp_path: Path):
 
 @pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"])
 def test_a_layer_of_the_real_shape_equals_transformers(tmp_path: Path, preset: str):
-    config = preset_configs()[preset]
+    config = preset_config(preset)
     config.num_hidden_layers, config.vocab_size = 1, 128
     config.layer_types = ["full_attention"]
     reference, runtime = load_both(tmp_path, config)
@@ -130,7 +130,7 @@ def test_the_embedded_model_equals_transformers():
 
 
 def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
-    _, runtime = load_both(tmp_path, preset_configs()["qwen2-tiny"])
+    _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
     shared, tail = prompt(70, seed=1), prompt(11, seed=2)
     fresh, cached = Stepper(runtime, caching=False), Stepper(runtime)
     expected = fresh.step((fresh.sequence(shared + tail), 81))[64:]
@@ -146,7 +146,7 @@ def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
 
 
 def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, preset_configs()["llama-tiny"])
+    reference, runtime = load_both(tmp_path, preset_config("llama-tiny"))
     stepper = Stepper(runtime)
     ids = prompt(40)
     first = stepper.sequence(ids)
@@ -162,7 +162,7 @@ def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_pa
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 256])
 def test_the_page_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
-    config = preset_configs()["qwen2-tiny"]
+    config = preset_config("qwen2-tiny")
     reference, _ = load_both(tmp_path, config)
     source = ModelSource("tiny", config, tmp_path, tmp_path)
     options = EngineOptions(max_model_len=256, kvcache_block_size=block_size)
@@ -186,7 +186,7 @@ def test_llama3_scaling_equals_transformers():
 
 
 def test_far_positions_keep_their_angle():
-    config = preset_configs()["qwen3-0.6b"]
+    config = preset_config("qwen3-0.6b")
     rotary = RotaryEmbedding(ModelConfig.from_hf(config), 40000, torch.float32, CPU)
     cos, sin = rotary(torch.tensor([39999]))
     angle = 39999 * rotary_frequencies(ModelConfig.from_hf(config)).double()
@@ -202,7 +202,7 @@ def test_the_norm_does_not_lose_small_or_large_rows_in_bfloat16():
 
 
 def test_every_layer_has_pages_of_its_own(tmp_path: Path):
-    _, runtime = load_both(tmp_path, preset_configs()["qwen2-tiny"])
+    _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
     pool = runtime.make_pool(3)
     config = runtime.config
     assert pool.tensor.shape == (2, config.num_layers, 3, runtime.block_size, config.num_kv_heads, config.head_dim)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from stage_a_naive.loading import ModelError, ModelSource
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.options import EngineOptions
@@ -151,7 +151,7 @@ def test_an_error_leaves_the_default_dtype_and_device_alone(tmp_path: Path):
 
 
 def test_random_weights_depend_on_the_seed_alone():
-    config = preset_configs()["qwen3-tiny"]
+    config = preset_config("qwen3-tiny")
     source = ModelSource("random:qwen3-tiny", config, None, Path())
     options, cpu = EngineOptions(max_model_len=64), torch.device("cpu")
     one, same, other = (load_runtime(source, options, cpu, torch.float32, seed).model for seed in (1, 1, 2))

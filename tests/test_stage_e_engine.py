@@ -259,7 +259,7 @@ def test_metrics_are_of_this_request(llm):
 def test_the_command_line_streams_an_answer_and_writes_a_trace(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     argv = ["--prompt", "What is a KV cache?", "--max-tokens", "8", "--device", "cpu", "--trace", str(trace)]
-    assert run(stage_e_batching.LLM, "stage_e_batching", "Stage E.", add_options, argv) == 0
+    assert run("stage_e_batching", "Stage E.", add_options, argv) == 0
     assert "[performance]" in capsys.readouterr().out
     records = [json.loads(line) for line in trace.read_text().splitlines()]
     assert sum(entry["samples"] for record in records for entry in record["sequences"]) == 8

@@ -237,4 +237,4 @@ def test_torchrun_starts_the_same_engine_and_answers_once(one_rank):
     llm = stage_e_batching.LLM("tutor", device="cpu")
     conversation = [{"role": "user", "content": question}]
     [output] = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16), False)
-    assert stdout.startswith(output["text"]) and stdout.count("[performance]") == 1
+    assert stdout.count(f"[answer]\n{output['text']}") == 1 and stdout.count("[performance]") == 1

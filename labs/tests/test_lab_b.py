@@ -14,7 +14,7 @@ import stage_b_decode_step.llm as stage
 import stage_b_decode_step.static_cache as static_cache
 import stage_b_decode_step.token_log as token_log
 from labs.tests.support import check_whole_stage, completion_of, one_hot
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_b_decode_step.decode_step import DecodeStep
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class TestCacheLength:
 
 
 def small_cache(length: int = 256) -> static_cache.StaticKVCache:
-    return static_cache.StaticKVCache(preset_configs()["qwen2-tiny"], length, torch.float32, CPU)
+    return static_cache.StaticKVCache(preset_config("qwen2-tiny"), length, torch.float32, CPU)
 
 
 class TestCacheUpdate:
