@@ -74,6 +74,8 @@ def replace_mlp_in_qwen(model: nn.Module, generation: str = "auto") -> PatchRepo
     before = parameter_bytes(model)
     for layer in layers:
         _pack(layer.mlp)
+        for weight in (layer.post_attention_layernorm.weight, layer.mlp.down_proj.weight):
+            weight.data = aligned(weight.data)
         layer.mlp.generation = generation
         layer.forward = MethodType(_fused_forward, layer)
     return PatchReport(len(layers), before, parameter_bytes(model))
@@ -144,6 +146,15 @@ def _pack(mlp: nn.Module) -> None:
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = packed.chunk(2)
     # A buffer, so that a CUDA graph of torch.compile knows that it stays; not in the state_dict, which has both halves.
     mlp.register_buffer("gate_up_proj", packed, persistent=False)
+
+
+def aligned(weight: Tensor) -> Tensor:
+    """The weight itself, or a copy of it if its memory does not start at a multiple of 16 bytes.
+
+    The kernels read 16 bytes at a time. PyTorch allocates memory aligned, but a weight that transformers reads from a
+    safetensors file on a CPU stays where it is in the mapped file, and files may place it at any byte.
+    """
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
 def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
