@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -98,10 +97,12 @@ def _judged_text(name: str, judged: str) -> str:
 
 
 def _compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if not compiler:
-        pytest.skip("no C++ compiler here (apt-get install build-essential)")
-    return compiler
+    from stage_c_fused_mlp.extension import why_no_compiler
+
+    why = why_no_compiler()
+    if why:
+        pytest.skip(f"no C++ compiler: {why}")
+    return os.environ.get("CXX") or "c++"
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

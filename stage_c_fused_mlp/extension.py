@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -108,17 +109,27 @@ def plan(name: str = "fused_mlp") -> Extension:
     """
     if name not in SOURCES:
         raise ExtensionError(f"there is no extension {name!r}; there are: {', '.join(SOURCES)}")
-    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
-    if not any(shutil.which(compiler) for compiler in compilers):
-        raise ExtensionError(
-            f"building {name} needs a C++ compiler and finds none (looked for {', '.join(compilers)}); "
-            f"install one, for example with `apt-get install build-essential`. {STILL_WORKS}"
-        )
+    why = why_no_compiler()
+    if why:
+        raise ExtensionError(f"building {name} needs a C++ compiler; {why}. {STILL_WORKS}")
     os.environ["PATH"] = _path_with_ninja()
     if shutil.which("ninja") is None:
         raise ExtensionError(f"building {name} needs ninja: `pip install ninja`. {STILL_WORKS}")
     why = _why_no_cuda()
     return Extension(name, () if why else _architectures(), why)
+
+
+def why_no_compiler() -> str:
+    """The reason why there is no C++ compiler, and the remedy; empty if there is one that starts."""
+    named = os.environ.get("CXX", "")
+    if not named and shutil.which("c++") is None:
+        return "there is no c++ here; install one, for example with `apt-get install build-essential`"
+    try:
+        subprocess.run([named or "c++", "--version"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        what = f"CXX={named!r}" if named else "c++"
+        return f"{what} does not start ({error}); set CXX to a compiler, a single program such as g++"
+    return ""
 
 
 def _path_with_ninja() -> str:
@@ -221,7 +232,7 @@ def _build(extension: Extension, verbose: bool) -> None:
                 is_python_module=False,
                 verbose=verbose,
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise ExtensionError(_readable(extension, str(error))) from error
         (built,) = Path(folder).glob("*.so")
         os.replace(built, extension.library)
@@ -229,14 +240,12 @@ def _build(extension: Extension, verbose: bool) -> None:
 
 
 def _readable(extension: Extension, output: str) -> str:
-    """The compiler's first errors; everything it said goes to a file."""
+    """The compiler's first error, or the last line if none is marked as one; everything it said goes to a file."""
     log = extension.library.with_suffix(".log")
     log.write_text(output)
-    errors = [line for line in output.splitlines() if re.search(r"\b(fatal error|error)\b[ :]", line)] or [
-        output[-500:]
-    ]
-    first = "\n  ".join(errors[:5])
-    return f"building {extension.name} failed; the first errors:\n  {first}\nEverything is in {log}. {STILL_WORKS}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["the compiler said nothing"]
+    first = next((line for line in lines if re.search(r"\b(fatal error|error)\b[ :]", line)), lines[-1])
+    return f"building {extension.name} failed: {first} (everything that was said is in {log}). {STILL_WORKS}"
 
 
 def _say(text: str) -> None:
