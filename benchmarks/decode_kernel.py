@@ -74,14 +74,14 @@ def step_arguments(config: ModelConfig, rows: int, context: int, page: int = PAG
 
 def time_steps(fused: FusedDecode, arguments: list[Tensor]) -> list[float]:
     """Seconds a step, one number a sample."""
-    outputs = fused.outputs(len(arguments[0]))
+    logits = fused.make_logits(len(arguments[0]))
     fused.reset()
-    fused.step(*arguments, *outputs)
+    fused.step(*arguments, logits)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(STEPS):
-            fused.step(*arguments, *outputs)
+            fused.step(*arguments, logits)
     samples = []
     for _ in range(REPEATS + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -102,9 +102,9 @@ def trace_phases(fused: FusedDecode, arguments: list[Tensor], seconds: float) ->
     layers = fused.config.num_layers
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     trace = torch.zeros(multiprocessors, 9 * layers + 3, dtype=torch.int64, device="cuda")
-    outputs = fused.outputs(len(arguments[0]))
+    logits = fused.make_logits(len(arguments[0]))
     for _ in range(3):
-        fused.step(*arguments, *outputs, trace)
+        fused.step(*arguments, logits, trace)
     fused.check()
     clocks = trace[trace[:, -1] > 0].double()
     second = seconds / (clocks[:, -1] - clocks[:, 0]).mean()

@@ -79,8 +79,8 @@ def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
     """The same step as one kernel."""
     fused = FusedDecode(model)
     arguments = step_arguments(model.config, rows, CONTEXT, PAGE)
-    outputs = fused.outputs(rows)
-    return lambda: fused.step(*arguments, *outputs)
+    logits = fused.make_logits(rows)
+    return lambda: fused.step(*arguments, logits)
 
 
 @torch.inference_mode()

@@ -25,8 +25,10 @@ struct RingPosition {
   }
 };
 
-// What a thread needs everywhere. `waits` is cleared once a wait has outlasted the limit: the thread then waits for
-// nothing any more, so that a broken step ends with an error in the workspace instead of a hung GPU.
+// What a thread needs everywhere. `waits` and `streams` are cleared once a wait has outlasted the limit, in this thread
+// or in any other of the grid: the thread then waits for nothing any more, so that a broken step ends with an error in
+// the workspace instead of a hung GPU. The error stays there, and ends the steps behind it early too, until the host
+// has seen it and made the workspace as new.
 struct Worker {
   const DecodeStep& step;
   const DecodePlan& plan;
@@ -54,11 +56,12 @@ __device__ __forceinline__ Word* exchanged(const Worker& w, unsigned at, unsigne
   return w.words + (at + ((replica * 2 + parity) * kMaxDecodeRows + row) * length);
 }
 
-// Returns when this wait began, or 0 once it has lasted too long. (Values, no references: a `Worker` whose address is
+// Returns when this wait began, or 0 once it or another one has lasted too long. (Values, no references: a `Worker` whose address is
 // taken would live in memory instead of registers.)
 static __device__ __noinline__ unsigned long long check_patience(unsigned long long since, long long limit,
                                                                  unsigned* error, unsigned place) {
   const unsigned long long now = nanoseconds();
+  if (*static_cast<volatile unsigned*>(error) != 0) return 0;
   if (since == 0) return now;
   if (now - since < static_cast<unsigned long long>(limit)) return since;
   atomicCAS(error, 0u, place + 1);
@@ -92,7 +95,8 @@ __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" 
 
 // ---- the producer warp ---------------------------------------------------------------------------------------------
 
-// gate_up: a gate tile and its up tile alternate.
+// gate_up: a gate tile and its up tile alternate. Returns early if the step was given up: a slot that was not released
+// may still be read, and its last copy may still be under way.
 __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* weights, uint64_t policy) {
   const MatrixPlan m = w.plan.matrix[kind];
   const Slice slice = w.shared<Slice>(w.plan.slices_at)[kind];
@@ -107,6 +111,10 @@ __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* w
         const int bytes = min(m.chunk_steps, m.steps - chunk * m.chunk_steps) * 64;
         const uint32_t full = w.full + w.at.slot * 8;
         wait_barrier(w, w.empty + w.at.slot * 8, w.at.parity ^ 1);
+        if (__any_sync(kAllLanes, !w.streams)) {
+          w.streams = false;
+          return;
+        }
         if (w.lane == 0) barrier_expect(full, rows * bytes);
         __syncwarp();
         if (w.lane < rows)
@@ -121,10 +129,11 @@ __device__ __forceinline__ void stream_matrix(Worker& w, int kind, const void* w
 __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table) {
   const uint64_t policy = evict_first_policy();
 #pragma unroll 1
-  for (int layer = 0; layer <= w.step.layers; ++layer) {
+  for (int layer = 0; layer <= w.step.layers && w.streams; ++layer) {
     w.place = layer * 16 + 15;
+    const int last = layer < w.step.layers ? kDown : kHead;
 #pragma unroll 1
-    for (int kind = layer < w.step.layers ? kQkv : kHead; kind <= (layer < w.step.layers ? kDown : kHead); ++kind) {
+    for (int kind = layer < w.step.layers ? kQkv : kHead; kind <= last && w.streams; ++kind) {
       const LayerWeights& weights = table[layer];
       const void* matrix = kind == kQkv      ? weights.qkv
                            : kind == kOut    ? weights.o
@@ -132,6 +141,17 @@ __device__ __forceinline__ void stream_step(Worker& w, const LayerWeights* table
                            : kind == kDown   ? weights.down
                                              : w.step.lm_head;
       stream_matrix(w, kind, matrix, policy);
+    }
+  }
+}
+
+// Returns when every copy that was asked for has arrived: one still under way when its block ends would be written into
+// the shared memory of the block that comes next. A slot's last copy belongs to this turn of the ring or to the one
+// before; a slot that was never used passes at once.
+__device__ __forceinline__ void drain_copies(const Worker& w) {
+  for (int slot = w.lane; slot < w.plan.slots; slot += 32) {
+    const uint32_t parity = slot < w.at.slot ? w.at.parity : w.at.parity ^ 1;
+    while (!barrier_passed(w.full + slot * 8, parity)) {
     }
   }
 }
@@ -202,7 +222,8 @@ __device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, Ri
   else
     multiply_steps<T, 2>(a, x, steps, out);
   __syncwarp();
-  if (w.lane == 0) barrier_arrive(w.empty + at.slot * 8, arrivals);
+  // Not after giving up: the producer has stopped, and a barrier must not count more arrivals than its turn has.
+  if (w.lane == 0 && w.streams) barrier_arrive(w.empty + at.slot * 8, arrivals);
 }
 
 // This warp's units of one matrix; their sums go to `partial` [unit][set][lane], and the ring moves on. A barrier only

@@ -58,13 +58,13 @@ struct DecodePlan {
   MatrixPlan matrix[kKinds];
   int grid, slots, slot_bytes;
   int sets, page_shift;  // sets: of 4 requests, 1 or 2
-  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, units_at, best_at, table_at;
+  int act_at, partial_at, own_at, bias_at, rope_at, sums_at, rows_at, items_at, slices_at, units_at, table_at;
   int barriers_at;
   int smem_bytes;
   // Exchanged vectors: first word, and words of one request. What a kind publishes; for kQkv it goes to the attention.
   unsigned vector_at[4], vector_length[4];
   unsigned unit_rows, attention_rows, act_rows;  // reciprocals: unit -> request, see row_of
-  unsigned attention_at, attention_length, splits_at, candidates_at, total_words;
+  unsigned attention_at, attention_length, splits_at, total_words;
 };
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -116,14 +116,13 @@ inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
   plan.attention_length = s.heads * s.head_dim / 2;
   plan.attention_at = take(2LL * kMaxDecodeReplicas * kMaxDecodeRows * plan.attention_length);
   plan.splits_at = take(1LL * kMaxDecodeRows * s.heads * kMaxDecodeSplits * (s.head_dim + 2));
-  plan.candidates_at = take(1024LL * kMaxDecodeRows);
   plan.total_words = at;
 }
 
 // Returns null or what does not fit.
 inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_limit, DecodePlan& plan) {
   plan = DecodePlan{};
-  plan.grid = std::min({multiprocessors, s.intermediate / 2, 1024});  // every block owns part of the MLP: see consume()
+  plan.grid = std::min(multiprocessors, s.intermediate / 2);  // every block owns part of the MLP: see consume()
   const int attention = s.heads * s.head_dim, qkv = attention + 2 * s.kv_heads * s.head_dim;
   const int target =
       s.slot_bytes > 0 ? s.slot_bytes : std::min(18560, kTileRows * slot_stride(s.hidden / kStepColumns));
@@ -161,14 +160,13 @@ inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_
   plan.items_at = take(kWarps * 64);
   plan.slices_at = take(kKinds * static_cast<int>(sizeof(Slice)));
   plan.units_at = take(units * static_cast<int>(sizeof(Unit)));
-  plan.best_at = take(kWarps * kMaxDecodeRows * 8 + 16);
   plan.table_at = take(s.layers * static_cast<int>(sizeof(LayerWeights)));
   plan.barriers_at = take(64 * 16);
   plan.slots = std::min(64, (smem_limit - at) / plan.slot_bytes);
   if (plan.slots < 4) return "shared memory holds fewer than 4 slots of weights: use fewer rows";
   const int ring = plan.slots * plan.slot_bytes;  // the ring comes first; everything else moves behind it
   for (int* offset : {&plan.act_at, &plan.partial_at, &plan.own_at, &plan.bias_at, &plan.rope_at, &plan.sums_at,
-                      &plan.rows_at, &plan.items_at, &plan.slices_at, &plan.units_at, &plan.best_at, &plan.table_at,
+                      &plan.rows_at, &plan.items_at, &plan.slices_at, &plan.units_at, &plan.table_at,
                       &plan.barriers_at})
     *offset += ring;
   plan.smem_bytes = ring + at;

@@ -5,18 +5,6 @@
 
 namespace six_engines {
 
-// Larger logits first, then lower ids, as one integer.
-__device__ __forceinline__ unsigned long long ranked(float logit, int id) {
-  const unsigned bits = __float_as_uint(logit);
-  const unsigned ordered = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-  return static_cast<unsigned long long>(ordered) << 32 | (0xffffffffu - static_cast<unsigned>(id));
-}
-__device__ __forceinline__ unsigned long long best_of(unsigned long long best, int apart) {  // over lanes `apart` apart
-#pragma unroll 1
-  for (int offset = 16; offset >= apart; offset >>= 1) best = max(best, __shfl_xor_sync(kAllLanes, best, offset));
-  return best;
-}
-
 // This block's slice of one layer matrix times the activations in shared memory, and what becomes of each output: QKV
 // (plus bias) and the MLP's activation leave as pairs of 16-bit values; the hidden state, of which the owner keeps the
 // float32 values, grows and leaves as float32. A warp sums and emits whole tiles, lane (g, q) row g of request q.
@@ -59,9 +47,9 @@ __device__ __forceinline__ void product(Worker& w, int kind) {
   }
 }
 
-// The LM head: so many tiles that a warp takes whole ones. Logits go to memory; `best` keeps the lane's largest.
+// The LM head: so many tiles that a warp takes whole ones. Logits go to memory.
 template <typename T>
-__device__ __forceinline__ void head_product(Worker& w, unsigned long long (&best)[2]) {
+__device__ __forceinline__ void head_product(Worker& w) {
   const DecodeStep& s = w.step;
   const MatrixPlan m = w.plan.matrix[kHead];
   const Slice slice = w.shared<Slice>(w.plan.slices_at)[kHead];
@@ -84,48 +72,18 @@ __device__ __forceinline__ void head_product(Worker& w, unsigned long long (&bes
     for (int set = 0; set < 2; ++set) {
       const int request = set * 4 + q, id = slice.first + row + g;
       if (g >= rows || request >= s.rows) continue;
-      const float logit = out[set] * scale[set];
-      s.logits[static_cast<long long>(request) * s.vocab + id] = logit;
-      best[set] = max(best[set], ranked(logit, id));
+      s.logits[static_cast<long long>(request) * s.vocab + id] = out[set] * scale[set];
     }
   }
 }
 
-// The last block to arrive picks each row's argmax from the blocks' candidates and closes the step.
-__device__ __forceinline__ void finish_step(Worker& w, unsigned step_number, const unsigned long long (&bests)[2]) {
-  const DecodeStep& s = w.step;
-  unsigned long long* shared = w.shared<unsigned long long>(w.plan.best_at);  // [warps][rows]
-  volatile unsigned long long* candidates = w.words + w.plan.candidates_at;
-  int* last = reinterpret_cast<int*>(shared + kWarps * kMaxDecodeRows);
-#pragma unroll 1
-  for (int set = 0; set < 2; ++set) {
-    const unsigned long long best = best_of(bests[set], 4);  // lanes of one request are 4 apart
-    if (w.lane < 4) shared[w.warp * kMaxDecodeRows + set * 4 + w.lane] = best;
-  }
-  workers_sync();
-  if (w.thread < s.rows) {
-    unsigned long long best = 0;
-    for (int warp = 0; warp < kWarps; ++warp) best = max(best, shared[warp * kMaxDecodeRows + w.thread]);
-    candidates[blockIdx.x * kMaxDecodeRows + w.thread] = best;
-    __threadfence();
-  }
-  workers_sync();
-  if (w.thread == 0) {
-    *last = atomicAdd(control(w) + 1, 1u) == gridDim.x - 1;
-    __threadfence();
-  }
-  workers_sync();
-  if (!*last) return;
-  for (int row = w.warp; row < s.rows; row += kWarps) {
-    unsigned long long best = 0;
-    for (int block = w.lane; block < gridDim.x; block += 32) best = max(best, candidates[block * kMaxDecodeRows + row]);
-    best = best_of(best, 1);
-    if (w.lane == 0) s.greedy[row] = 0xffffffffu - static_cast<unsigned>(best);
-  }
-  if (w.thread == 0) {
-    control(w)[1] = 0;
-    control(w)[0] = step_number + 1;
-  }
+// Counts the blocks that are done; the last one closes the step. (All have read the step's number by then.) For one
+// thread of a block, once none of the block's waits is left that could report an error.
+__device__ __forceinline__ void close_step(const Worker& w, unsigned step_number) {
+  volatile unsigned* words = control(w);
+  if (atomicAdd(control(w) + 1, 1u) != gridDim.x - 1) return;
+  words[1] = 0;
+  words[0] = step_number + 1;
 }
 
 }  // namespace six_engines

@@ -35,7 +35,7 @@ void check(const char* name, const Tensor& tensor, const Tensor& like, at::Scala
 void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tensor& final_norm, const Tensor& lm_head,
                  const Tensor& cos, const Tensor& sin, const Tensor& kv_cache, const Tensor& token_ids,
                  const Tensor& positions, const Tensor& slot_mapping, const Tensor& block_tables,
-                 const Tensor& context_lens, const Tensor& logits, const Tensor& greedy, const Tensor& workspace,
+                 const Tensor& context_lens, const Tensor& logits, const Tensor& workspace,
                  const std::optional<Tensor>& trace, int64_t heads, int64_t intermediate, double eps,
                  int64_t max_splits, int64_t replicas, int64_t slot_bytes, int64_t flags,
                  int64_t timeout_ms) {
@@ -65,7 +65,6 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   check("block_tables", block_tables, kv_cache, at::kInt, block_tables.sizes());
   check("context_lens", context_lens, kv_cache, at::kInt, {rows});
   check("logits", logits, kv_cache, at::kFloat, {rows, vocab});
-  check("greedy", greedy, kv_cache, at::kLong, {rows});
   check("workspace", workspace, kv_cache, at::kByte, workspace.sizes());
 
   DecodeStep s{};
@@ -96,7 +95,6 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   s.token_ids = token_ids.const_data_ptr<int64_t>();
   s.positions = positions.const_data_ptr<int64_t>();
   s.logits = logits.data_ptr<float>();
-  s.greedy = greedy.data_ptr<int64_t>();
   s.workspace = workspace.data_ptr<uint8_t>();
   s.trace_marks = 9 * layers + 3;
   if (trace.has_value()) {
@@ -140,7 +138,7 @@ TORCH_LIBRARY_FRAGMENT(six_engines, library) {
   library.def(
       "decode_step(Tensor layer_table, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
       "Tensor(a!) kv_cache, Tensor token_ids, Tensor positions, Tensor slot_mapping, Tensor block_tables, "
-      "Tensor context_lens, Tensor(b!) logits, Tensor(c!) greedy, Tensor(d!) workspace, Tensor(e!)? trace, int heads, "
+      "Tensor context_lens, Tensor(b!) logits, Tensor(c!) workspace, Tensor(d!)? trace, int heads, "
       "int intermediate, float eps, int max_splits, int replicas, int slot_bytes, int flags, "
       "int timeout_ms) -> ()");
   library.def("decode_workspace_bytes(int hidden, int intermediate, int heads, int kv_heads, int head_dim) -> int",

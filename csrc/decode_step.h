@@ -45,7 +45,6 @@ struct DecodeStep {
   const std::int32_t* context_lens;     // [rows], this step's token included
   const std::int64_t *slot_mapping, *token_ids, *positions;  // [rows]; slot -1: a padding row, which touches no KV
   float* logits;                        // [rows, vocab]
-  std::int64_t* greedy;                 // [rows]: argmax of the logits, lowest id first
   unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
   long long* trace;                     // null, or clocks of every phase: [blocks, trace_marks]
   int trace_marks;                      // 9 a layer, then 3

@@ -1,4 +1,4 @@
-// A whole decode step in one launch: embedding, every layer, LM head, argmax.
+// A whole decode step in one launch: embedding, every layer, LM head.
 //
 // Why: at one row a step is 988 MB of weights (Qwen2.5-0.5B) and next to no arithmetic, 0.23 ms at the memory's speed.
 // As ordinary kernels, even in a CUDA graph, every layer is a handful of launches that each start with an empty pipe
@@ -41,7 +41,6 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
   if (w.lane == 0) w.shared<AttentionItem>(plan.items_at)[w.warp] = item;
   __syncwarp();
 
-  unsigned long long best[2] = {};
   long long* trace = s.trace == nullptr || w.thread != 0 ? nullptr : s.trace + blockIdx.x * s.trace_marks;
   const auto mark = [&] {
     if (trace != nullptr) *trace++ = clock64();
@@ -80,13 +79,12 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
       mark();
       if (head) {
         workers_sync();  // the sums of squares, see gather_hidden
-        head_product<T>(w, best);
+        head_product<T>(w);
       } else {
         product<T>(w, kind);
       }
     }
   }
-  finish_step(w, step_number, best);
   mark();
 }
 
@@ -190,9 +188,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const LayerWeights* table = w.shared<LayerWeights>(plan.table_at);
   if (w.warp == kWarps) {
     if (w.streams) stream_step(w, table);
+    drain_copies(w);
   } else {
     consume<T, D>(w, table, step_number);
   }
+  __syncthreads();
+  if (w.thread == 0) close_step(w, step_number);
 }
 
 // The instantiation for a head size.

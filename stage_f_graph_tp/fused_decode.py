@@ -105,11 +105,9 @@ class FusedDecode:
         )
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
 
-    def outputs(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Buffers for `step`: logits `[rows, vocab]` float32 and greedy ids `[rows]` int64."""
-        device = self.workspace.device
-        logits = torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=device)
-        return logits, torch.empty(rows, dtype=torch.int64, device=device)
+    def make_logits(self, rows: int) -> Tensor:
+        """A buffer for `step`: `[rows, vocab]` float32."""
+        return torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=self.workspace.device)
 
     def step(
         self,
@@ -120,7 +118,6 @@ class FusedDecode:
         context_lens: Tensor,  # int32 [rows], this step's token included
         kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
         logits: Tensor,  # float32 [rows, vocab], written
-        greedy: Tensor,  # int64 [rows], written: argmax of the logits, the lowest id among equals
         trace: Tensor | None = None,  # int64 [multiprocessors, 9 * layers + 3]: clocks at the ends of the phases
     ) -> None:
         """Enqueue one step on the current stream; can be captured in a CUDA graph.
@@ -133,18 +130,21 @@ class FusedDecode:
         model, tuning = self.model, self.tuning
         torch.ops.six_engines.decode_step(
             self.layer_table, model.embed_tokens.weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin,
-            kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, greedy, self.workspace,
+            kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, self.workspace,
             trace, self.config.num_heads, self.config.intermediate_size, self.config.rms_norm_eps, tuning.max_splits,
             tuning.replicas, tuning.slot_bytes, tuning.flags, tuning.timeout_ms,
         )  # fmt: skip
 
     @property
     def failure(self) -> Tensor:
-        """int32 `[1]` on the device: 0, or where a wait was given up since the last `reset`."""
+        """int32 `[1]` on the device: 0, or where a wait was given up first since the last `reset`."""
         return self.workspace[8:12].view(torch.int32)
 
     def check(self, failure: Tensor | None = None) -> None:
-        """Refuse the results of a step that gave up a wait; the workspace is made as new for the next one.
+        """Refuse the results of a step that gave up a wait.
+
+        The steps behind it are invalid too, for they began with its tokens: the device is waited for, so that none of
+        them is still under way, and the workspace is made as new for the next step.
 
         Args:
             failure: a copy of `failure` on the host; without one, the device is waited for.
@@ -154,6 +154,8 @@ class FusedDecode:
         """
         place = int(self.failure if failure is None else failure)
         if place:
+            if self.workspace.is_cuda:
+                torch.cuda.synchronize(self.workspace.device)
             self.reset()
             layer, phase = divmod(place - 1, 16)
             raise RuntimeError(

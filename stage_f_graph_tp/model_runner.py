@@ -14,7 +14,9 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphR
 from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup
-from stage_f_graph_tp.worker import Ranks, interrupts_held
+from stage_f_graph_tp.worker import Ranks, do_nothing, interrupts_held
 
 FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
 ABORT_BEGINS, ABORT_ENDS = 0.2, 10.0  # seconds until the kernels have been told, and until all is let go
@@ -119,10 +121,10 @@ class GraphModelRunner(ModelRunner):
 
     def _decode_fused(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         torch.index_select(self.last_tokens, 0, inputs.seats, out=inputs.input_ids)
-        logits, greedy = self.fused_decode.outputs(shape.num_seqs)
+        logits = self.fused_decode.make_logits(shape.num_seqs)
         self.fused_decode.step(
             inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
-            self.kv_cache.tensor, logits, greedy,
+            self.kv_cache.tensor, logits,
         )  # fmt: skip
         return DecodeResult(self._draw_plain(logits, inputs), logits=logits)
 
@@ -193,12 +195,19 @@ class GraphModelRunner(ModelRunner):
         if not self._takes_fused(shape.num_seqs):
             return self.fetch(drawn)
         self._host_failure.copy_(self.fused_decode.failure, non_blocking=True)  # travels with the tokens
-        return CheckedInFlight(self.fetch(drawn), self.fused_decode, self._host_failure)
+        fetched = self.fetch(drawn)
+        check = partial(self.fused_decode.check, self._host_failure)
+        return CheckedInFlight(fetched.drawn, fetched.host_ids, fetched.arrived, check)
 
     def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
         """Rank 0 draws, the others receive."""
         if self.group is None:
-            return super().draw(logits, sample_seats, inputs)
+            try:
+                return super().draw(logits, sample_seats, inputs)
+            except Exception:
+                if self.fused_decode is not None:
+                    self.fused_decode.check()  # the sampler may have been handed what a step that gave up left
+                raise
         drawn = DrawnTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
         try:
             if self.group.rank == 0:
@@ -242,17 +251,17 @@ class WatchedInFlight(InFlight):
         return super().wait()
 
 
+@dataclass(frozen=True)
 class CheckedInFlight(InFlight):
     """A one-launch step: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
 
-    def __init__(self, step: InFlight, fused_decode: FusedDecode, failure: Tensor) -> None:
-        super().__init__(step.drawn, step.host_ids, step.arrived)
-        object.__setattr__(self, "_check", lambda: fused_decode.check(failure))
+    check: Callable[[], None] = do_nothing  # raises if the step gave up
 
     def wait(self) -> Sampled:
-        sampled = super().wait()
-        self._check()
-        return sampled
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        self.check()  # before anything is made of the results, which may be any numbers
+        return super().wait()
 
 
 def _fused_decode(runtime: Runtime) -> FusedDecode | None:

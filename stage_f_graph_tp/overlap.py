@@ -20,6 +20,8 @@ Zhu et al., 2024, and SGLang's overlap scheduler, 2024, do the same.)
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from stage_e_batching.engine import Engine, Event
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.model_runner import InFlight
@@ -33,13 +35,17 @@ class OverlappedEngine(Engine):
     def step(self) -> list[Event]:
         """Order the next step, then take in the tokens of the one before."""
         with self._recovery():
-            previous, self._running = self._running, None
             step = self.scheduler.schedule()
             launched = self.runner.launch(step)
-            if step.sequences:
-                self._running = (step, launched)
+            previous, self._running = self._running, (step, launched) if step.sequences else None
             return self.postprocess(previous[0], previous[1].wait()) if previous else []
 
     def _recover(self) -> None:
-        self._running = None  # its tokens are void, like its pages
-        super()._recover()
+        """Also discard the step that is under way: its tokens are invalid, like its pages."""
+        running, self._running = self._running, None
+        try:
+            if running is not None:
+                with suppress(Exception):  # it may have failed as well; what it reports then is reported here
+                    running[1].wait()
+        finally:
+            super()._recover()

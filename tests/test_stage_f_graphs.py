@@ -13,8 +13,10 @@ import torch
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.step_input import StepShape
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, ladder
+from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -248,3 +250,65 @@ def test_a_tight_pool_preempts_and_still_gives_the_tokens(stage_e, prefix_cachin
 def test_a_cpu_has_no_graphs_and_needs_none():
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", enforce_eager=False)
     assert llm.runner.graphs is None and llm.runner.fused_decode is None
+
+
+class FakeMegakernel(FusedDecode):
+    """The model's layers in place of the kernel; from step `gives_up` until the reset, NaN and a failure word."""
+
+    tuning = Tuning()
+
+    def __init__(self, llm: stage_f_graph_tp.LLM) -> None:
+        self.model, self.config = llm.runner.model, llm.runtime.config
+        self.kv_cache, self.longest = llm.runner.kv_cache, llm.max_model_len
+        self.workspace = torch.zeros(64, dtype=torch.uint8)
+        self.steps, self.gives_up = 0, 0
+
+    def step(self, token_ids, positions, slot_mapping, block_tables, context_lens, pool, logits) -> None:
+        rows = len(token_ids)
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        metadata = AttentionMetadata(starts, context_lens, slot_mapping, block_tables, 1, self.longest)
+        logits.copy_(self.model.compute_logits(self.model(token_ids, positions, self.kv_cache, metadata)))
+        self.steps += 1
+        if self.steps == self.gives_up:
+            self.failure.fill_(3 * 16 + 2 + 1)
+        if self.failure:
+            logits.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)],
+    ids=["greedy", "sampled"],
+)
+def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
+    llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
+    llm.runner.fused_decode = fake = FakeMegakernel(llm)
+    llm.runner.capture(EagerRecorder(), [1, 2])
+    expected = llm.generate(PROMPTS[:2], params, False)
+    assert fake.steps > 10
+    for step in (1, 2, 7):
+        fake.gives_up = fake.steps + step
+        with pytest.raises(RuntimeError, match="waited longer than 2000 ms in layer 3, phase 2"):
+            llm.generate(PROMPTS[:2], params, False)
+        found = llm.generate(PROMPTS[:2], params, False)
+        assert ids(found) == ids(expected)
+        assert [output.get("logprobs") for output in found] == [output.get("logprobs") for output in expected]
+        assert llm.engine.stats()["num_used_pages"] == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_call(overlap):
+    def strict(logits, params):
+        assert logits.isfinite().all()
+        return logits.argmax(-1)
+
+    llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
+    llm.runner.fused_decode = fake = FakeMegakernel(llm)
+    llm.runner.capture(EagerRecorder(), [1, 2])
+    llm.sampling_fn = strict
+    expected = ids(llm.generate(PROMPTS[:2], GREEDY, False))
+    fake.gives_up = fake.steps + 3
+    with pytest.raises(RuntimeError, match="waited longer"):
+        llm.generate(PROMPTS[:2], GREEDY, False)
+    assert ids(llm.generate(PROMPTS[:2], GREEDY, False)) == expected

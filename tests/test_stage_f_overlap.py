@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import EOS, FakeRunner, FakeTokenizer
+from fake_model import EOS, FakeRunner, FakeTokenizer, answer_alone, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -35,8 +35,10 @@ class LateTokens:
     def __init__(self, sampled: Sampled, fails: bool) -> None:
         self._sampled = sampled
         self._fails = fails
+        self.waited = False
 
     def wait(self) -> Sampled:
+        self.waited = True
         if self._fails:
             raise RuntimeError("the device failed")
         return self._sampled
@@ -45,12 +47,17 @@ class LateTokens:
 class FakeDevice(FakeRunner):
     """The fake model behind `launch`. Of the steps that fail, those of even number show it when they are waited for."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.launched: list[LateTokens] = []
+
     def launch(self, step: ScheduledStep) -> LateTokens:
         number = len(self.steps) + 1
-        if number % 2 or number not in self._fail_at:
-            return LateTokens(self.run(step), False)
-        self._fail_at -= {number}
-        return LateTokens(self.run(step), True)
+        late = number % 2 == 0 and number in self._fail_at
+        if late:
+            self._fail_at -= {number}
+        self.launched.append(LateTokens(self.run(step), late))
+        return self.launched[-1]
 
 
 def make_overlapped(
@@ -88,6 +95,24 @@ def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(
     ended_early = len(requests) - sum(r.ignore_eos for r in requests)
     needed = sum(len(r.prompt) - 1 for r in requests) + engine.counters.num_generated_tokens
     assert needed <= engine.runner.num_tokens_run <= needed + ended_early
+
+
+@pytest.mark.parametrize("fails", [4, 5], ids=["when its tokens are fetched", "when it is launched"])
+def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails):
+    engine = make_overlapped(
+        num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, fail_at=frozenset({fails})
+    )
+    request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
+    engine.add_request(request, streams=False)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        while True:
+            engine.step()
+    assert len(engine.runner.launched) == (5 if fails == 4 else 4)
+    assert all(step.waited for step in engine.runner.launched)
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    assert events[-1].output["token_ids"] == answer_alone(request, 4096)[0]
 
 
 def ids(outputs) -> list[list[int]]:
