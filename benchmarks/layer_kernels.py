@@ -5,7 +5,7 @@
 
 A sample is a CUDA graph of one whole step, from the embedding to the logits, so what is timed is the device, not
 Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
-fastest: `FUSED_DECODE_ROWS` (one launch) and `FEW_ROWS` (five launches a layer).
+fastest: `FUSED_DECODE_ROWS` (one launch) and `SKINNY_GEMM_MAX_TOKENS` (five launches).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
 @torch.inference_mode()
 def measure(name: str, copy_bytes_per_s: float) -> list[dict]:
     """Every kind of layer at every number of rows."""
-    from stage_f_graph_tp.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
+    from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
 
     load_operators().require_cuda()
     found = []
@@ -96,7 +96,7 @@ def measure(name: str, copy_bytes_per_s: float) -> list[dict]:
             for layer in model.layers:
                 layer.most_fused_rows = MOST_ROWS_FUSED
         if kind in ("nine", "five"):
-            fuse_layers(model, few_rows=0 if kind == "nine" else max(ROWS))
+            fuse_layers(model, skinny_max_tokens=0 if kind == "nine" else max(ROWS))
         for rows in (rows for rows in ROWS if kind != "one" or rows <= MAX_ROWS):
             samples = time_graph((one_launch if kind == "one" else step_of)(model, rows))
             floor = step_bytes(model.config, rows, CONTEXT) / copy_bytes_per_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 
 import torch
@@ -20,7 +21,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching import llm as stage_e
 from stage_e_batching.engine import Engine
-from stage_f_graph_tp.layer_choice import choose_layers
+from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
@@ -72,7 +73,8 @@ class LLM(stage_e.LLM):
         size = self.options.tensor_parallel_size
         if size > 1:
             return self._build_ranks(size, seed)
-        runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=choose_layers)
+        patch = partial(choose_layers, fused=self.options.fused)
+        runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=patch)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
         return runtime, GraphModelRunner(runtime, kv_cache, self.options)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_f_graph_tp.layer_choice import choose_layers
+from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup
@@ -47,7 +47,8 @@ def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tup
     if ranks is not None:
         ranks.leave_group = group.abort
     build = partial(build_sharded_model, group=group)
-    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, build, choose_layers)
+    patch = partial(choose_layers, fused=options.fused)
+    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, build, patch)
     meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
     group.connect()
     num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))

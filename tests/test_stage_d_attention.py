@@ -165,7 +165,7 @@ def test_triton_kernels_are_right_in_the_interpreter():
 def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, page):
     backend = pick_backend("triton", CPU, torch.float32, head_dim)
     check(backend, make_batch(*batch, heads, kv_heads, head_dim, page))
-    assert backend._arrivals.count_nonzero() == 0
+    assert backend._arrival_counters.count_nonzero() == 0
 
 
 @interpreted
@@ -246,7 +246,7 @@ def test_split_decode_gives_the_same_bits_every_time():
     batch = make_batch([1] * 3, [900, 64, 321], 16, 8, 128, 64, CUDA, torch.bfloat16)
     first = backend.attend(*batch, 0.1)
     assert all(torch.equal(first, backend.attend(*batch, 0.1)) for _ in range(200))
-    assert backend._arrivals.count_nonzero() == 0
+    assert backend._arrival_counters.count_nonzero() == 0
 
 
 @pytest.mark.gpu

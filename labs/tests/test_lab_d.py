@@ -279,10 +279,10 @@ class TestDecodeKernel:
             slot_mapping=torch.zeros(len(contexts), dtype=torch.int64), block_tables=tables, max_query_len=1,
             max_context_len=max(contexts),
         )  # fmt: skip
-        out, arrivals = torch.full_like(query, torch.nan), torch.zeros(64, dtype=torch.int32)
+        out, counters = torch.full_like(query, torch.nan), torch.zeros(64, dtype=torch.int32)
         config = triton_decode.DecodeConfig(16, num_warps=4, num_stages=1, programs_per_sm=programs, split_keys=16)
-        triton_decode.decode(query, k_cache, v_cache, meta, 0.3, out, arrivals, sm_count=1, config=config)
-        assert not arrivals.any(), "the counters of the splits must be zero again after the launch"
+        triton_decode.decode(query, k_cache, v_cache, meta, 0.3, out, counters, sm_count=1, config=config)
+        assert not counters.any(), "the counters of the splits must be zero again after the launch"
         return out, attend_by_hand(query, k_cache, v_cache, lens, tables, 0.3)
 
     @pytest.mark.parametrize("page", [4, 16])
@@ -301,7 +301,7 @@ class TestDecodeKernel:
 
     def test_a_long_context_is_split_and_combined(self):
         out, expected = self.attend([70, 20, 33], 16, heads=2, kv_heads=1, head_dim=16, programs=12)
-        assert torch.allclose(out, expected, atol=1e-4), "each split takes every splits-th block; the last one combines"
+        assert torch.allclose(out, expected, atol=1e-4), "begin at first, go on by step, return m + log2 l"
 
     def test_a_padding_sequence_gets_zeros(self):
         out, expected = self.attend([5, 0], 4, heads=2, kv_heads=2, head_dim=16)

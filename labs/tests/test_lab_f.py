@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import stage_f_graph_tp.fused_kernels as fused_kernels
+import stage_f_graph_tp.kernels.elementwise as elementwise
 import stage_f_graph_tp.llm as stage
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
@@ -287,7 +287,7 @@ class TestSiluAndMultiply:
     def test_it_is_silu_of_gate_times_up(self, inter: int):
         torch.manual_seed(0)
         gate_up = torch.randn(3, 2 * inter)
-        out = fused_kernels.silu_and_multiply(gate_up)
+        out = elementwise.silu_and_multiply(gate_up)
         gate, up = gate_up.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
         assert out.shape == (3, inter), f"[tokens, intermediate] expected, got {list(out.shape)}"

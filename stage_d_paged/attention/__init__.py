@@ -1,13 +1,13 @@
 """Paged attention: one interface, three implementations, and the choice between them.
 
-In earlier stages the keys and values of a request lay in one long tensor. Here they lie in *pages* (blocks) of a shared
-pool, wherever a page was free, and a *block table* says which page holds which stretch of the sequence, exactly as an
-operating system's page table does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged;
-what changes is how it finds its keys.
+In earlier stages each request kept its keys and values in one long tensor. Here they are stored in *blocks* of a shared
+pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's page table
+does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged; what changes is how it finds
+its keys.
 
-Everything a layer has to know about the batch travels in one `AttentionMetadata`, passed as an argument and never
-stored in a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so a
-prefill of 500 tokens and a decode step of one token can stand side by side in one tensor.
+Everything a layer has to know about the batch is in one `AttentionMetadata`, passed as an argument and never stored in
+a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so one tensor
+can hold a prefill of 500 tokens and a decode step of one token.
 
 Implementations: `reference` (plain PyTorch, any device), `triton` (our kernels), `flash` (the flash-attn package).
 """
@@ -27,17 +27,16 @@ AUTO_ORDER = ("triton", "flash", "reference")
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where each token of a flat batch belongs. All tensors live on the device of the KV pool.
+    """Where each token of a flat batch belongs. All tensors are on the device of the KV pool.
 
-    A sequence with `context_lens == 0` is padding (CUDA graphs pad the batch to a captured size): its output is zero,
-    and nothing in the pool is read for it.
+    A sequence with `context_lens == 0` is padding: its output is zero, and nothing in the pool is read for it.
     """
 
     cu_seqlens_q: torch.Tensor  # int32 [seqs + 1]: sequence s owns tokens cu_seqlens_q[s] … cu_seqlens_q[s + 1] - 1
     context_lens: torch.Tensor  # int32 [seqs]: keys visible to the last query, those of this step included
     slot_mapping: torch.Tensor  # int64 [tokens]: block_id * block_size + offset for each new K/V; -1 = write nothing
-    block_tables: torch.Tensor  # int32 [seqs, max_blocks]: page of each stretch of block_size tokens; unused = -1
-    max_query_len: int  # the longest stretch of queries; 1 means that this is a pure decode step
+    block_tables: torch.Tensor  # int32 [seqs, max_blocks]: the block of each block_size tokens; unused = -1
+    max_query_len: int  # the most queries of one sequence; 1 means that this is a pure decode step
     max_context_len: int  # an upper bound of context_lens (under a CUDA graph: the bound it was captured with)
 
     @cached_property
@@ -71,7 +70,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Causal attention over the pages: query i of q with a context of L sees keys 0 … L - q + i."""
+        """Causal attention over the blocks: query i of q with a context of L sees keys 0 … L - q + i."""
 
 
 class BackendUnavailable(ValueError):
@@ -79,7 +78,7 @@ class BackendUnavailable(ValueError):
 
 
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest one that can serve this device, dtype and head size.
+    """Return the backend called `name`, or for "auto" the fastest that can serve this device, dtype and head size.
 
     Raises ValueError if `name` is unknown, or BackendUnavailable (a ValueError) if the backend asked for cannot serve
     here. "auto" always finds one; its `reason` says what was passed over and why.

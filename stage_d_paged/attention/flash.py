@@ -1,9 +1,9 @@
 """Paged attention by the flash-attn package (Dao 2023, arXiv:2307.08691): the yardstick for our own kernels.
 
 `flash_attn_varlen_func` takes a flat batch with a block table, which is a prefill or a mixed step;
-`flash_attn_with_kvcache` takes one query a sequence and splits the context, which is a decode step. Both want pages of
-a multiple of 256 tokens. The package has no kernel that writes to pages by slot, so storing is ours where Triton is
-installed and PyTorch's otherwise.
+`flash_attn_with_kvcache` takes one query per sequence and splits the context, which is a decode step. Both want a
+block size that is a multiple of 256 tokens. The package has no kernel that writes K and V by slot, so storing is ours
+where Triton is installed and PyTorch's otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from . import AttentionMetadata, BackendUnavailable
 
-PAGE_MULTIPLE = 256
+BLOCK_SIZE_MULTIPLE = 256
 HEAD_DIMS = (64, 128)  # those that agree with the reference; paged decode with heads of 96 (2.8.3, H200) did not
 
 
@@ -20,7 +20,7 @@ class FlashAttention:
     """flash-attn's kernels. Float16 or bfloat16 on an NVIDIA GPU, heads of 64 or 128."""
 
     name = "flash"
-    preferred_block_size = PAGE_MULTIPLE
+    preferred_block_size = BLOCK_SIZE_MULTIPLE
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
         if device.type != "cuda":
@@ -60,11 +60,11 @@ class FlashAttention:
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        page = k_cache.shape[1]
-        if page % PAGE_MULTIPLE:
+        block_size = k_cache.shape[1]
+        if block_size % BLOCK_SIZE_MULTIPLE:
             raise ValueError(
-                f"kvcache_block_size={page}: flash-attn's pages are multiples of {PAGE_MULTIPLE}; "
-                f"set kvcache_block_size={PAGE_MULTIPLE} or attention_backend='triton'"
+                f"kvcache_block_size={block_size}: flash-attn takes multiples of {BLOCK_SIZE_MULTIPLE}; "
+                f"set kvcache_block_size={BLOCK_SIZE_MULTIPLE} or attention_backend='triton'"
             )
         if metadata.max_query_len == 1:
             return self._decode(

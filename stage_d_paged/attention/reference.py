@@ -1,11 +1,11 @@
 """Paged attention in plain PyTorch: the definition the kernels are tested against, and the path on a CPU.
 
-Every sequence's pages are gathered into one contiguous tensor, and PyTorch's `scaled_dot_product_attention` does the
+Every sequence's blocks are gathered into one contiguous tensor, and PyTorch's `scaled_dot_product_attention` does the
 rest. The gather copies the whole context, which a real kernel never does; that copy is the price of simplicity.
 
-Decode steps are handled together. One query a sequence means that the `group` query heads which share a KV head see the
-same keys, so they can be laid along the query axis: a [group, head_dim] by [head_dim, context] product per KV head
-instead of `group` separate vector products, with no repeating of keys and values.
+All sequences of a decode step are computed together. With one query per sequence, the `group` query heads that share a
+KV head see the same keys, so they become the query axis: a [group, head_dim] by [head_dim, context] product per KV head
+instead of `group` separate vector products, and keys and values are not repeated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from . import AttentionMetadata
 
 
 class ReferenceAttention:
-    """Gather the pages, then PyTorch's own attention. Any device, any floating dtype, any head size."""
+    """Gather the blocks, then PyTorch's own attention. Any device, any floating dtype, any head size."""
 
     name = "reference"
-    preferred_block_size = 16  # a gather copies row by row: the page size does not matter, small pages waste least
+    preferred_block_size = 16  # a gather copies row by row: the size does not matter, and small blocks waste least
 
     def __init__(self, device: torch.device) -> None:
         self.reason = f"plain PyTorch serves any device, here {device.type}"
@@ -83,11 +83,11 @@ def _prefill(
     block_table: torch.Tensor,  # [max_blocks]
     scale: float,
 ) -> torch.Tensor:
-    """One sequence's chunk of queries, the last of the `context_len` positions, against all of its keys."""
+    """Attend with one sequence's chunk of queries, the last of its `context_len` positions, to all of its keys."""
     query_len, block_size = query.shape[0], k_cache.shape[1]
-    pages = block_table[: -(-context_len // block_size)]
-    keys = k_cache.index_select(0, pages).flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
-    values = v_cache.index_select(0, pages).flatten(0, 1)[:context_len]
+    blocks = block_table[: -(-context_len // block_size)]
+    keys = k_cache.index_select(0, blocks).flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
+    values = v_cache.index_select(0, blocks).flatten(0, 1)[:context_len]
     mask = None
     if query_len != context_len:
         # Causal with a cached prefix: the diagonal ends in the lower right corner.
@@ -112,15 +112,15 @@ def _decode(
     block_tables: torch.Tensor,  # [seqs, max_blocks]
     scale: float,
 ) -> torch.Tensor:
-    """One query a sequence, all sequences at once, padded to the longest context."""
+    """Attend with one query per sequence, all sequences at once, padded to the longest context."""
     seqs, heads, head_dim = query.shape
     block_size, kv_heads = k_cache.shape[1:3]
     longest = max(int(context_lens.max()), 1)
     positions = torch.arange(longest, device=query.device)
     # Past its end a sequence repeats its last slot, so that uninitialised memory (perhaps a NaN) is never read.
     readable = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # [seqs, longest]
-    pages = block_tables.gather(1, readable // block_size).clamp(min=0)
-    slots = (pages.long() * block_size + readable % block_size).flatten()
+    blocks = block_tables.gather(1, readable // block_size).clamp(min=0)
+    slots = (blocks.long() * block_size + readable % block_size).flatten()
     # index_select, because on a CPU it is several times as fast as keys[slots]: it copies whole rows.
     keys = k_cache.flatten(0, 1).index_select(0, slots).view(seqs, longest, kv_heads, head_dim)
     values = v_cache.flatten(0, 1).index_select(0, slots).view(seqs, longest, kv_heads, head_dim)

@@ -1,8 +1,8 @@
 """Paged attention with our own Triton kernels.
 
-Three kernels, one file each: `triton_store` (write K/V into pages), `triton_prefill` (several queries a sequence) and
-`triton_decode` (one query a sequence). A mixed batch is served by both attention kernels, each taking the sequences it
-was made for: they write different rows of one output.
+Three kernels, one file each: `triton_store` (write K and V into blocks), `triton_prefill` (several queries per
+sequence) and `triton_decode` (one query per sequence). A mixed batch is served by both attention kernels, each taking
+the sequences it was made for: they write different rows of one output.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .triton_store import store
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 128
-MIN_CAPABILITY = (8, 0)  # bfloat16 matrix units, asynchronous copies to shared memory
-_ARRIVALS = 1 << 16  # counters (sequences × KV heads) made in advance: 256 KiB
+MIN_CAPABILITY = (8, 0)  # bfloat16 tensor cores, asynchronous copies to shared memory
+_COUNTERS = 1 << 16  # arrival counters (sequences × KV heads) allocated in advance: 256 KiB
 
 
 class TritonAttention:
-    """Our kernels. Float16, bfloat16 or float32; any head size up to 128; any page size."""
+    """Our kernels. Float16, bfloat16 or float32; any head size up to 128; any block size."""
 
     name = "triton"
-    # The smallest page that holds a whole tile of keys: then one table lookup serves 64 keys and Hopper's copy engine
-    # can fetch the tile. Larger pages gain nothing and waste more of each sequence's last page.
+    # The smallest block that holds a whole tile of keys: then one table lookup serves 64 keys and Hopper's copy engine
+    # can fetch the tile. Larger blocks gain nothing and waste more of each sequence's last block.
     preferred_block_size = 64
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -44,10 +44,10 @@ class TritonAttention:
         if head_dim > MAX_HEAD_DIM:
             raise BackendUnavailable(f"head_dim={head_dim}: the Triton kernels take heads of up to {MAX_HEAD_DIM}")
         self.reason = "our Triton kernels, interpreted" if interpreted else "our Triton kernels"
-        self._sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        # Splits of a sequence count themselves in here and leave zeros behind. Made once, so that a CUDA graph needs no
-        # kernel to clear it; launches of one backend must therefore follow one another on one stream.
-        self._arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
+        self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        # The splits of a sequence count themselves in here and leave zeros behind. Allocated once, so that no launch
+        # needs another one before it to clear them; launches of one backend must follow one another on one stream.
+        self._arrival_counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
     def store(
         self,
@@ -70,16 +70,32 @@ class TritonAttention:
         tokens, heads, head_dim = query.shape
         seqs, kv_heads = metadata.context_lens.shape[0], k_cache.shape[2]
         if heads % kv_heads:
-            raise ValueError(f"{heads} query heads cannot be shared out over {kv_heads} KV heads")
+            raise ValueError(f"{heads} query heads: must be a multiple of the {kv_heads} KV heads")
         if query.stride(1) != head_dim or query.stride(2) != 1:
-            raise ValueError(f"query has strides {query.stride()}; the heads of a token must lie side by side")
+            raise ValueError(f"query has strides {query.stride()}; a token's heads must be adjacent: {[head_dim, 1]}")
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
         if metadata.max_query_len > 1:
             prefill(query, k_cache, v_cache, metadata, scale, out)
         # Where every sequence has the same number of queries, and that is not one, none is a decode.
         if metadata.max_query_len == 1 or tokens != seqs * metadata.max_query_len:
-            arrivals = self._arrivals
-            if seqs * kv_heads > _ARRIVALS:
-                arrivals = torch.zeros(seqs * kv_heads, dtype=torch.int32, device=query.device)
-            decode(query, k_cache, v_cache, metadata, scale, out, arrivals, self._sm_count)
+            self.decode(query, k_cache, v_cache, metadata, scale, out)
         return out
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
+        counters = self.arrival_counters(metadata.context_lens.shape[0] * k_cache.shape[2])
+        decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count)
+
+    def arrival_counters(self, count: int) -> torch.Tensor:
+        """At least `count` counters, int32 zeros."""
+        if count > _COUNTERS:
+            return torch.zeros(count, dtype=torch.int32, device=self._arrival_counters.device)
+        return self._arrival_counters

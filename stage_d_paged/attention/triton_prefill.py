@@ -1,15 +1,15 @@
-"""Triton kernel for prefill: stretches of queries against paged keys, causal, with a cached prefix.
+"""Triton kernel for prefill: several queries per sequence, causal, keys read through a block table.
 
-This is flash attention (Dao 2023, arXiv:2307.08691) reading through a block table. Each program takes a tile of queries
-and walks over the keys in blocks with a running softmax, so the [queries, keys] matrix never exists in memory. The walk
-has two parts: blocks that every query of the tile sees whole (no mask: nearly all of a long context), then the few
-blocks on the diagonal.
+This is flash attention (Dao 2023, arXiv:2307.08691). Each program takes a tile of queries and goes over the keys, one
+tile of keys at a time, with an online softmax (`triton_decode.py` has the simpler loop): the [queries, keys] matrix
+never exists in memory. The loop has two parts: key tiles that every query of the tile sees whole (no mask: nearly all
+of a long context), then the few key tiles on the diagonal.
 
 Two ideas fit a flat batch of sequences of different lengths:
-- A tile's rows are (token, head of the group) pairs, so one read of a key serves all heads that share it, and short
-  stretches of queries still fill the rows.
-- The number of tiles is bounded without knowing the lengths: sequence s starts at tile cu_seqlens_q[s] // tile + s. A
-  program finds its sequence by bisection over cu_seqlens_q (the scheme of vLLM's unified Triton attention kernel).
+- A query tile's rows are (token, head of the group) pairs, so one read of a key serves all heads that share it, and a
+  sequence with few queries still fills the rows.
+- The number of query tiles is bounded without knowing the lengths: sequence s starts at tile cu_seqlens_q[s] // tile +
+  s. A program finds its sequence by bisection over cu_seqlens_q (the scheme of vLLM's unified Triton attention kernel).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import AttentionMetadata
-from .triton_decode import LOG2_E, look_up
+from .triton_decode import LOG2_E, look_up, slots_of
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
     """Tuning of the prefill kernel; `choose_prefill_config` has the measured choices."""
 
-    block_m: int  # rows of a tile: tokens × heads of a group
-    block_n: int  # keys a step
+    block_m: int  # rows of a query tile: tokens × heads of a group
+    block_n: int  # keys per tile
     num_warps: int
     num_stages: int
 
 
 def choose_prefill_config(element_size: int, hopper: bool) -> PrefillConfig:
-    """The fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
-    if element_size == 4:  # float32 at full precision has no matrix unit: small tiles
+    """Choose the fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
+    if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
     return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3 if hopper else 2)
 
 
 @triton.jit
 def _find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
-    """The last sequence whose first tile is at or before `tile`."""
+    """Find the last sequence whose first tile is at or before `tile`."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -56,25 +56,22 @@ def _find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
 
 
 @triton.jit
-def _walk(
+def _attend_to_keys(
     acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, first, last, position, kv_head, scale_log2,
-    slot_stride, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    slot_stride, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run the softmax of a tile over keys first … last - 1, in blocks."""
+    """Continue the online softmax of a query tile over the keys first … last - 1."""
     key = tl.arange(0, BLOCK_N)
     column = tl.arange(0, HEAD_PAD)
     pool_column = kv_head * HEAD_DIM + column[None, :]
-    page = look_up(table, first, last, PAGE, BLOCK_N)
+    block = look_up(table, first, last, BLOCK_SIZE, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         valid = start + key < last
-        if PAGE % BLOCK_N == 0:
-            slot = page.to(tl.int64) * PAGE + start % PAGE + key
-        else:
-            slot = page.to(tl.int64) * PAGE + (start + key) % PAGE
-        first_slot = page * PAGE + start % PAGE
-        # Looked up a step early: inside the step the lookup would cost a stage of the load pipeline.
-        page = look_up(table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
+        first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
+        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        block = look_up(table, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         if k_tiles is not None and not MASKED:  # the copy engine fetches the whole tile
             k = k_tiles.load([first_slot, kv_head * HEAD_DIM])
@@ -122,20 +119,20 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    TILE: tl.constexpr = BLOCK_M // GROUP  # tokens a tile
+    TILE: tl.constexpr = BLOCK_M // GROUP  # tokens per query tile
     kv_head = tl.program_id(0) % KV_HEADS
-    # The last tiles of a sequence have the most keys. Started first, they leave short ones to fill the end.
+    # The last tiles of a sequence have the most keys. They start first, so that short ones fill the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     seq = _find_sequence(tile, cu_seqlens_q, num_seqs, TILE)
     seq_start = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     tile_start = (tile - seq_start // TILE - seq) * TILE
-    if (tile_start >= query_len) | (query_len <= 1):  # a single query is the decode kernel's
+    if (tile_start >= query_len) | (query_len <= 1):  # the decode kernel serves single queries
         return
     context_len = tl.load(context_lens + seq)
     cached = context_len - query_len
@@ -157,13 +154,13 @@ def _prefill_kernel(
     # Keys up to the tile's first query are seen by all of its queries.
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
-    acc, total, highest = _walk(
+    acc, total, highest = _attend_to_keys(
         acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, 0, diagonal, position, kv_head,
-        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, False, PRECISION,
+        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, PRECISION,
     )  # fmt: skip
-    acc, total, highest = _walk(
+    acc, total, highest = _attend_to_keys(
         acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, diagonal, end, position, kv_head,
-        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, PAGE, BLOCK_N, True, PRECISION,
+        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
     out_offset = flat_token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head_offset
@@ -171,22 +168,22 @@ def _prefill_kernel(
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Compute capability 9.0 or later: the tensor memory accelerator, and 227 KiB of shared memory a block."""
+    """Compute capability 9.0 or later: the tensor memory accelerator, and 227 KiB of shared memory per program."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _descriptor(cache: torch.Tensor, block_n: int) -> TensorDescriptor | None:
-    """Hopper's tensor memory accelerator copies a tile of a page without addresses from the threads; None if it cannot.
+    """Describe the pool to the tensor memory accelerator, which copies a tile of keys by itself; None if it cannot.
 
-    It needs tiles that lie in one page and a head size that is a power of two.
+    It needs tiles within one block and a head size that is a power of two.
     """
-    blocks, page, kv_heads, head_dim = cache.shape
-    if page % block_n or head_dim != triton.next_power_of_2(head_dim) or head_dim * cache.element_size() < 16:
+    blocks, block_size, kv_heads, head_dim = cache.shape
+    if block_size % block_n or head_dim != triton.next_power_of_2(head_dim) or head_dim * cache.element_size() < 16:
         return None
     if not _is_hopper(cache.device):
         return None
     width = kv_heads * head_dim
-    return TensorDescriptor(cache, [blocks * page, width], [width, 1], [block_n, head_dim])
+    return TensorDescriptor(cache, [blocks * block_size, width], [width, 1], [block_n, head_dim])
 
 
 def prefill(
@@ -200,7 +197,7 @@ def prefill(
 ) -> None:
     """Write to `out` the attention of every sequence that has more than one query; other rows are left alone."""
     tokens, heads, head_dim = query.shape
-    page, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
     config = config or choose_prefill_config(query.element_size(), hopper)
@@ -226,7 +223,7 @@ def prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=triton.next_power_of_2(head_dim),
-        PAGE=page,
+        BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

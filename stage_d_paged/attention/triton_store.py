@@ -1,8 +1,8 @@
-"""Triton kernel: write the keys and values of new tokens into their pages.
+"""Triton kernel: write the keys and values of new tokens into their blocks.
 
 The model computes K and V for a flat batch; the slot mapping says where each token's row goes in the pool. One program
-copies one token's row of K and of V. The kernel is here, and not a pair of `index_copy_` calls, because -1 in the slot
-mapping must write nothing without the CPU having to know which rows those are (a CUDA graph replays with padding rows).
+copies one token's row of K and of V. A pair of `index_copy_` calls would not do: -1 in the slot mapping must write
+nothing, and the CPU need not know which rows those are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def store(
     width = kv_heads * head_dim
     for name, tensor in (("key", key), ("value", value)):
         if tensor.stride(1) != head_dim or tensor.stride(2) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}; the heads of a token must lie side by side")
+            raise ValueError(f"{name} has strides {tensor.stride()}; a token's heads must be adjacent: {[head_dim, 1]}")
     _store_kernel[(tokens,)](
         key,
         value,

@@ -37,7 +37,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device, dtype, tiles=None):
-    from stage_f_graph_tp.few_rows import qkv_rotate, scale_rows
+    from stage_f_graph_tp.kernels.skinny_gemm import qkv_rotate, scale_rows
 
     torch.manual_seed(tokens + heads)
     make = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
@@ -78,7 +78,7 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
 
 
 def check_gate_up(tokens, hidden, intermediate, device, dtype, tiles=None):
-    from stage_f_graph_tp.few_rows import gate_up_silu, scale_rows
+    from stage_f_graph_tp.kernels.skinny_gemm import gate_up_silu, scale_rows
 
     torch.manual_seed(tokens)
     x, gain = (100 * torch.randn(tokens, hidden + 5, device=device)).to(dtype)[:, :hidden], torch.rand(hidden)
@@ -91,21 +91,21 @@ def check_gate_up(tokens, hidden, intermediate, device, dtype, tiles=None):
 
 
 def check_product_add(tokens, in_features, out_features, splits, device, dtype):
-    from stage_f_graph_tp.few_rows import Tiles, product_add
+    from stage_f_graph_tp.kernels.skinny_gemm import Tiles, product_add
 
     torch.manual_seed(tokens)
     x = torch.randn(tokens, in_features + 1, device=device).to(dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, device=device).to(dtype)
     residual = torch.randn(tokens, out_features, device=device).to(dtype)
     gain = torch.rand(out_features, device=device).to(dtype)
-    arrivals = torch.zeros(256, dtype=torch.int32, device=device)
+    arrival_counters = torch.zeros(256, dtype=torch.int32, device=device)
     tiles = None if splits is None else Tiles(rows=16, splits=splits)
     expected = residual.double() + x.double() @ weight.double().t()
     first = residual.clone()
-    assert product_add(x, weight, first, None, arrivals, tiles) is first
+    assert product_add(x, weight, first, None, arrival_counters, tiles) is first
     close(first, expected, dtype)
-    assert not arrivals.any(), "the counters must be left as they were"
-    again = product_add(x, weight, residual.clone(), gain, arrivals, tiles)
+    assert not arrival_counters.any(), "the counters must be left as they were"
+    again = product_add(x, weight, residual.clone(), gain, arrival_counters, tiles)
     assert torch.equal(again.x, first), "the parts are added up in the same order every time"
     close(again.scaled, first.double() * gain.double(), dtype)
     squares = again.squares.double().sum(0)
@@ -133,7 +133,7 @@ def test_interpreted_qkv_is_the_definition(shape, bias, head_norm):
 @interpreted
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_interpreted_every_tile_gives_the_same(rows):
-    from stage_f_graph_tp.few_rows import Tiles
+    from stage_f_graph_tp.kernels.skinny_gemm import Tiles
 
     check_qkv(17, 40, 4, 2, 64, True, False, CPU, F32, Tiles(rows))
     check_qkv(5, 56, 3, 3, 24, False, True, CPU, F32, Tiles(rows))

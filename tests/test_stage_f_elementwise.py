@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_stage_d_attention import BATCHES, make_batch
+from test_stage_d_attention import check as check_attention
 
 import stage_e_batching
 import stage_f_graph_tp
@@ -29,7 +31,7 @@ PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 9, 17)]
 
 
 def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
-    from stage_f_graph_tp.fused_kernels import rotate_and_store
+    from stage_f_graph_tp.kernels.elementwise import rotate_and_store
 
     torch.manual_seed(heads)
     total = heads + 2 * kv_heads
@@ -60,7 +62,7 @@ def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
 
 
 def check_silu_and_multiply(rows, intermediate, device, dtype):
-    from stage_f_graph_tp.fused_kernels import silu_and_multiply
+    from stage_f_graph_tp.kernels.elementwise import silu_and_multiply
 
     gate_up = torch.randn(rows, 2 * intermediate, device=device).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -71,7 +73,7 @@ def check_silu_and_multiply(rows, intermediate, device, dtype):
 
 
 def check_rms_norm(rows, size, device, dtype):
-    from stage_f_graph_tp.fused_kernels import rms_norm
+    from stage_f_graph_tp.kernels.elementwise import rms_norm
 
     x = torch.randn(rows, size + 8, device=device).to(dtype)[:, :size]  # the rows do not lie side by side
     weight = torch.rand(size, device=device).to(dtype)
@@ -111,9 +113,19 @@ def test_interpreted_norm_is_the_definition(rows, size):
 
 
 @interpreted
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_interpreted_dependent_attention_is_the_definition(batch):
+    from stage_f_graph_tp.kernels.decode_attention import DependentAttention
+
+    backend = DependentAttention(CPU, F32, 24)
+    check_attention(backend, make_batch(*batch, 7, 1, 24, 16))
+    assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
+
+
+@interpreted
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
 def test_interpreted_whole_models_give_stage_es_tokens(preset):
-    from stage_f_graph_tp.fused_layers import FusedLayer, fuse_layers
+    from stage_f_graph_tp.kernels.fused_layers import FusedLayer, fuse_layers
 
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = {"device": "cpu", "num_kvcache_blocks": 64, "kvcache_block_size": 4}

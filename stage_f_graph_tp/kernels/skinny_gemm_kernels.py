@@ -1,8 +1,8 @@
-"""The Triton kernels of `few_rows.py`, which says what they compute and why they are cut like this.
+"""The Triton kernels of `skinny_gemm.py`, which says what they compute and why they are cut like this.
 
-All sums are float32, rounded once at the end. What a kernel needs at its end it asks for at its beginning, because each
-of those loads takes as long as a part of the product; what was known before the step, it asks for before `gdc_wait`
-(`stage_d_paged/attention/early_start.py`).
+All sums are float32, rounded once at the end. A kernel issues the loads that it needs at its end at its beginning,
+because each of them takes as long as a part of the product; those of what was known before the step it issues before
+`wait_for_previous` (`pdl.py`).
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
+
 
 @triton.jit
 def _weight_tile(weight, row, row_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """`weight[row, column]`, of `SIZE` columns; without masks where the blocks divide the matrix."""
-    place = weight + row[:, None] * SIZE + column[None, :]
+    """Load `weight[row, column]`, of `SIZE` columns; without masks where the tiles divide the matrix."""
+    address = weight + row[:, None] * SIZE + column[None, :]
     if EVEN:
-        return tl.load(place)
-    return tl.load(place, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+        return tl.load(address)
+    return tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def _token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """`x[token, column]`."""
-    place = x + token[:, None] * x_stride + column[None, :]
+    """Load `x[token, column]`."""
+    address = x + token[:, None] * x_stride + column[None, :]
     if EVEN:
-        return tl.load(place, mask=token_inside[:, None], other=0.0)
-    return tl.load(place, mask=token_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+        return tl.load(address, mask=token_inside[:, None], other=0.0)
+    return tl.load(address, mask=token_inside[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def _row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
-    """The second half of the norm: `1 / sqrt(mean(x²) + eps)` of each token."""
+    """Compute the second half of the norm: `1 / sqrt(mean(x²) + eps)` of each token."""
     part = tl.arange(0, PARTS)
-    here = (part < parts)[:, None] & token_inside[None, :]
-    sums = tl.load(squares + part[:, None] * tokens + token[None, :], mask=here, other=0.0)  # [PARTS, BLOCK_M]
+    inside = (part < parts)[:, None] & token_inside[None, :]
+    sums = tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)  # [PARTS, BLOCK_M]
     return tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
 
 
@@ -44,9 +46,9 @@ def _paired_products(
     SIZE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, times the tokens: two `[BLOCK_N, BLOCK_M]`.
+    """Multiply weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, by the tokens.
 
-    One product of twice the height; the halves are parted in the registers.
+    It is one product of twice the height; its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
     """
     index = tl.arange(0, 2 * BLOCK_N)
     row = first + index % BLOCK_N + index // BLOCK_N * distance
@@ -61,14 +63,14 @@ def _paired_products(
 
 
 @triton.jit
-def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, EARLY: tl.constexpr):
+def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
+    """Compute the first half of a norm, one row per program: `x * gain` and the sum of squares."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     inside = column < SIZE
     gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_previous(PDL)
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
     tl.store(squares + row, tl.sum(values * values, 0))
@@ -80,10 +82,11 @@ def qkv_rotate_kernel(
     query, k_cache, v_cache, slot_stride, cos, sin, positions, slot_mapping, head_norm_weight, head_norm_eps,
     SIZE: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
-    PAIRS: tl.constexpr,  # pairs (i, i + HALF) that a program works on
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr,  # pairs (i, i + HALF) per program
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Multiply by PAIRS pairs of one head's rows; then bias, norm of the head, rotation, and store."""
     blocks: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
     head = tl.program_id(0) // blocks
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,8 +96,7 @@ def qkv_rotate_kernel(
     pair_inside = pair < HALF
     row = head * (2 * HALF) + pair
     inside = pair_inside[:, None] & token_inside[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     position = tl.load(positions + token, mask=token_inside, other=0)
     slot = tl.load(slot_mapping + token, mask=token_inside, other=-1)[None, :]  # int64; -1 stores nothing
     angle = position[None, :] * (2 * HALF) + HALF + pair[:, None]  # the tables hold (cos, cos) and (-sin, sin)
@@ -103,8 +105,7 @@ def qkv_rotate_kernel(
         bias2 = tl.load(bias + row + HALF, mask=pair_inside, other=0.0)
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     y1, y2 = _paired_products(
         x, x_stride, token, token_inside, weight, head * (2 * HALF) + first_pair, HALF - first_pair, HALF,
@@ -142,17 +143,16 @@ def qkv_rotate_kernel(
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def gate_up_silu_kernel(
     x, x_stride, squares, parts, tokens, eps, weight, out,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    EARLY: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     first = tl.program_id(0) * BLOCK_N
     row = first + tl.arange(0, BLOCK_N)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_previous(PDL)
     scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     gate, up = _paired_products(
         x, x_stride, token, token_inside, weight, first, INTERMEDIATE - first, INTERMEDIATE,
@@ -166,11 +166,11 @@ def gate_up_silu_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
-    x, x_stride, tokens, weight, residual, residual_stride, gain, scaled, squares, partial, arrivals,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, x_stride, tokens, weight, residual, residual_stride, gain, scaled, squares, partial, arrival_counters,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; begin the norm."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -179,9 +179,8 @@ def product_add_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
     even: tl.constexpr = SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_previous(PDL)
     if HAS_GAIN:
         gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
     inside = row_inside[:, None] & token_inside[None, :]
@@ -195,13 +194,13 @@ def product_add_kernel(
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     last = True
     if SPLITS > 1:
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + place
+        position = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + position
         tl.store(parts + split * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # every thread's part is written before one thread announces it
-        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        tl.debug_barrier()  # every thread's part is written before one thread counts it
+        last = tl.atomic_add(arrival_counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
-            tl.store(arrivals + tile, 0)  # ready for the next launch
+            tl.store(arrival_counters + tile, 0)  # ready for the next launch
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for part in tl.static_range(SPLITS):
                 acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")

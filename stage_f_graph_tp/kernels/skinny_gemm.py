@@ -1,31 +1,31 @@
-"""Triton kernels that multiply a few rows, and do in the same launch what stands before and after the product.
+"""Skinny GEMM: matrix products for few tokens, fused with the kernels before and after them.
 
-At a few dozen rows a matrix product is the reading of its weights, a few microseconds, and around it stand small
-kernels of a microsecond or two, each with the end of one launch and the start of the next on either side. So here a
-product takes them along:
+For a few dozen tokens, a matrix product costs what reading its weights costs, a few microseconds. Around it run small
+kernels of a microsecond or two, each with the end of one launch and the start of the next on either side. So here each
+product does their work as well:
 
-    qkv_rotate       norm of the rows · QKV · norm of the heads (Qwen3) · rotation · store into the pages
+    qkv_rotate       norm of the rows · QKV · norm of the heads (Qwen3) · rotation · store into the blocks
     gate_up_silu     norm of the rows · gate and up · silu(gate) * up
     product_add      product · sum with the residual · first half of the norm that comes next
 
-**The norm is cut in two.** `rms_norm(x) Wᵀ = (x * g) Wᵀ / sqrt(mean(x²) + eps)`. Whoever writes the residual stream
-`x` writes `x * g` beside it and the sum of the squares of what it wrote; the product that reads them multiplies at
+**The norm is split in two.** `rms_norm(x) Wᵀ = (x * g) Wᵀ / sqrt(mean(x²) + eps)`. The kernel that writes the residual
+stream `x` also writes `x * g` and the sum of the squares of what it wrote; the product that reads them multiplies at
 once and divides its finished sums. So no kernel has to see a whole row before it can begin (`Stream`).
 
-**Weights are the left operand.** A tile is `[weight rows, tokens]`, its many rows are weights and its few columns
-tokens, because the tensor cores' tiles have a least height of 16 (64 for Hopper's largest) and a least width of 8.
+**Weights are the left operand.** A tile is `[weight rows, tokens]`: its many rows are weights and its few columns are
+tokens, because the tensor cores' tiles are at least 16 high (64 for Hopper's largest) and at least 8 wide.
 
-**Pairs go together.** Rotation mixes columns i and i + head_dim/2 of a head, SwiGLU mixes gate i and up i. A program
-computes both, so that what follows is element-wise.
+**Pairs are computed together.** Rotation mixes columns i and i + head_dim/2 of a head, SwiGLU mixes gate i and up i. A
+program computes both, so that what follows is element-wise.
 
-**Few rows of weights, many columns** (`down`): there would be fewer programs than multiprocessors, so the columns are
-split. The last program of a tile to finish adds the parts up, always in the same order, so that the sum is the same in
-every run.
+**Split-K.** A weight with few rows and many columns (`down`) has fewer tiles than there are multiprocessors, so the
+columns are split as well. An arrival counter says which program of a tile finishes last; that one adds the parts up,
+always in the same order, so that the sum is the same in every run.
 
-**They start early** (`early_start.py` of stage D): a product's programs are in place, and know their positions, slots
-and rotations, when the kernel in front of it ends.
+**Programmatic dependent launch** (`pdl.py`). A product's programs are in place, and know their positions, slots and
+rotations, when the kernel in front of it ends.
 
-With more rows the library's large tiles win; `FEW_ROWS` is where that was measured.
+With more tokens the library's large tiles win; `SKINNY_GEMM_MAX_TOKENS` is where that was measured.
 """
 
 from __future__ import annotations
@@ -37,16 +37,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stage_d_paged.attention.early_start import early_start
-from stage_f_graph_tp.few_rows_kernels import gate_up_silu_kernel, product_add_kernel, qkv_rotate_kernel, scale_kernel
+from stage_f_graph_tp.kernels.pdl import pdl_settings
+from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
+    gate_up_silu_kernel,
+    product_add_kernel,
+    qkv_rotate_kernel,
+    scale_kernel,
+)
 
-FEW_ROWS = 64  # tokens up to which these kernels were measured faster than library products with kernels between them
-_COLUMNS = 128  # of 16-bit weights, that a program loads at once
+SKINNY_GEMM_MAX_TOKENS = 64  # up to here these kernels were measured faster than library products with kernels between
+_COLUMNS = 128  # of 16-bit weights, loaded together
 _STAGES = 6  # such loads in flight, shared memory permitting
 
 
 class Stream(NamedTuple):
-    """The residual stream with the first half of the norm that reads it next."""
+    """The residual stream and the first half of the norm that reads it next."""
 
     x: Tensor  # [tokens, hidden]
     scaled: Tensor  # [tokens, hidden]: x * the norm's weight
@@ -55,11 +60,11 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut.
+    """How a product is cut into programs.
 
     Attributes:
-        rows: of the weight in a program's tile, or pairs of rows where they come in pairs.
-        splits: parts that the columns are cut into.
+        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
+        splits: split-K, the number of parts that the weight's columns are cut into.
     """
 
     rows: int
@@ -67,14 +72,14 @@ class Tiles:
 
 
 def scale_rows(x: Tensor, gain: Tensor) -> Stream:
-    """Begin a norm of `x [tokens, hidden]` with the weight `gain`."""
+    """Compute the first half of a norm of `x [tokens, hidden]` with the weight `gain`."""
     tokens, hidden = x.shape
     scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
     pad = _power_of_2(hidden)
     scale_kernel[(tokens,)](
         x, x.stride(0), gain, scaled, squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
-        **early_start(x.device),
+        **pdl_settings(x.device),
     )  # fmt: skip
     return Stream(x, scaled, squares)
 
@@ -92,10 +97,10 @@ def qkv_rotate(
     head_norm: tuple[Tensor, float] | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """From the residual stream to attention's input: rotated queries, and keys and values in their pages.
+    """Compute attention's input from the residual stream: rotated queries, and keys and values in their blocks.
 
     Args:
-        stream: `[tokens, hidden]`, with the norm before the product begun.
+        stream: `[tokens, hidden]`, with the first half of the norm before the product.
         eps: that norm's epsilon.
         weight, bias: the packed product, `[(heads + 2 kv_heads) * head_dim, hidden]` and its bias or None.
         num_heads: query heads.
@@ -133,10 +138,10 @@ def qkv_rotate(
 
 
 def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
-    """`silu(gate) * up` of the normalised rows.
+    """Compute `silu(gate) * up` of the normalised rows.
 
     Args:
-        stream: `[tokens, hidden]`, with the norm before the product begun.
+        stream: `[tokens, hidden]`, with the first half of the norm before the product.
         eps: that norm's epsilon.
         weight: `[2 * intermediate, hidden]`, gate rows first.
         tiles: how to cut the product; None is what was measured fastest.
@@ -158,24 +163,25 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
 
 
 def product_add(
-    x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor | None, arrivals: Tensor, tiles: Tiles | None = None
-) -> Stream | Tensor:
-    """`residual + x Wᵀ`, written over `residual`, and the begin of its norm.
+    x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor | None, arrival_counters: Tensor,
+    tiles: Tiles | None = None,
+) -> Stream | Tensor:  # fmt: skip
+    """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
 
     Args:
         x: `[tokens, in_features]`.
         weight: `[out_features, in_features]`.
         residual: `[tokens, out_features]`.
-        gain: weight `[out_features]` of the norm that reads the sum next; None begins none.
-        arrivals: int32 zeros, one for each tile of the product; left as zeros. Calls that share them must follow one
-            another on one stream.
+        gain: weight `[out_features]` of the norm that reads the sum next, or None.
+        arrival_counters: int32 zeros, one for each tile of the product; left as zeros. Calls that share them must
+            follow one another on one stream.
         tiles: how to cut the product; None is what was measured fastest.
 
     Returns:
         The sum, as a `Stream` where there is a `gain`.
 
     Raises:
-        ValueError: more tiles than counters.
+        ValueError: more tiles than arrival counters.
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
@@ -184,18 +190,17 @@ def product_add(
         tiles = Tiles(_tile_rows(out_features, splits, weight.device), splits)
     block_m = _token_block(tokens)
     blocks = _ceil_div(out_features, tiles.rows), _ceil_div(tokens, block_m)
-    if tiles.splits > 1 and blocks[0] * blocks[1] > len(arrivals):
-        raise ValueError(f"a product of {blocks[0] * blocks[1]} tiles, but there are {len(arrivals)} counters")
-    numbers = torch.empty(
-        (tiles.splits > 1) * blocks[0] * blocks[1] * tiles.splits * tiles.rows * block_m + blocks[0] * tokens,
-        dtype=torch.float32,
-        device=x.device,
-    )
-    squares, partial = numbers[: blocks[0] * tokens].view(blocks[0], tokens), numbers[blocks[0] * tokens :]
+    num_tiles = blocks[0] * blocks[1]
+    if tiles.splits > 1 and num_tiles > len(arrival_counters):
+        raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
+    num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m
+    length = num_squares + (num_partial if tiles.splits > 1 else 0)
+    space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
+    squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
     scaled = residual if gain is None else torch.empty_like(residual)
     product_add_kernel[*blocks, tiles.splits](
         x, x.stride(0), tokens, weight, residual, residual.stride(0), weight if gain is None else gain, scaled, squares,
-        partial, arrivals,
+        partial, arrival_counters,
         SIZE=in_features, OUT_SIZE=out_features, SPLITS=tiles.splits, HAS_GAIN=gain is not None, BLOCK_N=tiles.rows,
         **_settings(tokens, x.dtype, x.device, tiles.rows, _ceil_div(in_features, tiles.splits)),
     )  # fmt: skip
@@ -203,9 +208,9 @@ def product_add(
 
 
 def _tile_rows(rows: int, splits: int, device: torch.device) -> int:
-    """The smallest tile whose programs all run at once, one a multiprocessor; 64 rows at most.
+    """Choose the smallest tile whose programs all run at once, one per multiprocessor; 64 rows at most.
 
-    On an H200 this is what a search over tiles of 16, 32 and 64 rows found for every product of both reference models.
+    On an H200, a search over tiles of 16, 32 and 64 rows found the same for every product of both reference models.
     """
     for height in (16, 32):
         if _ceil_div(rows, height) * splits <= _chip(device)[0]:
@@ -215,7 +220,7 @@ def _tile_rows(rows: int, splits: int, device: torch.device) -> int:
 
 @lru_cache(maxsize=256)
 def _settings(tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int) -> dict[str, object]:
-    """What all kernels are launched with. `height`: weight rows of a tile; `size`: columns that a program goes over."""
+    """Launch settings of all kernels. `height`: weight rows of a tile; `size`: columns that a program goes over."""
     block_m = _token_block(tokens)
     columns = _COLUMNS * 2 // dtype.itemsize
     stage_bytes = (height + block_m) * columns * dtype.itemsize
@@ -223,9 +228,9 @@ def _settings(tokens: int, dtype: torch.dtype, device: torch.device, height: int
         "BLOCK_M": block_m,
         "BLOCK_K": max(16, min(columns, _power_of_2(size))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 of a thread at 4096 and 4 warps
+        "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 per thread at 4096 and 4 warps
         "num_stages": max(2, min(_STAGES, _chip(device)[1] // stage_bytes)),
-    } | early_start(device)
+    } | pdl_settings(device)
 
 
 def _token_block(tokens: int) -> int:
@@ -234,7 +239,7 @@ def _token_block(tokens: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The power of two from `number` up. Triton has this and the next as well; called from Python they take longer."""
+    """The power of two from `number` up. Triton has this and `cdiv` too; called from Python they take longer."""
     return 1 << (number - 1).bit_length()
 
 

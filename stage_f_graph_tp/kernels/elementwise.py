@@ -1,11 +1,10 @@
-"""Triton kernels that do in one launch what a layer does between its matrix products.
+"""Element-wise fusion: Triton kernels that do in one launch what a layer does between two matrix products.
 
 A decode step's tensors are tiny: for 32 sequences of Qwen2.5-0.5B, all queries together are 57 KB. Time goes into
-starting kernels and waiting for memory, not into arithmetic, so every launch saved is a microsecond or more in every
-layer. Written out in PyTorch, the way from the QKV product to attention is a norm of the heads (Qwen3), four
-element-wise kernels for the rotation, and the store into the pages; `rotate_and_store` is one. `silu_and_multiply` is
-the MLP's activation in one instead of two. The sums with the residual are part of the matrix products already
-(`ResidualLinear`).
+starting kernels and waiting for memory, not into arithmetic, so every launch saved is a microsecond or more per layer.
+In stage D, the way from the QKV product to attention is a norm of the heads (Qwen3), three element-wise kernels for the
+rotation, and the store into the blocks; `rotate_and_store` is one kernel. `silu_and_multiply` is the MLP's activation
+in one kernel instead of two. The sums with the residual are part of the matrix products already (`ResidualLinear`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _rotate_and_store_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # heads a program works on
+    BLOCK: tl.constexpr,  # heads per program
     HAS_NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -68,13 +67,13 @@ def _rotate_and_store_kernel(
     tl.store(query + target + HALF, y2, mask=is_query)
     slot = tl.load(slot_mapping + token)  # int64; -1 stores nothing
     is_key = inside & (head >= HEADS) & turns & (slot >= 0)
-    place = slot * slot_stride + (head - HEADS) * (2 * HALF) + column
-    tl.store(k_cache + place, y1, mask=is_key)
-    tl.store(k_cache + place + HALF, y2, mask=is_key)
+    key_offset = slot * slot_stride + (head - HEADS) * (2 * HALF) + column
+    tl.store(k_cache + key_offset, y1, mask=is_key)
+    tl.store(k_cache + key_offset + HALF, y2, mask=is_key)
     is_value = inside & (head >= HEADS + KV_HEADS) & (slot >= 0)
-    place -= KV_HEADS * 2 * HALF
-    tl.store(v_cache + place, y1, mask=is_value)
-    tl.store(v_cache + place + HALF, y2, mask=is_value)
+    value_offset = key_offset - KV_HEADS * 2 * HALF
+    tl.store(v_cache + value_offset, y1, mask=is_value)
+    tl.store(v_cache + value_offset + HALF, y2, mask=is_value)
 
 
 def rotate_and_store(
@@ -86,10 +85,10 @@ def rotate_and_store(
     slot_mapping: Tensor,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """Norm the heads (where the model does), rotate queries and keys, store keys and values into their pages.
+    """Norm the heads (where the model does), rotate queries and keys, store keys and values in their blocks.
 
     Args:
-        qkv: `[tokens, heads + 2 kv_heads, head_dim]`, the heads of a token side by side.
+        qkv: `[tokens, heads + 2 kv_heads, head_dim]`, the heads of a token adjacent.
         num_heads: query heads.
         rotary: the tables of stage D's `RotaryEmbedding`: cos and signed sin, each `[positions, 2, head_dim / 2]`.
         positions: `[tokens]`, int64.
@@ -126,7 +125,7 @@ def _silu_and_multiply_kernel(gate_up, out, INTERMEDIATE: tl.constexpr, BLOCK: t
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`."""
+    """Compute `silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`."""
     tokens, width = gate_up.shape
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width // 2))
@@ -147,7 +146,7 @@ def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each row of `[tokens, size]`; a row is one program, which keeps it in registers between its passes."""
+    """Normalise each row of `[tokens, size]` (RMSNorm); one program per row, which it keeps in registers meanwhile."""
     tokens, size = x.shape
     out = torch.empty_like(x)
     pad = triton.next_power_of_2(size)
