@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.loading import one_line
-from stage_a_naive.params import shown
+from stage_a_naive.errors import one_line, shown
 
 Message = Mapping[str, object]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 

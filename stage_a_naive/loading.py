@@ -8,7 +8,6 @@ that can be wrong with it is found here, before anything runs, and raised as a `
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +17,20 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from stage_a_naive.config_classes import CONFIG_CLASSES
+from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader, check_finite
+from stage_a_naive.errors import ModelError, one_line, shown
+from stage_a_naive.model_config import read_config, read_json_object
+from stage_a_naive.params import as_integer
 from stage_a_naive.presets import PRESETS, preset_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
-SUPPORTED_ROPE_TYPES = ("default", "llama3")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded or is not supported; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def resolve(model: str | os.PathLike[str]) -> ModelSource:
             raise ModelError(f"no preset {preset!r}; there are: {', '.join('random:' + p for p in PRESETS)}")
         return ModelSource(name, preset_config(preset), None, TUTOR_PATH)
     path = TUTOR_PATH if name == "tutor" else _local_or_downloaded(name)
-    return ModelSource(name, _read_config(path), path, path)
+    return ModelSource(name, read_config(path), path, path)
 
 
 def _local_or_downloaded(name: str) -> Path:
@@ -84,32 +81,6 @@ def _local_or_downloaded(name: str) -> Path:
         ) from error
 
 
-def _read_config(path: Path) -> PretrainedConfig:
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelError(f"{path} has no config.json; it is not a model directory in the Hugging Face layout")
-    try:
-        raw = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{config_file} is not JSON: {error}") from error
-    model_type = raw.get("model_type")
-    if model_type not in CONFIG_CLASSES:
-        raise ModelError(f"architecture {model_type!r} is not supported; these are: {', '.join(CONFIG_CLASSES)}")
-    if raw.get("quantization_config"):
-        raise ModelError(f"{path} is a quantised checkpoint, which is not supported; use the unquantised one")
-    try:
-        config = CONFIG_CLASSES[model_type].from_pretrained(path)
-    except Exception as error:  # transformers validates with several exception types
-        raise ModelError(f"{config_file}: {one_line(error)}") from error
-    if getattr(config, "use_sliding_window", False):
-        raise ModelError(f"{path} uses sliding-window attention, which is not supported")
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        supported = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise ModelError(f"rope scaling type {rope_type!r} is not supported; these are: {supported}")
-    return config
-
-
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """Read the model's `tokenizer.json`, with a padding token forced (some models have none, and batching needs one).
 
@@ -129,16 +100,14 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every id that ends a generation: a model may have several, listed in `generation_config.json`."""
-    ids: set[int] = set()
-    try:
-        declared = GenerationConfig.from_pretrained(source.tokenizer_path).eos_token_id
-    except OSError:  # the file is optional
-        declared = source.config.eos_token_id
-    if declared is not None:
-        ids.update([declared] if isinstance(declared, int) else declared)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    declared = source.config.eos_token_id
+    file = source.tokenizer_path / "generation_config.json"  # optional
+    if file.is_file():
+        declared = read_json_object(file).get("eos_token_id", declared)
+    ids = declared if isinstance(declared, list) else [declared]
+    if not all(i is None or as_integer(i) is not None for i in ids):
+        raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {shown(declared)}")
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
 def pick_device(device: str) -> torch.device:
@@ -185,23 +154,35 @@ def load_hf_model(
 
     if source.path is None:
         return _random_hf_model(source, device, dtype, seed, **model_options)
-    if not any(source.path.glob("*.safetensors")):
-        raise ModelError(f"{source.path} has no *.safetensors file; only weights in that format are supported")
+    _check_weights(source, model_options)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it would warn of is raised below
+    transformers_logging.set_verbosity_error()  # what it would warn of was checked
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **model_options
-        )
+        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, use_safetensors=True, **model_options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(f"the weights in {source.path} do not load: {one_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report.get(what):
-            names = ", ".join(sorted(str(n) for n in report[what])[:5])
-            raise ModelError(f"{source.path}: {len(report[what])} {what.replace('_keys', ' weights')}: {names}")
+    for name, weight in model.named_parameters():
+        check_finite(weight, name)
     return model.eval().to(device)
+
+
+def _check_weights(source: ModelSource, model_options: dict[str, object]) -> None:
+    """Compare the headers of the weights' files with the model that the config describes."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):  # shapes without memory
+            described = AutoModelForCausalLM.from_config(source.config, **model_options)
+    except Exception as error:  # what transformers raises for a config that it cannot build is not documented
+        raise ModelError(f"{source.path / 'config.json'} describes no model: {one_line(error)}") from error
+    weights = WeightLoader(SafetensorsDirectory(source.path))
+    for name, weight in described.named_parameters():  # tied weights once
+        stored = weights.lazy(name, tuple(weight.shape))
+        if source.config.tie_word_embeddings and name == "model.embed_tokens.weight" and weights.has("lm_head.weight"):
+            weights.check_equal(stored[:], "lm_head.weight")
+    weights.finish()
 
 
 def _random_hf_model(
@@ -233,8 +214,3 @@ def random_tensor(
         return (1 + 0.1 * noise).to(dtype)
     scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
     return (noise * scale).to(dtype)
-
-
-def one_line(error: BaseException) -> str:
-    """The whole message of an error as one line."""
-    return " ".join(str(error).split()) or type(error).__name__

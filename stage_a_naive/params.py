@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from stage_a_naive.errors import shown
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -100,16 +102,6 @@ def as_number(value: object) -> float | None:
     except OverflowError:  # 10**400 is an integer, but no float
         return None
     return number if math.isfinite(number) else None
-
-
-def shown(value: object) -> str:
-    """`repr` for an error message: one line of at most 80 characters, whatever the value."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-    text = " ".join(text.split())
-    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def _as_strings(value: object) -> tuple[str, ...] | None:

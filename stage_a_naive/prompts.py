@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.params import as_integer, shown
+from stage_a_naive.errors import shown
+from stage_a_naive.params import as_integer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 Prompts = Prompt | Sequence[Prompt]

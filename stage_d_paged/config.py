@@ -1,9 +1,9 @@
 """The numbers that define a decoder, read from a Hugging Face `config.json`.
 
 Qwen2, Qwen3 and Llama are one architecture with three switches: Qwen2 adds a bias to the Q, K and V projections, Qwen3
-normalises every query and key head, Llama 3 stretches the rotary frequencies. Stage A's `resolve` has refused other
-architectures; what only a model of one's own can lack is refused here by name: computing something else in silence
-would give fluent nonsense.
+normalises every query and key head, Llama 3 stretches the rotary frequencies. Stage A has refused other architectures
+and impossible sizes; what only a model of one's own can lack is refused here by name: computing something else in
+silence would give fluent nonsense.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from stage_a_naive.loading import ModelError
+from stage_a_naive.errors import ModelError
+from stage_a_naive.model_config import check_config
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,10 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: PretrainedConfig) -> ModelConfig:
         """Translate a Hugging Face config; `ModelError` names what is not supported."""
+        check_config(config)
         _refuse_unsupported(config)
         heads = config.num_attention_heads
-        kv_heads = config.num_key_value_heads or heads
-        if heads % kv_heads:
-            raise ModelError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if head_dim % 2:
-            raise ModelError(f"head_dim ({head_dim}) is odd; rotary embeddings turn pairs of dimensions")
         theta, scaling = _rope(config)
         return cls(
             vocab_size=config.vocab_size,
@@ -62,7 +59,7 @@ class ModelConfig:
             intermediate_size=config.intermediate_size,
             num_layers=config.num_hidden_layers,
             num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=config.max_position_embeddings,

@@ -1,0 +1,161 @@
+"""A checkpoint's tensors: found by name, checked against the model, and read once.
+
+A checkpoint is a set of named tensors in one or several safetensors files, whose headers say each shape and dtype. A
+tensor that is missing, has another shape, is asked for twice or is never asked for is an error: a model with a weight
+left out runs, and talks nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stage_a_naive.errors import ModelError, one_line
+from stage_a_naive.model_config import read_json_object
+
+FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
+
+
+class LazyTensor(Protocol):
+    """A stored tensor. Indexing it reads that part of it, and `[:]` the whole."""
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
+
+
+class TensorSource(Protocol):
+    """Where tensors come from."""
+
+    name: str  # for error messages
+
+    def names(self) -> set[str] | None:
+        """The tensors there are; None if any can be made."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape; None if it takes the shape that is asked for."""
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        """The tensor `name` of that shape, not read yet."""
+
+
+class SafetensorsDirectory:
+    """A directory with `model.safetensors`, or with several files and `model.safetensors.index.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._files = {file: _open(file) for file in checkpoint_files(path)}
+        self._file_of: dict[str, Path] = {}
+        for file, handle in self._files.items():
+            for tensor in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                if tensor in self._file_of:
+                    raise ModelError(f"{tensor} is stored twice: in {self._file_of[tensor].name} and in {file.name}")
+                self._file_of[tensor] = file
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        part = self._files[self._file_of[name]].get_slice(name)
+        if part.get_dtype() not in FLOAT_TYPES:
+            raise ModelError(
+                f"{name} in {self._file_of[name]} is stored as {part.get_dtype()}; "
+                f"supported are {', '.join(FLOAT_TYPES)}"
+            )
+        return tuple(part.get_shape())
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        try:
+            return self._files[self._file_of[name]].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {name} from {self._file_of[name]}: {error}") from error
+
+
+class WeightLoader:
+    """Fills the layers' weights from a source and checks that nothing is left over."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint stores this tensor (a source that makes tensors stores none)."""
+        return name in (self._source.names() or ())
+
+    def fill(self, target: Tensor, name: str) -> None:
+        """Copy the tensor `name`, which must have `target`'s shape, into `target`, in `target`'s dtype."""
+        target.copy_(self.read(name, tuple(target.shape)))
+        check_finite(target, name)
+
+    def check_equal(self, target: Tensor, name: str) -> None:
+        """Check that a weight stored twice (`name` and `target`, as with tied embeddings) has the same values."""
+        if not torch.equal(self.read(name, tuple(target.shape)).to(target), target):
+            raise ModelError(f"{self._source.name}: {name} differs from the weight that the config ties it to")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must have that shape."""
+        return self.lazy(name, shape)[:]
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        """The same, not read yet.
+
+        Raises:
+            ModelError: it is missing, was used before, or has another shape.
+        """
+        available = self._source.names()
+        if available is not None and name not in available:
+            raise ModelError(f"{self._source.name}: the weight {name} is missing")
+        if name in self._used:
+            raise ModelError(f"{self._source.name}: the weight {name} is used twice")
+        stored = self._source.shape(name)
+        if stored is not None and stored != shape:
+            raise ModelError(
+                f"{self._source.name}: the weight {name} has shape {list(stored)}; the config asks for {list(shape)}"
+            )
+        self._used.add(name)
+        return self._source.lazy(name, shape)
+
+    def finish(self) -> None:
+        """Refuse a checkpoint that holds more than the model used."""
+        # Some old Llama checkpoints store the rotary frequencies, which the config defines anyway.
+        extra = sorted(
+            name for name in (self._source.names() or set()) - self._used if not name.endswith("rotary_emb.inv_freq")
+        )
+        if extra:
+            shown = ", ".join(extra[:3]) + (", …" if len(extra) > 3 else "")
+            raise ModelError(f"{self._source.name}: {len(extra)} weights that the model does not have: {shown}")
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """Refuse a weight with NaN or infinite values, which would make every logit NaN and every answer the same token."""
+    least, most = torch.aminmax(weight.detach())  # both are NaN if any value is
+    if not math.isfinite(least) or not math.isfinite(most):
+        raise ModelError(f"the weight {name} holds NaN or infinite values in {weight.dtype}; its file may be damaged")
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory; `ModelError` if one is missing."""
+    single = path / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        raise ModelError(f"{path} holds no weights: neither model.safetensors nor {index.name} is there")
+    try:
+        files = sorted({path / name for name in read_json_object(index)["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{index} names files that are not there: {', '.join(missing)}")
+    return files
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file}: {one_line(error)}; it may be truncated, download it again") from error

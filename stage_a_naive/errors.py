@@ -1,0 +1,22 @@
+"""What an error says: one line, with what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or is not supported; the message says why and what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message of another library's error as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def shown(value: object) -> str:
+    """`repr` for an error message: one line of at most 80 characters, whatever the value."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:79]}…"

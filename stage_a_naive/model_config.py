@@ -1,0 +1,99 @@
+"""A model's `config.json`, checked before anything is built from it.
+
+transformers checks that each field has the right type. What it lets through, and what these engines do not support, is
+refused here by name: a wrong shape of a model shows much later, as an error that says nothing, or as fluent nonsense.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from stage_a_naive.config_classes import CONFIG_CLASSES
+from stage_a_naive.errors import ModelError, one_line, shown
+from stage_a_naive.params import as_number
+
+SUPPORTED_ROPE_TYPES = ("default", "llama3")
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """The configuration in the directory `path`.
+
+    Raises:
+        ModelError: it is missing, no JSON object, invalid, or asks for a feature that is not supported.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{path} has no config.json; it is not a model directory in the Hugging Face layout")
+    raw = read_json_object(config_file)
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_CLASSES:
+        supported = ", ".join(CONFIG_CLASSES)
+        raise ModelError(f"architecture {shown(model_type)} is not supported; these are: {supported}")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{path} is a quantised checkpoint, which is not supported; use the unquantised one")
+    try:
+        config = CONFIG_CLASSES[model_type].from_pretrained(path)
+    except Exception as error:  # transformers validates with several exception types
+        raise ModelError(f"{config_file}: {one_line(error)}") from error
+    try:
+        check_config(config)
+    except ModelError as error:
+        raise ModelError(f"{config_file}: {error}") from None
+    return config
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """The JSON object in a file; `ModelError` names a file that holds something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds a JSON {type(content).__name__}; an object is expected: {{…}}")
+    return content
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse sizes that no model can have, and features that no stage supports.
+
+    Raises:
+        ModelError: the message names the field.
+    """
+    for field in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings",
+    ):  # fmt: skip
+        value = getattr(config, field)
+        if value is None or value < 1:
+            raise ModelError(f"{field} must be 1 or more, got {shown(value)}")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and config.hidden_size % heads:
+        raise ModelError(f"hidden_size ({config.hidden_size}) is not a multiple of num_attention_heads ({heads})")
+    head_dim = config.hidden_size // heads if head_dim is None else head_dim
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(f"head_dim is {head_dim}; rotary embeddings turn pairs of dimensions, so it must be even")
+    if not config.rms_norm_eps > 0:
+        raise ModelError(f"rms_norm_eps must be above 0, got {shown(config.rms_norm_eps)}")
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+        raise ModelError(f"pad_token_id ({config.pad_token_id}) is outside the vocabulary of {config.vocab_size}")
+    if getattr(config, "use_sliding_window", False):
+        raise ModelError("use_sliding_window=true: sliding-window attention is not supported, only full attention is")
+    _check_rope(config.rope_parameters or {})
+
+
+def _check_rope(rope: dict[str, object]) -> None:
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        supported = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise ModelError(f"rope scaling type {shown(rope_type)} is not supported; these are: {supported}")
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    for field in ("rope_theta", *(llama3 if rope_type == "llama3" else ())):
+        value = as_number(rope.get(field))
+        if value is None or value <= 0:
+            raise ModelError(f"{field} of rope_parameters must be a number above 0, got {shown(rope.get(field))}")
