@@ -29,7 +29,7 @@ def read_config(path: Path) -> PretrainedConfig:
         raise ModelError(f"{path} has no config.json; it is not a model directory in the Hugging Face layout")
     raw = read_json_object(config_file)
     model_type = raw.get("model_type")
-    if model_type not in CONFIG_CLASSES:
+    if model_type not in list(CONFIG_CLASSES):  # it may be anything, a list too
         supported = ", ".join(CONFIG_CLASSES)
         raise ModelError(f"architecture {shown(model_type)} is not supported; these are: {supported}")
     if raw.get("quantization_config"):

@@ -11,6 +11,7 @@ step, which is measured by running one. On the CPU, where memory is shared with 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -39,6 +40,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        num_bytes = num_blocks * block_size * kv_bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+        available = available_memory(device)
+        if num_bytes > available:
+            raise MemoryError(
+                f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 2**30:.1f} GiB; "
+                f"{device} has {available / 2**30:.1f} GiB. Lower num_kvcache_blocks, or leave it at -1 (automatic)"
+            )
         # Zeros, not empty: a kernel may load a page's unused tail and mask it, and NaN times a zero weight is NaN.
         self.tensor = torch.zeros(
             2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
@@ -55,6 +63,15 @@ class KVCache:
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """K and V of one token in all layers, in bytes."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that a new tensor could take: a GPU's free memory; on the CPU, which gives memory only when it is written
+    to and is shared with everything else, all there is."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch holds it for later
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_num_blocks(page_bytes: int, block_size: int, max_model_len: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_a_config_that_is_not_json_is_named(tutor_copy: Path) -> None:
 
 def test_a_directory_without_weights_or_tokenizer_says_which(tutor_copy: Path) -> None:
     (tutor_copy / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+    with pytest.raises(ModelError, match="holds no weights"):
         load(tutor_copy)
     (tutor_copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
@@ -96,7 +97,7 @@ def test_a_directory_without_weights_or_tokenizer_says_which(tutor_copy: Path) -
 def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path) -> None:
     weights = tutor_copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(ModelError, match="do not load"):
+    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors.*truncated"):
         load(tutor_copy)
 
 
@@ -114,7 +115,12 @@ def test_a_weight_that_is_missing_extra_or_misshapen_is_named(tutor_copy: Path, 
         tensors[name] = tensors[name][:, :-8].contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
     dtype_before = torch.get_default_dtype()
-    with pytest.raises(ModelError, match="mlp|do not load"):
+    says = {
+        "missing": f"the weight {name} is missing",
+        "extra": f"1 weights that the model does not have: {name}",
+        "wrong shape": f"the weight {name} has shape [256, 760]; the config asks for [256, 768]",
+    }
+    with pytest.raises(ModelError, match=re.escape(says[damage])):
         load(tutor_copy)
     assert torch.get_default_dtype() == dtype_before
 

@@ -1,0 +1,159 @@
+"""What a broken model directory says: the same in stage A, which builds the model of transformers, and in stage D,
+which builds its own, and one line that names the file and the field."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive.errors import ModelError
+from stage_a_naive.loading import TUTOR_PATH, load_hf_model, resolve
+from stage_b_decode_step.attention import ATTENTION_NAME
+from stage_d_paged import LLM as PagedLLM
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.runtime import load_runtime
+
+CPU = torch.device("cpu")
+LOADERS = [
+    pytest.param(lambda source: load_hf_model(source, CPU, torch.float32), id="a"),
+    pytest.param(
+        lambda source: load_hf_model(source, CPU, torch.float32, attn_implementation=ATTENTION_NAME), id="b"
+    ),
+    pytest.param(lambda source: load_runtime(source, EngineOptions(), CPU, torch.float32), id="d"),
+]
+every_loader = pytest.mark.parametrize("load", LOADERS)
+NORM = "model.layers.2.post_attention_layernorm.weight"
+
+
+@pytest.fixture
+def tutor_copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(directory: Path, **changes: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
+
+
+def check_refused(directory: Path, load: object, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        load(resolve(directory))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be 1 or more, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be 1 or more, got 0"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
+        ({"vocab_size": -5}, "vocab_size must be 1 or more, got -5"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be 1 or more, got 0"),
+        ({"hidden_size": "896"}, "'hidden_size'.*expected int, got str"),
+        ({"hidden_size": 255}, r"hidden_size \(255\) is not a multiple of num_attention_heads \(4\)"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be above 0"),
+        ({"pad_token_id": 10**9}, "pad_token_id .* is outside the vocabulary of 4096"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta of rope_parameters"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "Missing required keys.*low_freq_factor"),
+        ({"model_type": ["qwen2"]}, "is not supported; these are: llama, qwen2, qwen3"),
+        ({"layer_types": ["x"] * 4}, "layer_types"),
+    ],
+)
+def test_a_config_that_no_model_can_have_is_named_with_the_whole_reason(
+    tutor_copy: Path, changes: dict, says: str
+) -> None:
+    edit_json(tutor_copy / "config.json", **changes)
+    check_refused(tutor_copy, lambda source: pytest.fail("it was resolved"), rf"config\.json: .*{says}|{says}")
+
+
+@every_loader
+def test_a_config_that_nothing_can_be_built_from_is_an_error_of_the_model(tutor_copy: Path, load: object) -> None:
+    edit_json(tutor_copy / "config.json", hidden_act="nope")
+    check_refused(tutor_copy, load, "nope")
+
+
+@pytest.mark.parametrize("content", ["[]", '"qwen2"', "3", "null"])
+def test_a_config_that_is_no_object_is_named(tutor_copy: Path, content: str) -> None:
+    (tutor_copy / "config.json").write_text(content)
+    check_refused(tutor_copy, None, r"config\.json holds a JSON \w+; an object is expected")
+
+
+@every_loader
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", r"index\.json is not JSON"),
+        ("[]", r"index\.json holds a JSON list"),
+        ('{"weights": {}}', "is not a safetensors index"),
+        ('{"weight_map": ["a"]}', "is not a safetensors index"),
+        ('{"weight_map": {"x": 3}}', "is not a safetensors index"),
+        ('{"weight_map": {"x": "nowhere.safetensors"}}', r"names files that are not there: nowhere\.safetensors"),
+    ],
+)
+def test_a_bad_index_of_shards_is_named(tutor_copy: Path, load: object, content: str, says: str) -> None:
+    (tutor_copy / "model.safetensors").rename(tutor_copy / "part.safetensors")
+    (tutor_copy / "model.safetensors.index.json").write_text(content)
+    check_refused(tutor_copy, load, says)
+
+
+@every_loader
+def test_quantised_weights_are_refused_without_a_word_about_them_in_the_config(tutor_copy: Path, load: object) -> None:
+    edit_weights(tutor_copy, **{NORM: torch.ones(256, dtype=torch.int8)})
+    check_refused(tutor_copy, load, rf"{NORM} in .*model\.safetensors is stored as I8; supported are F32, F16, BF16")
+
+
+@every_loader
+def test_a_weight_of_a_wrong_shape_is_named_with_both_shapes(tutor_copy: Path, load: object) -> None:
+    edit_weights(tutor_copy, **{NORM: torch.ones(255)})
+    check_refused(tutor_copy, load, rf"the weight {NORM} has shape \[255\]; the config asks for \[256\]")
+
+
+@every_loader
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_named(tutor_copy: Path, load: object, value: float) -> None:
+    weight = torch.ones(256)
+    weight[100] = value
+    edit_weights(tutor_copy, **{NORM: weight})
+    check_refused(tutor_copy, load, rf"the weight {NORM} holds NaN or infinite values")
+
+
+@every_loader
+def test_a_tied_head_may_be_stored_too_but_not_differently(tutor_copy: Path, load: object) -> None:
+    table = load_file(tutor_copy / "model.safetensors")["model.embed_tokens.weight"]
+    edit_weights(tutor_copy, **{"lm_head.weight": table.clone()})
+    load(resolve(tutor_copy))
+    edit_weights(tutor_copy, **{"lm_head.weight": table + 1})
+    check_refused(tutor_copy, load, r"lm_head\.weight differs from the weight that the config ties it to")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", r"generation_config\.json is not JSON"),
+        ("[]", r"generation_config\.json holds a JSON list"),
+        ('{"eos_token_id": "</s>"}', r"generation_config\.json: eos_token_id must be a token id or a list of them"),
+        ('{"eos_token_id": [1, 2.5]}', "eos_token_id must be a token id or a list of them"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(tutor_copy: Path, content: str, says: str) -> None:
+    (tutor_copy / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=says):
+        NaiveLLM(tutor_copy, device="cpu")
+
+
+@pytest.mark.parametrize("options", [{"num_kvcache_blocks": 10**9}, {"kvcache_block_size": 10**15}])
+def test_a_pool_larger_than_the_memory_is_refused_before_it_is_allocated(options: dict) -> None:
+    with pytest.raises(MemoryError, match=r"a KV pool of .* GiB; cpu has .* GiB\. Lower num_kvcache_blocks") as caught:
+        PagedLLM("random:qwen2-tiny", device="cpu", **options)
+    assert "\n" not in str(caught.value)
