@@ -17,6 +17,9 @@ LAB ?=
 FORCE ?=
 ONLY ?=
 LAB_TESTS ?=
+# As they were typed: make would expand `$5` or `$(…)` in them. The shell gets them from the environment.
+override PROMPT := $(value PROMPT)
+override MODEL := $(value MODEL)
 export PROMPT MODEL
 
 ifeq ($(strip $(VENV)),)
@@ -40,6 +43,14 @@ GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f
 LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work:$(CURDIR)"
 RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 
+# $(call INSTALL,what,in words): one line per phase and per large download; everything that pip says goes to a log file.
+PHASES := ^Installing collected packages|(Downloading|Using cached) .*\(([0-9.]+ GB|[0-9]{2,}\.[0-9] MB)\)
+INSTALL = { \
+  echo "[setup] installing $(2); this can take some minutes (log: $(VENV)/pip.log)"; \
+  $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e "$(1)" 2>&1 \
+    | tee $(VENV)/pip.log | grep --line-buffered -oE "$(PHASES)"; \
+  grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
+
 .DEFAULT_GOAL := help
 .PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) ext test lint doctor bench bench-gpu report soak notebooks lab clean
 
@@ -54,7 +65,7 @@ help: ## print this list
 
 $(STAGE_TARGETS): stage-%: $(READY)
 	$(if $(LAB),@$(PY) -m labs.starter --show)
-	@$(RUN) -m $(STAGE_$*) $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),--prompt "$$PROMPT") \
+	@$(RUN) -m $(STAGE_$*) $(if $(MODEL),--model="$$MODEL") $(if $(PROMPT),--prompt="$$PROMPT") \
 	  $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") \
 	  $(if $(TP),--tensor-parallel-size "$(TP)") $(ARGS)
 
@@ -96,10 +107,10 @@ report: $(READY) ## write the tables and plots of the READMEs from benchmarks/re
 notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
 	@$(PY) notebooks/run.py $(ARGS)
 
-lab: $(READY) ## open the notebooks in JupyterLab
-	@$(PY) -c "import jupyterlab" 2> /dev/null || $(if $(strip $(VENV)),$(PY) -m pip install --quiet \
-	  --disable-pip-version-check -c constraints.txt -e ".[notebooks]",{ echo "JupyterLab is missing: pip install jupyterlab" >&2; exit 1; })
-	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab notebooks/0_overview.ipynb
+lab: $(READY) ## open the notebooks in JupyterLab (ARGS= goes to it)
+	@$(PY) -c "import jupyterlab" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[notebooks],JupyterLab),\
+	  { echo "JupyterLab is missing: pip install jupyterlab" >&2; exit 1; })
+	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
 soak: $(READY) ## random load on stage E for MINUTES=, watching memory
 	@$(PY) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
@@ -110,7 +121,7 @@ clean: ## remove what was built or cached, and the virtual environment
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}: use PYTHON=")'
-	@echo "setting up $(VENV) (once)"
+	@echo "[setup] making a virtual environment in $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(call INSTALL,.[dev],PyTorch and the other packages of constraints.txt)
 	@touch $@

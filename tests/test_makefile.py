@@ -1,0 +1,66 @@
+"""What a reader types after `make` reaches the program as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+
+AWKWARD = [
+    "costs $5 and $(HOME) and ${HOME}",
+    "$(shell touch was-run) `touch was-run` $$(touch was-run)",
+    "it's \"quoted\" and back\\slashed",
+    "--raw",
+    "two\nlines",
+    "a # comment, a = b; c | d & e",
+    "什么是 KV cache？",
+]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """An "interpreter" that writes down its arguments, one JSON list per call, and does nothing."""
+    script = tmp_path / "recorder"
+    script.write_text(
+        f"#!{sys.executable} -S\nimport json, sys\n"
+        f"with open({str(tmp_path / 'calls')!r}, 'a') as calls:\n    print(json.dumps(sys.argv[1:]), file=calls)\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def calls(recorder: Path, *argv: str, **environment: str) -> list[list[str]]:
+    """The arguments of each call of the interpreter by `make`."""
+    command = ["make", "--no-print-directory", *argv, f"PYTHON={recorder}", "VENV="]
+    ours = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # without what `make test ARGS=…` left
+    subprocess.run(command, cwd=ROOT, env=ours | environment, check=True, capture_output=True)
+    return [json.loads(line) for line in (recorder.parent / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("prompt", AWKWARD)
+@pytest.mark.parametrize("in_environment", [False, True], ids=["argument", "environment"])
+def test_a_prompt_is_neither_expanded_nor_split(recorder: Path, prompt: str, in_environment: bool) -> None:
+    if in_environment:
+        found = calls(recorder, "stage-a", PROMPT=prompt)
+    else:
+        found = calls(recorder, "stage-a", f"PROMPT={prompt}")
+    assert found == [["-m", "stage_a_naive", f"--prompt={prompt}"]]
+    assert not (ROOT / "was-run").exists()
+
+
+def test_a_model_in_a_folder_with_spaces_is_one_argument(recorder: Path) -> None:
+    assert calls(recorder, "stage-d", "MODEL=/my models/$1") == [["-m", "stage_d_paged", "--model=/my models/$1"]]
+
+
+def test_the_notebooks_open_as_root_too_and_with_the_readers_options(recorder: Path) -> None:
+    call = calls(recorder, "lab", "ARGS=--no-browser --port 9999")[-1]
+    assert call[:2] == ["-m", "jupyterlab"] and call[-3:] == ["--no-browser", "--port", "9999"]
+    assert ("--allow-root" in call) == (os.geteuid() == 0)
