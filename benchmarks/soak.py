@@ -133,15 +133,17 @@ class Soak:
         self.expected.pop(request_id, None)
 
     def _step(self) -> None:
-        launch = self.llm.runner.launch
+        runner = self.llm.runner
+        name = "launch" if hasattr(runner, "launch") else "run"  # stage F's runner does not wait
+        run = getattr(runner, name)
         if self.fail_next:
-            self.llm.runner.launch = self._failing
+            setattr(runner, name, self._failing)
         try:
             self.llm.engine.step()
         except InjectedError:
             self.tally.errors += 1
         finally:
-            self.llm.runner.launch = launch
+            setattr(runner, name, run)
         self._read_mail()
 
     def _failing(self, step: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,48 +39,40 @@ class FlatBatch:
 
 
 def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -> FlatBatch:
-    """The chunks laid out one after another. Their pages must have been allocated.
+    """Lay the chunks out one after another. Their blocks must have been allocated.
 
-    A finished sequence is a padding row: one token that sees no key and writes none, so that its seat stays in place.
+    A finished sequence is a padding row: one token that sees no key and writes none.
     """
+    sequences, starts, counts = (list(column) for column in zip(*chunks, strict=True))
+    live = np.array([not sequence.is_finished for sequence in sequences])
+    cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
+    ends = np.add(starts, counts)
+    longest = int(ends[live].max(initial=1))
+    tables = np.full((len(sequences), -(-longest // block_size)), -1)
     ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    counts: list[int] = []
-    contexts: list[int] = []
-    tables: list[list[int]] = []
-    last_rows: list[int] = []
-    for sequence, start, count in chunks:
-        counts.append(count)
-        if sequence.is_finished:
+    for row, (sequence, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):
+        if live[row]:
+            used = -(-(start + count) // block_size)
+            tables[row, :used] = sequence.block_table[:used]
+            ids += sequence.token_ids[start : start + count]
+        else:
             ids += [0] * count
-            positions += [0] * count
-            slots += [-1] * count
-            contexts.append(0)
-            tables.append([])
-            continue
-        table = sequence.block_table
-        span = range(start, start + count)
-        ids += sequence.token_ids[start : start + count]
-        positions += span
-        slots += [table[position // block_size] * block_size + position % block_size for position in span]
-        contexts.append(start + count)
-        tables.append(table[: -(-(start + count) // block_size)])
-        last_rows.append(len(ids) - 1)
-    width = max(1, *map(len, tables))
+    owners = np.repeat(np.arange(len(sequences)), counts)  # [tokens]: the row of each token's sequence
+    positions = np.where(live[owners], np.arange(len(ids)) + np.repeat(starts - cu_seqlens[:-1], counts), 0)
+    slots = tables[owners, positions // block_size] * block_size + positions % block_size
 
-    def tensor(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
+    def tensor(values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device)
 
     metadata = AttentionMetadata(
-        cu_seqlens_q=tensor([0, *accumulate(counts)], torch.int32),
-        context_lens=tensor(contexts, torch.int32),
-        slot_mapping=tensor(slots),
-        block_tables=tensor([table + [-1] * (width - len(table)) for table in tables], torch.int32),
+        cu_seqlens_q=tensor(cu_seqlens, torch.int32),
+        context_lens=tensor(np.where(live, ends, 0), torch.int32),
+        slot_mapping=tensor(np.where(live[owners], slots, -1)),
+        block_tables=tensor(tables, torch.int32),
         max_query_len=max(counts),
-        max_context_len=max(contexts),
+        max_context_len=longest,
     )
-    return FlatBatch(tensor(ids), tensor(positions), tensor(last_rows), metadata)
+    return FlatBatch(tensor(ids), tensor(positions), tensor(cu_seqlens[1:][live] - 1), metadata)
 
 
 def largest_step(num_tokens: int, max_len: int, block_size: int, device: torch.device) -> FlatBatch:

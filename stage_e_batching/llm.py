@@ -83,7 +83,7 @@ class LLM(Frontend):
         options.refuse_several_ranks()
         runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
-        return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
+        return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs)
 
     def _scheduler(self) -> Scheduler:
         return Scheduler(

@@ -1,141 +1,55 @@
-"""Runs a scheduled step: its input to the device in one copy, the model, the sampler, the tokens back.
+"""Runs a scheduled step: one flat batch through the model, the sampler on the rows that need it, the tokens back.
 
-One flat batch holds everything that the step runs, a token of every decode and the chunks of prompts side by side:
+One flat batch holds everything that the step runs, one token of every decode and the chunks of prompts side by side:
 
     [ A B C D | E E E E E | F F F ]      A…D decode, E's prompt ends here, F's goes on in the next step
 
 The LM head, the largest matrix of a small model, is applied only to rows that sample: A…D and the last of E.
-
-A token that was sampled stays on the device: `last_tokens` has one entry a seat, the sampler writes it and the next
-step reads it. The host gets a copy, but nothing on the device waits for the host to send it back. `run` is therefore
-two halves, `launch` (order the work) and `InFlight.wait` (fetch the tokens); here one follows the other at once, and
-stage F puts other work between them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from torch import Tensor
 
+from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.input_batch import InputBatch
-from stage_e_batching.sampler import DrawnTokens, Sampler
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.step_input import StepBuffers, StepInput, StepShape, attention_metadata, largest_input
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A step that the device has been told to run."""
-
-    drawn: DrawnTokens | None  # None: nothing samples in this step
-    host_ids: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
-
-    def wait(self) -> Sampled:
-        """The step's tokens, once they are there."""
-        if self.drawn is None:
-            return Sampled([])
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        token_ids = self.host_ids.tolist()
-        logprobs = self.drawn.logprobs
-        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids))
 
 
 class ModelRunner:
-    """A model, its pool, and the state of the seats.
+    """A model, its KV cache, and the sampler's state for the batch slots.
 
     Args:
         runtime: the model.
-        kv_cache: its pool of pages.
-        max_num_seqs, max_num_batched_tokens: the largest step.
+        kv_cache: its pool of blocks.
+        max_num_seqs: batch slots.
     """
 
-    fixed_inputs = False  # whether a step's input must lie at the same place every time, on a CPU too
-    spare_seats = 0  # seats beyond `max_num_seqs`, for rows that belong to no sequence
-
-    def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int) -> None:
         self.model = runtime.model
         self.device = runtime.device
         self.kv_cache = kv_cache
-        self.batch = InputBatch(max_num_seqs, runtime.max_model_len, runtime.block_size)
         self.sampler = Sampler(max_num_seqs, runtime.config.vocab_size, runtime.device)
-        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
-        self.buffers = StepBuffers(num_bytes, runtime.device, self.fixed_inputs)
-        num_seats = max_num_seqs + self.spare_seats
-        self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=runtime.device)  # by seat
-        pinned = runtime.device.type == "cuda"
-        self._host_ids = [torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Run a step and wait for its tokens."""
-        return self.launch(step).wait()
-
-    def launch(self, step: ScheduledStep) -> InFlight:
-        """Order a step's work and the copy of its tokens to the host."""
-        shape, host = self.prepare(step)
-        return InFlight(None) if shape is None else self.execute(shape, host.sample_seats)
-
-    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
-        """The host's part: bring the seats up to date and build the step's input in a host buffer."""
-        self.take_seats(step)
-        if not step.sequences:
-            return None, None
-        shape = self.batch.shape_of(step)
-        host = self.buffers.next_host(shape)
-        self.fill(step, host)
-        return shape, host
-
-    def take_seats(self, step: ScheduledStep) -> None:
-        """Note who was seated and whose block table has grown."""
-        for sequence in step.admitted:
-            self.sampler.seat(sequence)
-        self.batch.update(step)
-
-    def fill(self, step: ScheduledStep, host: StepInput) -> None:
-        """Write a step's input into host views."""
-        steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
 
     @torch.inference_mode()
-    def execute(self, shape: StepShape, sample_seats: np.ndarray) -> InFlight:
-        """The device's part: send the input that `prepare` built, run the model, draw the tokens."""
-        inputs = self.buffers.send(shape)
-        hidden = self.forward(inputs, shape)
-        if shape.num_samples == 0:
-            return InFlight(None)
-        if shape.num_samples < shape.num_tokens:
-            hidden = hidden.index_select(0, inputs.sample_tokens)
-        logits = self.model.compute_logits(hidden)  # [samples, vocab]
-        drawn = self.draw(logits, sample_seats, inputs)
-        self.last_tokens.index_copy_(0, inputs.sample_seats, drawn.ids)
-        return self.fetch(drawn)
-
-    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
-        """Choose a token for every row of `logits`."""
-        return self.sampler(logits, sample_seats, inputs.temperatures, inputs.noise_keys)
-
-    def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
-        """The model's final states `[tokens, hidden]`."""
-        decodes = shape.num_decodes
-        if decodes:
-            torch.index_select(self.last_tokens, 0, inputs.seats[:decodes], out=inputs.input_ids[:decodes])
-        metadata = attention_metadata(inputs, shape)
-        return self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata)
-
-    def fetch(self, drawn: DrawnTokens) -> InFlight:
-        """Start the copy of the tokens to the host."""
-        if self.device.type != "cuda":
-            return InFlight(drawn, drawn.ids)
-        self._host_ids.reverse()  # the other one may still be read
-        host_ids = self._host_ids[0][: len(drawn.ids)]
-        host_ids.copy_(drawn.ids, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return InFlight(drawn, host_ids, arrived)
+    def run(self, step: ScheduledStep) -> Sampled:
+        """Run a step and return its sampled tokens, waiting for the device."""
+        for sequence in step.admitted:
+            self.sampler.seat(sequence)
+        if not step.sequences:
+            return Sampled([])
+        chunks = map(Chunk, step.sequences, step.starts, step.num_tokens)
+        batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
+        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)  # [tokens, hidden]
+        sampling = np.flatnonzero(step.samples)
+        if len(sampling) == 0:
+            return Sampled([])
+        rows = batch.last_rows[torch.from_numpy(sampling).to(self.device)]
+        logits = self.model.compute_logits(hidden[rows])  # [samples, vocab]
+        sampled = self.sampler.sample(logits, [step.sequences[i] for i in sampling.tolist()])
+        token_ids = sampled.ids.tolist()  # waits for the device
+        return Sampled(token_ids, sampled.logprobs and sampled.logprobs.to_host(len(token_ids), token_ids))

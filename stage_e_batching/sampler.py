@@ -98,6 +98,15 @@ class Sampler:
         np.take(self._temperatures, seats, out=temperatures)
         noise_keys[:] = mix32(self._seed_keys[seats] ^ steps).astype(np.uint32).view(np.int32)
 
+    def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> DrawnTokens:
+        """Choose a token for each of `sequences`, from its row of `logits [rows, vocab]`."""
+        seats = np.array([sequence.row for sequence in sequences])
+        steps = np.array([sequence.num_generated_tokens for sequence in sequences])
+        temperatures, noise_keys = np.empty(len(seats), np.float32), np.empty(len(seats), np.int32)
+        self.fill(seats, steps, temperatures, noise_keys)
+        on_device = (torch.from_numpy(column).to(self._device) for column in (temperatures, noise_keys))
+        return self(logits, seats, *on_device)
+
     def needs(self, seats: np.ndarray) -> int:
         """What the rows of a step need, all together."""
         return int(np.bitwise_or.reduce(self._needs[seats]))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from stage_e_batching.step_input import StepInput, StepShape
+from stage_f_graph_tp.step_input import StepInput, StepShape
 
 LARGEST_GRAPH = 512
 

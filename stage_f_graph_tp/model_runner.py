@@ -26,14 +26,14 @@ from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.model_runner import InFlight, ModelRunner
 from stage_e_batching.sampler import DRAWN, DrawnTokens
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.step_input import StepInput, StepShape
+from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
 from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.parallel import RankGroup
+from stage_f_graph_tp.step_input import StepInput, StepShape
 from stage_f_graph_tp.worker import Ranks, do_nothing, interrupts_held
 
 FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
@@ -50,7 +50,7 @@ class Order:
     data: bytes  # the packed input
 
 
-class GraphModelRunner(ModelRunner):
+class GraphModelRunner(AsyncModelRunner):
     """Runs steps on one rank.
 
     Args:
@@ -60,9 +60,6 @@ class GraphModelRunner(ModelRunner):
         group: the ranks; None if there is one.
         ranks: rank 0's handle on the others; None elsewhere.
     """
-
-    fixed_inputs = True  # recorded steps read them there
-    spare_seats = 1  # padding rows write their tokens there
 
     def __init__(
         self,

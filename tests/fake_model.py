@@ -16,10 +16,10 @@ import numpy as np
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
-from stage_e_batching.input_batch import InputBatch
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.step_input import host_views
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.step_input import host_views
 
 VOCAB = 61
 EOS = 0

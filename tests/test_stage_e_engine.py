@@ -171,8 +171,8 @@ def test_an_error_leaves_no_request_of_the_call_behind(llm, monkeypatch, error, 
         if where == "sampler":
             patch.setattr(llm, "sampling_fn", fail)
         elif where == "model":
-            forward = llm.runner.forward
-            patch.setattr(llm.runner, "forward", lambda *args: fail() or forward(*args))
+            model = llm.runner.model
+            patch.setattr(model, "forward", lambda *args, forward=model.forward: fail() or forward(*args))
         with pytest.raises(error, match="stop here"):
             llm.generate(PROMPTS, GREEDY, False, fail if where == "listener" else None)
     assert not llm.engine.has_unfinished()
@@ -215,7 +215,7 @@ def test_a_prompt_that_the_pool_cannot_hold_is_named_with_the_limit():
 
 
 def test_every_part_agrees_on_the_block_size(llm):
-    sizes = {llm.engine.scheduler.block_manager.block_size, llm.runner.batch.block_size, llm.kv_cache.block_size}
+    sizes = {llm.engine.scheduler.block_manager.block_size, llm.kv_cache.block_size}
     assert sizes == {llm.kv_cache.tensor.shape[3]} == {4}
     assert llm.engine.scheduler.block_manager.num_blocks == llm.kv_cache.tensor.shape[2] == 64
 

@@ -14,9 +14,9 @@ import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
-from stage_e_batching.step_input import StepShape
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, ladder
 from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
+from stage_f_graph_tp.step_input import StepShape
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -7,8 +7,8 @@ needs no GPU.
 
 import numpy as np
 
-from stage_e_batching.step_input import StepInput, StepShape, host_views
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
+from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 
 
 def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.step_input import StepInput, StepShape
+from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 class InputBatch:

@@ -123,15 +123,15 @@ class StepBuffers:
 
     Args:
         num_bytes: the largest input.
-        device: where the model computes.
-        fixed: the device's views lie at the same place in every step, on a CPU too: a recorded step needs that.
+        device: where the model computes. On a CPU too the input is copied to memory that every step reads, because a
+            recorded step reads the same addresses every time.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, fixed: bool = False) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._arrays = [tensor.numpy() for tensor in self._host]
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device) if pinned or fixed else None
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
         # The last views of each buffer: from one decode step to the next the layout is mostly the same, and making the
@@ -155,8 +155,6 @@ class StepBuffers:
     def send(self, shape: StepShape) -> StepInput:
         """Copy what was filled in to the device, in one go, and return its views there."""
         host = self._host[self._turn]
-        if self._device is None:  # the CPU computes on the host's memory itself
-            return self._remembered(f"device{self._turn}", device_views, host, shape)
         self._device[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
         if self._copied[self._turn] is not None:
             self._copied[self._turn].record()

@@ -1,0 +1,131 @@
+"""Stage E's model runner in two halves, so that other work fits between them: launch a step, fetch its tokens.
+
+A sampled token stays on the device: `last_tokens` has one entry per batch slot, the sampler writes it and the next step
+reads it. The host gets a copy, but nothing on the device waits for the host to send it back. So `launch` enqueues a
+step's work and returns at once, and `InFlight.wait` fetches the tokens when they are needed.
+
+The step's input travels in one copy (`step_input.py`), built with no loop over the requests (`input_batch.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime
+from stage_e_batching.engine import Sampled
+from stage_e_batching.model_runner import ModelRunner
+from stage_e_batching.sampler import DrawnTokens
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, attention_metadata, largest_input
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that the device has been told to run."""
+
+    drawn: DrawnTokens | None  # None: nothing samples in this step
+    host_ids: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> Sampled:
+        """The step's tokens, once they are there."""
+        if self.drawn is None:
+            return Sampled([])
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        token_ids = self.host_ids.tolist()
+        logprobs = self.drawn.logprobs
+        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids))
+
+
+class AsyncModelRunner(ModelRunner):
+    """Stage E's runner, whose `launch` does not wait.
+
+    Args:
+        runtime: the model.
+        kv_cache: its pool of blocks.
+        max_num_seqs, max_num_batched_tokens: the largest step.
+    """
+
+    def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        super().__init__(runtime, kv_cache, max_num_seqs)
+        self.batch = InputBatch(max_num_seqs, runtime.max_model_len, runtime.block_size)
+        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
+        self.buffers = StepBuffers(num_bytes, runtime.device)
+        # By batch slot, and one more, where the padding rows of a graph write theirs.
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
+        pinned = runtime.device.type == "cuda"
+        self._host_ids = [torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        """Run a step and wait for its tokens."""
+        return self.launch(step).wait()
+
+    def launch(self, step: ScheduledStep) -> InFlight:
+        """Order a step's work and the copy of its tokens to the host."""
+        shape, host = self.prepare(step)
+        return InFlight(None) if shape is None else self.execute(shape, host.sample_seats)
+
+    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
+        """The host's part: bring the seats up to date and build the step's input in a host buffer."""
+        self.take_seats(step)
+        if not step.sequences:
+            return None, None
+        shape = self.batch.shape_of(step)
+        host = self.buffers.next_host(shape)
+        self.fill(step, host)
+        return shape, host
+
+    def take_seats(self, step: ScheduledStep) -> None:
+        """Note who was seated and whose block table has grown."""
+        for sequence in step.admitted:
+            self.sampler.seat(sequence)
+        self.batch.update(step)
+
+    def fill(self, step: ScheduledStep, host: StepInput) -> None:
+        """Write a step's input into host views."""
+        steps = self.batch.fill(step, host)
+        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
+
+    @torch.inference_mode()
+    def execute(self, shape: StepShape, sample_seats: np.ndarray) -> InFlight:
+        """The device's part: send the input that `prepare` built, run the model, draw the tokens."""
+        inputs = self.buffers.send(shape)
+        hidden = self.forward(inputs, shape)
+        if shape.num_samples == 0:
+            return InFlight(None)
+        if shape.num_samples < shape.num_tokens:
+            hidden = hidden.index_select(0, inputs.sample_tokens)
+        logits = self.model.compute_logits(hidden)  # [samples, vocab]
+        drawn = self.draw(logits, sample_seats, inputs)
+        self.last_tokens.index_copy_(0, inputs.sample_seats, drawn.ids)
+        return self.fetch(drawn)
+
+    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+        """Choose a token for every row of `logits`."""
+        return self.sampler(logits, sample_seats, inputs.temperatures, inputs.noise_keys)
+
+    def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
+        """The model's final states `[tokens, hidden]`."""
+        decodes = shape.num_decodes
+        if decodes:
+            torch.index_select(self.last_tokens, 0, inputs.seats[:decodes], out=inputs.input_ids[:decodes])
+        metadata = attention_metadata(inputs, shape)
+        return self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata)
+
+    def fetch(self, drawn: DrawnTokens) -> InFlight:
+        """Start the copy of the tokens to the host."""
+        if self.device.type != "cuda":
+            return InFlight(drawn, drawn.ids)
+        self._host_ids.reverse()  # the other one may still be read
+        host_ids = self._host_ids[0][: len(drawn.ids)]
+        host_ids.copy_(drawn.ids, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return InFlight(drawn, host_ids, arrived)
