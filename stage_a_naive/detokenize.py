@@ -1,9 +1,15 @@
 """From token ids back to text, one token at a time.
 
 A token is a piece of bytes, not of characters: one Chinese character may be spread over three tokens, so the text of a
-prefix of the ids is not always a prefix of the text. The tokenizer library's `DecodeStream` holds the bytes of an
-unfinished character back until it is whole. What it does not know are ids outside the tokenizer's vocabulary, which
-models have (embedding tables are padded, and random presets borrow a small tokenizer): those show as a placeholder.
+prefix of the ids is not always a prefix of the text. A piece is handed out once no later token can change it:
+
+- Byte-level BPE (Qwen, Llama 3): the bytes of all tokens in a row are decoded. An unfinished character shows as U+FFFD
+  at the end; it is held back until it is finished.
+- BPE with byte fallback (Llama 2): a run of byte tokens such as `<0xE4>` is decoded as a whole, and one wrong byte
+  makes every byte of the run a U+FFFD. The run is held back until a token of another kind ends it.
+
+Ids that the tokenizer does not know, which models have (embedding tables are padded, and random presets borrow a small
+tokenizer), show as a placeholder.
 """
 
 from __future__ import annotations
@@ -11,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 
@@ -23,43 +28,62 @@ def placeholder(token_id: int) -> str:
 class IncrementalDecoder:
     """Turns a stream of token ids into pieces of text that join to exactly the text of all the ids.
 
-    Special tokens give no text. `text` is what has been returned so far.
+    Special tokens give no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._vocab_size = len(tokenizer)
-        self._start_run()
+        self._start()
 
-    def _start_run(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._run_ids: list[int] = []  # ids since the stream started
-        self._run_text = ""  # text returned for them
+    def _start(self) -> None:
+        # Some decoders treat the first token of a text differently (Llama 2's drops its space), so later ones are
+        # decoded behind the first tokens that gave text.
+        self._context: list[int] = []
+        self._context_length = 0  # of its text
+        self._pending: list[int] = []  # ids whose text is not certain yet
+        self._in_byte_run = False  # the last of them is a byte token
 
     def append(self, token_id: int) -> str:
         """Add one id; returns the text that became certain, possibly none."""
-        if token_id >= self._vocab_size:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
             return self.flush() + placeholder(token_id)
-        self._run_ids.append(token_id)
-        piece = self._stream.step(self._backend, token_id) or ""
-        self._run_text += piece
-        return piece
+        if token.startswith("<0x") and len(token) == 6:
+            self._pending.append(token_id)
+            self._in_byte_run = True
+            return ""
+        text = self._text_of([*self._pending, token_id])
+        if (self._in_byte_run or not text) and self._is_special(token_id):
+            return ""  # as if it were not there: it does not even end a run of bytes
+        self._pending.append(token_id)
+        self._in_byte_run = False
+        if not text or text.endswith("\ufffd"):
+            return ""
+        if not self._context:
+            self._context, self._context_length = self._pending, len(text)
+        self._pending = []
+        return text
 
     def flush(self) -> str:
         """End the stream; returns what was held back (an unfinished character shows as U+FFFD)."""
-        whole = self._backend.decode(self._run_ids, skip_special_tokens=True)
-        rest = whole[len(self._run_text) :]
-        self._start_run()
+        rest = self._text_of(self._pending)
+        self._start()
         return rest
+
+    def _text_of(self, ids: list[int]) -> str:
+        return self._backend.decode(self._context + ids, skip_special_tokens=True)[self._context_length :]
+
+    def _is_special(self, token_id: int) -> bool:
+        """Whether an id gives no text wherever it is."""
+        shown = self._backend.decode([token_id], skip_special_tokens=False)
+        return shown != "" and self._backend.decode([token_id], skip_special_tokens=True) == ""
 
 
 def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
-    known = len(tokenizer)
+    backend = tokenizer.backend_tokenizer
     parts: list[str] = []
-    for is_known, run in groupby(token_ids, known.__gt__):
+    for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
         ids = list(run)
-        decode = tokenizer.backend_tokenizer.decode
-        parts += [decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
     return "".join(parts)

@@ -28,10 +28,10 @@ EOS = 0
 class FakeTokenizer:
     """Enough of a tokenizer for requests that make their text at the end."""
 
-    backend_tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(f"<{i}>" for i in ids))
-
-    def __len__(self) -> int:
-        return VOCAB
+    backend_tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "".join(f"<{i}>" for i in ids),
+        id_to_token=lambda token_id: f"<{token_id}>" if token_id < VOCAB else None,
+    )
 
 
 def next_token(visible: list[tuple[int, int]]) -> int:

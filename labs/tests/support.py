@@ -12,12 +12,11 @@ from stage_a_naive.sampling import SamplingParams
 
 
 class DigitTokenizer:
-    """A tokenizer with one digit a token, for completions that make their text at the end."""
+    """A tokenizer with one digit per token, for completions that make their text at the end."""
 
-    backend_tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(str(i % 10) for i in ids))
-
-    def __len__(self) -> int:
-        return 1000
+    backend_tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "".join(str(i % 10) for i in ids), id_to_token=lambda i: str(i % 10)
+    )
 
 
 def request_of(prompt: list[int], max_tokens: int = 8, **params: object) -> Request:
