@@ -9,8 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+MARGIN = 1 << 14  # elements
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,3 +30,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in missing.keys() & item.keywords.keys():
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make `torch.empty` return NaN between margins of NaN, which must still be NaN when the test ends.
+
+    A kernel that reads what nobody has written, or past the end of a tensor, computes NaN; one that writes before or
+    behind a tensor is noticed.
+    """
+    empty, buffers = torch.empty, []
+
+    def guarded(*size: object, dtype: torch.dtype | None = None, device: object = None, **others: object):
+        shape = torch.Size(size if isinstance(size[0], int) else size[0])
+        plain = empty(shape, dtype=dtype, device=device, **others)
+        if others or not plain.is_floating_point():
+            return plain
+        buffer = torch.full((plain.numel() + 2 * MARGIN,), float("nan"), dtype=plain.dtype, device=plain.device)
+        buffers.append((buffer, MARGIN + plain.numel()))
+        return buffer[MARGIN : MARGIN + plain.numel()].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: guarded(*x.shape, dtype=x.dtype, device=x.device))
+    yield
+    for buffer, end in buffers:
+        assert buffer[:MARGIN].isnan().all() and buffer[end:].isnan().all(), "memory outside of a tensor was written"

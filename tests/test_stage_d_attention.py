@@ -1,6 +1,7 @@
 """Paged attention: every backend against a plain float64 computation, on the CPU, in Triton's interpreter and on a GPU.
 
-Every slot of the pool that no sequence owns holds NaN, so a kernel that reads one too many shows it.
+Every slot of the pool that no sequence owns holds NaN, and in the interpreter so does all memory that nobody has
+written (`guarded_memory` in `conftest.py`), so a kernel that reads too much shows it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_triton_kernels_are_right_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("guarded_memory") if INTERPRETED else []
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖out − expected‖ / ‖expected‖
 
 # query_lens, context_lens
@@ -29,6 +31,7 @@ BATCHES = {
     "prefill after a cached prefix": ([5, 16], [37, 64]),
     "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
     "mixed with padding": ([3, 1, 0], [3, 0, 0]),
+    "prefill with padding": ([3, 2], [3, 0]),
 }
 
 
@@ -45,7 +48,8 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, page, device
             pool[:, tables[s, position // page], position % page] = torch.randn(
                 2, kv_heads, head_dim, generator=generator
             )
-    query = torch.randn(sum(query_lens), heads, head_dim, generator=generator).to(device, dtype)
+    qkv = torch.randn(sum(query_lens), heads + 1, head_dim, generator=generator).to(device, dtype)
+    query = qkv[:, :heads]  # a view: tokens are further apart than their heads are wide
     metadata = AttentionMetadata(
         cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
@@ -78,21 +82,22 @@ def expected_attention(query, k_cache, v_cache, metadata, scale):
     return output
 
 
-def check(backend, batch, scale=0.2):
+def check(backend, batch, scale=0.2, tolerance=None):
     query = batch[0]
     output, expected = backend.attend(*batch, scale), expected_attention(*batch, scale)
     assert output.shape == query.shape and output.dtype == query.dtype
     error = (output.double() - expected).norm() / expected.norm()
-    assert error < TOLERANCE[query.dtype], f"relative error {error.item():.2e}"
+    assert error < (tolerance or TOLERANCE[query.dtype]), f"relative error {error.item():.2e}"
     padding = expected.flatten(1).abs().sum(1) == 0
     assert output[padding].count_nonzero() == 0
 
 
 def check_store(backend, device, dtype, kv_heads, head_dim):
     page, slots = 4, [5, -1, 0, 11, -1]
-    packed = torch.randn(len(slots), 2 * kv_heads, head_dim, device=device).to(dtype)  # K and V side by side, as QKV is
-    key, value = packed[:, :kv_heads], packed[:, kv_heads:]
-    k_cache, v_cache = torch.full((2, 3, page, kv_heads, head_dim), 7.0, device=device, dtype=dtype)
+    key = torch.randn(len(slots), 2 * kv_heads, head_dim, device=device).to(dtype)[:, :kv_heads]  # views, as of QKV,
+    value = torch.randn(len(slots), 3 * kv_heads, head_dim, device=device).to(dtype)[:, kv_heads:-kv_heads]
+    pool = [torch.empty(3, page, kv_heads, head_dim, device=device, dtype=dtype).fill_(7.0) for _ in "kv"]
+    k_cache, v_cache = pool
     backend.store(key, value, k_cache, v_cache, torch.tensor(slots, device=device))
     for cache, new in ((k_cache.flatten(0, 1), key), (v_cache.flatten(0, 1), value)):
         for slot in range(3 * page):
@@ -161,11 +166,36 @@ def test_triton_kernels_are_right_in_the_interpreter():
 
 @interpreted
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 2, 16, 16), (7, 1, 24, 64), (3, 3, 16, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 16, 32)])
 def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, page):
     backend = pick_backend("triton", CPU, torch.float32, head_dim)
     check(backend, make_batch(*batch, heads, kv_heads, head_dim, page))
     assert backend._arrival_counters.count_nonzero() == 0
+
+
+@interpreted
+@pytest.mark.parametrize("shift", [-100.0, 100.0])
+def test_interpreted_scores_far_from_zero_neither_vanish_nor_overflow(shift):
+    query, k_cache, v_cache, metadata = make_batch(*BATCHES["mixed"], 4, 2, 16, 16)
+    k_cache += shift
+    check(pick_backend("triton", CPU, torch.float32, 16), (query.abs(), k_cache, v_cache, metadata), tolerance=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
+def test_interpreted_splits_of_unequal_contexts_are_combined(shift):
+    """19, 9, 5 and 1 splits: some programs have no work, and one combine needs more than one round of loads."""
+    from stage_d_paged.attention.triton_decode import DecodeConfig, decode
+
+    query, k_cache, v_cache, metadata = make_batch([1] * 4, [300, 130, 70, 0], 6, 2, 24, 16)
+    k_cache += shift
+    out, counters = torch.empty(4, 6, 24), torch.zeros(8, dtype=torch.int32)
+    config = DecodeConfig(16, num_warps=4, num_stages=1, programs_per_sm=200, split_keys=16)
+    arguments = query.abs(), k_cache, v_cache, metadata, 0.2
+    decode(*arguments, out, counters, sm_count=1, config=config)
+    expected = expected_attention(*arguments)
+    assert (out - expected).norm() / expected.norm() < (1e-3 if shift else TOLERANCE[torch.float32])
+    assert not out[3].any() and not counters.any()
 
 
 @interpreted

@@ -20,10 +20,13 @@ from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention.reference import store
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import QKNorm, RotaryEmbedding, rotate
+from stage_d_paged.options import EngineOptions
+from stage_f_graph_tp.kernels import choose_layers
 
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("guarded_memory") if INTERPRETED else []
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 SHAPES = [(4, 2, 16), (14, 2, 64), (3, 3, 24), (7, 1, 20), (16, 8, 128)]  # heads, KV heads, head_dim
 SLOTS = [5, -1, 0, 11, -1, 7]
@@ -38,12 +41,13 @@ def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
     config = ModelConfig.from_hf(resolve("random:qwen3-tiny").config)
     object.__setattr__(config, "head_dim", head_dim)
     rotary = RotaryEmbedding(config, 50, dtype, device)
-    norm = QKNorm(heads, kv_heads, head_dim, 1e-6, dtype, device)
+    norm = QKNorm(heads, kv_heads, head_dim, 0.1, dtype, device)
     norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
     wide = torch.randn(len(SLOTS), total + 1, head_dim, device=device).to(dtype)  # a token's heads, and a gap
     qkv, positions = wide[:, :total], torch.tensor([3, 0, 49, 7, 1, 20], device=device)
     slots = torch.tensor(SLOTS, device=device)
-    pools = [torch.full((2, 3, 4, kv_heads, head_dim), 7.0, device=device, dtype=dtype) for _ in range(2)]
+    slot_shape = kv_heads, head_dim
+    pools = [[torch.empty(3, 4, *slot_shape, device=device, dtype=dtype).fill_(7.0) for _ in "kv"] for _ in range(2)]
 
     qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
     turned = rotate(norm(qk) if with_norm else qk, *rotary(positions))
@@ -57,7 +61,7 @@ def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
     torch.testing.assert_close(query, expected, **tolerance)
     torch.testing.assert_close(pools[1], pools[0], **tolerance)
     untouched = [slot for slot in range(12) if slot not in SLOTS]
-    assert (pools[1].flatten(1, 2)[:, untouched] == 7.0).all(), "a slot of no token was written"
+    assert all((cache.flatten(0, 1)[untouched] == 7.0).all() for cache in pools[1]), "a slot of no token was written"
     assert torch.equal(pools[1][1], pools[0][1]), "values are copied, not computed"
 
 
@@ -77,7 +81,7 @@ def check_rms_norm(rows, size, device, dtype):
 
     x = torch.randn(rows, size + 8, device=device).to(dtype)[:, :size]  # the rows do not lie side by side
     weight = torch.rand(size, device=device).to(dtype)
-    found, expected = rms_norm(x, weight, 1e-6), F.rms_norm(x.double(), (size,), weight.double(), 1e-6)
+    found, expected = rms_norm(x, weight, 0.1), F.rms_norm(x.double(), (size,), weight.double(), 0.1)
     assert found.shape == x.shape and found.dtype == dtype and found.is_contiguous()
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -123,6 +127,16 @@ def test_interpreted_dependent_attention_is_the_definition(batch):
 
 
 @interpreted
+def test_interpreted_dependent_attention_combines_splits_of_unequal_contexts():
+    from stage_f_graph_tp.kernels.decode_attention import DependentAttention
+
+    backend = DependentAttention(CPU, F32, 24)
+    backend.sm_count = 16  # 5, 3, 2 and 1 splits
+    check_attention(backend, make_batch([1] * 4, [300, 130, 70, 0], 6, 2, 24, 16))
+    assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
+
+
+@interpreted
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
 def test_interpreted_whole_models_give_stage_es_tokens(preset):
     from stage_f_graph_tp.kernels.fused_layers import FusedLayer, fuse_layers
@@ -133,11 +147,29 @@ def test_interpreted_whole_models_give_stage_es_tokens(preset):
     llm = stage_f_graph_tp.LLM(f"random:{preset}", **options)
     model = llm.runner.model
     addresses = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    fuse_layers(model)
+    fuse_layers(model, skinny_max_tokens=10)  # prefill in nine launches per layer, decode in five
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == addresses, "a weight was copied"
     assert all(isinstance(layer, FusedLayer) for layer in model.layers)
     found = llm.generate(PROMPTS, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "fused", "message"),
+    [({}, True, "needs fused=False"), ({"tensor_parallel_size": 2}, False, "needs whole layers")],
+)
+def test_stage_cs_operator_is_refused_where_it_cannot_be_used(options, fused, message):
+    options = EngineOptions(fused_mlp="on", **options)
+    with pytest.raises(ValueError, match=message):
+        choose_layers(None, options, CUDA, fused)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_decode_attention_is_a_dependent_launch_where_the_gpu_can():
+    llm = stage_f_graph_tp.LLM("tutor", device="cuda", dtype="bfloat16", gpu_memory_utilization=0.1)
+    names = {type(layer.backend).__name__ for layer in llm.runner.model.layers}
+    can = torch.cuda.get_device_capability() >= (9, 0)
+    assert names == {"DependentAttention" if can else "TritonAttention"}
 
 
 @pytest.mark.gpu
