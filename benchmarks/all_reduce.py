@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from stage_f_graph_tp.parallel import RankGroup
+from stage_f_graph_tp.rendezvous import Rendezvous
 
 CALLS = 100  # in a sample
 SAMPLES = 10
@@ -54,10 +55,10 @@ def _measure_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group = RankGroup(store, rank, ranks, device)
+    group = RankGroup(Rendezvous(store, rank, ranks), device)
+    group.connect()
     if library:
         group.exchange = None
-    group.connect()
     measure = _in_a_graph if device.type == "cuda" else _in_a_loop
     found = {}
     for n in rows:

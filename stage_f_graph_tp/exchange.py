@@ -1,87 +1,125 @@
-"""The all-reduce of a decode step: small tensors of several GPUs added up in one kernel.
+"""One-shot all-reduce: a decode step's small tensors, added up by one kernel that reads the other GPUs' memory.
 
-A library's all-reduce is made for megabytes. A decode step adds up kilobytes, twice a layer, and there only latency
+A library's all-reduce is made for megabytes. A decode step adds up kilobytes, twice per layer, and there only latency
 counts. Where the GPUs can read one another's memory (NVLink or PCIe, one machine), one kernel will do:
 
-    rank 0   x ──► own buffer ─► "mine is there" ──►┐   ┌► wait ─► read both buffers, add ─► sum
-                                                    ╳
-    rank 1   x ──► own buffer ─► "mine is there" ──►┘   └► wait ─► read both buffers, add ─► sum
+    rank 0   x ──► own buffer ─► flag ──►┐   ┌► wait for flags ─► read all buffers, add ─► sum
+                                         ╳
+    rank 1   x ──► own buffer ─► flag ──►┘   └► wait for flags ─► read all buffers, add ─► sum
 
-Every rank reads everything and adds in the order of the ranks, so all have the same sum, bit for bit. (That is the
-"one-shot" all-reduce; for long tensors it is better that each rank adds up a part and hands that on, and NCCL does so.)
+Every rank reads everything and adds in the order of the ranks, so all have the same sum, bit for bit. (For long tensors
+it is better that each rank adds up a part and hands that on, and NCCL does so.)
 
-Programs of the kernel work on a piece each and know nothing of one another. "Mine is there" is a number in the other
-rank's memory, a new one for each call, counted by each program for itself: nothing has to be reset, and a CUDA graph
-can be replayed. Buffers come in pairs, used in turn. A rank can be one call ahead of another but not two, because it
-has to wait in the call between; so what it overwrites has been read.
+Program p of the kernel always works on bytes [p * SLICE, (p + 1) * SLICE), whatever the tensor's dtype and length, and
+counts its own calls. A flag is the number of the writer's call, so nothing has to be reset and a CUDA graph can be
+replayed. Each slice has two buffers, used in turn. A rank can be one call ahead of another but not two, because it has
+to wait for the other in the call between; so what it overwrites has been read. Calls of any dtypes and lengths may
+follow each other, as long as all ranks make the same ones.
 
-A kernel that waits for a rank that has died would wait for ever. `stop` ends it: a word that the waiting kernel looks
-at as well.
+Flags are plain words, written with release and read with acquire semantics at system scope, which PCIe carries too:
+atomic operations on another GPU's memory need NVLink.
+
+A kernel that waits for a rank that has died would wait for ever. `stop` ends it by a word in pinned host memory, which
+waiting kernels read now and then. The CPU sets it without a call of the driver, so that it works from any thread while
+another one is blocked in a launch.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import socket
+import time
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
 CAPACITY = 2**21  # bytes of the longest tensor
-BLOCK = 2048  # elements a program adds up
-PROGRAMS = CAPACITY // BLOCK // 2  # of the smallest element, two bytes
+SLICE = 4096  # bytes that a program adds up
+PROGRAMS = CAPACITY // SLICE
+SPINS = 256  # times that a waiting program reads a flag before it reads the stop word: about a tenth of a millisecond
+TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may have to compile the kernel first
 
 
 @triton.jit
-def _add_up_kernel(
+def _store_release(address, value):
+    """Write `value` after all that the program has written before. Once per program; the result says nothing."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first st.release.sys.global.u32 [$1], $2;
+        mov.u32 $0, $2;
+        }""",
+        "=r,l,r",
+        [address, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_acquire(address):
+    """Read a word before all that the program reads after."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _all_reduce_kernel(
     x,  # [count]
     out,  # [count]: where the sum goes
-    buffers,  # [RANKS] addresses of the ranks' buffers: [2, CAPACITY] bytes
-    flags,  # [RANKS] addresses of the ranks' flags: [RANKS: who says it, PROGRAMS]
-    calls,  # [PROGRAMS] how often a program of this rank has run
-    stop,  # [1]
+    buffers,  # int64 [RANKS], addresses of the ranks' buffers: [2, CAPACITY] bytes
+    flags,  # int64 [RANKS], addresses of the ranks' flags: int32 [RANKS (who wrote it), PROGRAMS]
+    calls,  # int32 [PROGRAMS]: how often a program of this rank has run
+    stop,  # int32 [1], in host memory: not 0 when nobody shall wait any more
     count,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    CAPACITY: tl.constexpr,  # in elements
+    CAPACITY: tl.constexpr,  # bytes
+    BLOCK: tl.constexpr,  # elements in a slice
     ONTO: tl.constexpr,  # add the sum to what is in out
-    BLOCK: tl.constexpr,
+    SPINS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    columns = program * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < count
     element = x.dtype.element_ty
+    offsets = tl.arange(0, BLOCK)
+    columns = program * BLOCK + offsets
+    mask = columns < count
     call = tl.load(calls + program) + 1
-    stopped = tl.load(stop)
-    place = (call & 1) * CAPACITY + columns
+    start = (call & 1) * CAPACITY + program * (CAPACITY // PROGRAMS)  # of the slice, in bytes
     own = tl.load(x + columns, mask=mask, other=0.0)
-    here = tl.multiple_of(tl.load(buffers + RANK).to(tl.pointer_type(element)), 16)
-    tl.store(here + place, own, mask=mask)
+    here = tl.multiple_of((tl.load(buffers + RANK) + start).to(tl.pointer_type(element)), 16)
+    tl.store(here + offsets, own, mask=mask)
     tl.debug_barrier()  # every thread has written, before one says so
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + RANK * PROGRAMS + program
-            tl.atomic_xchg(theirs, call, mask=stopped == 0, sem="release", scope="sys")
-    mine = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + program
+            _store_release(tl.load(flags + peer) + 4 * (RANK * PROGRAMS + program), call)
+    stopped = 0
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            waits = stopped == 0
-            while waits:
-                said = tl.atomic_add(mine + peer * PROGRAMS, 0, sem="acquire", scope="sys")
-                stopped = tl.load(stop, volatile=True)
-                waits = (said - call < 0) & (stopped == 0)  # a difference, because numbers run over some day
-    tl.debug_barrier()
+            flag = tl.load(flags + RANK) + 4 * (peer * PROGRAMS + program)
+            spins = 0
+            behind = _load_acquire(flag) - call < 0  # a difference, because the numbers overflow some day
+            while behind & (stopped == 0):
+                behind = _load_acquire(flag) - call < 0
+                spins += 1
+                if spins % SPINS == 0:
+                    stopped = tl.load(stop, volatile=True)
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
             total += own.to(tl.float32)
         else:
-            there = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(element)), 16)
-            total += tl.load(there + place, mask=mask & (stopped == 0), other=0.0, volatile=True).to(tl.float32)
+            there = tl.multiple_of((tl.load(buffers + peer) + start).to(tl.pointer_type(element)), 16)
+            total += tl.load(there + offsets, mask=mask & (stopped == 0), other=0.0, volatile=True).to(tl.float32)
     if ONTO:
         total += tl.load(out + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + columns, total.to(element), mask=mask)
@@ -94,70 +132,103 @@ class PeerExchange:
     All ranks make one, then all `open` it.
 
     Args:
-        store: where the ranks tell one another where their memory is.
         rank, size, device: this rank, how many there are, this rank's GPU.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._store = store
         self._memory = torch.zeros(2 * CAPACITY + 4 * size * PROGRAMS, dtype=torch.uint8, device=device)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._stop = torch.zeros(1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._stop_word = self._stop.numpy()
         torch.cuda.synchronize(device)  # the zeros are there before another rank writes
 
-    def open(self) -> str | None:
-        """Map the other ranks' memory. Returns None, or why it cannot be, the same on all ranks: nobody may use it."""
+    def open(self, agree: Callable[[str, str], list[str]]) -> str | None:
+        """Map the other ranks' memory and try it out.
+
+        Args:
+            agree: called with a key and this rank's text, returns the texts of all ranks.
+
+        Returns:
+            None, or why it cannot be used, the same on all ranks.
+        """
         try:
-            mine: tuple | str = (socket.gethostname(), *self._share())
+            mine = {"host": socket.gethostname(), "memory": self._share()}
         except RuntimeError as error:
-            mine = f"rank {self.rank} cannot share its memory: {error}"
-        told = self._tell("memory", mine)
-        reason = next((answer for answer in told if isinstance(answer, str)), None)
-        if reason is None and len({host for host, *_ in told}) > 1:
+            mine = {"error": f"rank {self.rank} cannot share its memory: {error}"}
+        shared = [json.loads(text) for text in agree("memory", json.dumps(mine))]
+        reason = next((rank["error"] for rank in shared if "error" in rank), "")
+        if not reason and len({rank["host"] for rank in shared}) > 1:
             reason = "the ranks are on several machines"
-        if reason is None:
+        if not reason:
             try:
-                self._map([(offset, shared) for _, offset, shared in told])
-            except RuntimeError as error:
+                self._map([rank["memory"] for rank in shared])
+            except (RuntimeError, ValueError) as error:
                 reason = f"rank {self.rank} cannot see another rank's memory: {error}"
-        return next((answer for answer in self._tell("opened", reason) if answer is not None), None)
+        reason = first_reason(agree("mapped", reason))
+        return reason or first_reason(agree("tested", self._test())) or None
 
-    def _tell(self, what: str, value: object) -> list:
-        """What all ranks say, by rank."""
-        self._store.set(f"{what}/{self.rank}", pickle.dumps(value))
-        return [pickle.loads(self._store.get(f"{what}/{rank}")) for rank in range(self.size)]
+    def _share(self) -> list:
+        """Where this rank's memory is, in a form that JSON can write: the fields of PyTorch's handle, bytes as hex."""
+        handle = self._memory.untyped_storage()._share_cuda_()
+        return [field.hex() if isinstance(field, bytes) else field for field in handle]
 
-    def _share(self) -> tuple[int, tuple]:
-        return self._memory.storage_offset(), self._memory.untyped_storage()._share_cuda_()
-
-    def _map(self, told: list[tuple[int, tuple]]) -> None:
+    def _map(self, shared: list[list]) -> None:
         self._mapped, starts = [], []
-        for rank, (offset, (_, *handle)) in enumerate(told):
-            if rank != self.rank:  # mapped for this rank's GPU, wherever the memory is
-                storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *handle)
-                self._mapped.append(storage)
-                starts.append(storage.data_ptr() + offset)
-            else:
+        for rank, handle in enumerate(shared):
+            if rank == self.rank:
                 starts.append(self._memory.data_ptr())
+                continue
+            _, *fields = (bytes.fromhex(field) if isinstance(field, str) else field for field in handle)
+            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *fields)  # wherever the memory is
+            self._mapped.append(storage)
+            starts.append(storage.data_ptr())
         self._buffers = torch.tensor(starts, dtype=torch.int64, device=self.device)
         self._flags = self._buffers + 2 * CAPACITY
 
+    def _test(self) -> str:
+        """Add up numbers whose sum is known, short and long, into both buffers. Returns what went wrong."""
+        for dtype in (torch.bfloat16, torch.float32):
+            for count in (16, CAPACITY // dtype.itemsize) * 2:
+                ones = torch.arange(count, device=self.device, dtype=torch.int32) % 8
+                x = (ones * (self.rank + 1)).to(dtype)
+                self.add_up(x, None)
+                if not self._finishes():
+                    return f"rank {self.rank} waited {TEST_SECONDS:.0f} s for a sum of {count} numbers"
+                if not torch.equal(x, (ones * (self.size * (self.size + 1) // 2)).to(dtype)):
+                    return f"rank {self.rank} read wrong numbers in another rank's memory"
+        return ""
+
+    def _finishes(self) -> bool:
+        """Wait for the GPU. False if it took too long; then its kernels have been told to stop."""
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + TEST_SECONDS
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.stop()
+                return False
+            time.sleep(0.0005)
+        return True
+
     def takes(self, x: Tensor) -> bool:
-        return x.nbytes <= CAPACITY and x.numel() <= BLOCK * PROGRAMS and x.is_contiguous()
+        return x.nbytes <= CAPACITY and x.is_contiguous()
 
     def add_up(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
         out = x if residual is None else residual
-        _add_up_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+        _all_reduce_kernel[(triton.cdiv(x.nbytes, SLICE),)](
             x, out, self._buffers, self._flags, self._calls, self._stop, x.numel(), RANK=self.rank, RANKS=self.size,
-            PROGRAMS=PROGRAMS, CAPACITY=CAPACITY // x.element_size(), ONTO=residual is not None, BLOCK=BLOCK,
-            num_warps=8,
+            PROGRAMS=PROGRAMS, CAPACITY=CAPACITY, BLOCK=SLICE // x.element_size(), ONTO=residual is not None,
+            SPINS=SPINS, num_warps=8,
         )  # fmt: skip
         return out
 
     def stop(self) -> None:
-        """End kernels that wait, and those after them: nothing is exchanged any more."""
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            self._stop.copy_(self._one, non_blocking=True)
+        """End kernels that wait, and those after them; sums are invalid from now on. Any thread may call it."""
+        self._stop_word[0] = 1
+
+
+def first_reason(reasons: list[str]) -> str:
+    """The first that is not empty; all ranks get the same."""
+    return next(filter(None, reasons), "")

@@ -9,7 +9,6 @@ With one rank there is no process group, no NCCL and no other process.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,7 @@ from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.rank import Job, build_rank, build_worker
 from stage_f_graph_tp.rendezvous import rendezvous, started_by_torchrun
 from stage_f_graph_tp.sharding import check_divisible
-from stage_f_graph_tp.worker import Ranks, do_nothing, serve
+from stage_f_graph_tp.worker import Ranks, do_nothing, work_for_torchrun
 
 
 class LLM(stage_e.LLM):
@@ -83,15 +82,15 @@ class LLM(stage_e.LLM):
         if self.device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
             raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
         meeting = rendezvous(size)
-        job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
         if meeting.rank > 0:
-            serve(meeting, build_worker)
+            work_for_torchrun(meeting, build_worker)
+        job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
         self.device = meeting.device(self.device)
         ranks = Ranks(meeting)
         # Also when the engine is dropped or the program ends without a call of close().
         self._close_ranks = weakref.finalize(self, ranks.close)
         try:
-            ranks.send(pickle.dumps(job))
+            ranks.send(job.encode())
             return build_rank(job, meeting, ranks)
         except RuntimeError:
             ranks.explain()  # a collective that broke because a rank died says so
@@ -101,3 +100,4 @@ class LLM(stage_e.LLM):
         """End the workers, if there are any, and close the trace file. A second call does nothing."""
         super().close()
         self._close_ranks()
+        self.runner.release()

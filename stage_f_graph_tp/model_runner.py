@@ -10,9 +10,8 @@ rank 0 draws tokens (it alone knows the requests); the drawn ids are broadcast o
 
 from __future__ import annotations
 
-import pickle
+import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,17 +36,32 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 from stage_f_graph_tp.worker import Ranks, do_nothing, interrupts_held
 
 FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
-ABORT_BEGINS, ABORT_ENDS = 0.2, 10.0  # seconds until the kernels have been told, and until all is let go
+RELEASE_SECONDS = 10.0  # for NCCL to let go of its memory
+STEP_SECONDS = 60.0  # a step that takes longer has ranks that wait for each other
 
 
 @dataclass(frozen=True)
-class Order:
+class StepCommand:
     """What rank 0 tells the others to execute."""
 
     shape: StepShape
     num_live: int  # sampling rows that are not padding
     needs: int  # what these rows need of the sampler
     data: bytes  # the packed input
+
+    _HEADER = struct.Struct("<9q")
+
+    def encode(self) -> bytes:
+        return self._HEADER.pack(*vars(self.shape).values(), self.num_live, self.needs) + self.data
+
+    @classmethod
+    def decode(cls, message: bytes) -> StepCommand:
+        """Raises `struct.error` or `ValueError` for what is no step."""
+        *sizes, num_live, needs = cls._HEADER.unpack_from(message)
+        shape, data = StepShape(*sizes), message[cls._HEADER.size :]
+        if len(data) != shape.num_bytes:
+            raise ValueError(f"a step of {shape.num_bytes} bytes came with {len(data)}")
+        return cls(shape, num_live, needs, data)
 
 
 class GraphModelRunner(AsyncModelRunner):
@@ -102,6 +116,8 @@ class GraphModelRunner(AsyncModelRunner):
 
     def _decode_body(self, graphs: DecodeGraphs, shape: StepShape) -> Body:
         """A decode step of this shape, on inputs that are all padding while it is recorded."""
+        if self.ranks is not None:
+            self.ranks.check()  # recording takes seconds, and a rank that died does not end it
         host = self.buffers.next_host(shape)
         graphs.pad(host, 0)
         inputs = self.buffers.send(shape)
@@ -145,35 +161,38 @@ class GraphModelRunner(AsyncModelRunner):
         if self.sampler.sampling_fn is not None:
             needs |= ~DRAWN
         if self.ranks is None:
-            return self.execute_order(shape, seats, needs)
-        order = Order(shape, len(seats), needs, self.buffers.packed(shape))
+            return self.execute_step(shape, seats, needs)
+        command = StepCommand(shape, len(seats), needs, self.buffers.packed(shape))
         self._draw_failed = False
         with interrupts_held():
-            self.ranks.send(pickle.dumps(order))
+            self.ranks.send(command.encode())
             try:
-                return WatchedInFlight(self.execute_order(shape, seats, needs), self.ranks)
+                return WatchedInFlight(self.execute_step(shape, seats, needs), self.ranks)
             except BaseException as error:
                 if not self._draw_failed:  # rank 0 left the step before its last collective: the others still wait
                     self.ranks.explain()
                     self.ranks.fail(f"rank 0 could not run a step: {error!r}")
+                self.ranks.check()
                 raise
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
         """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
-        if self.graphs is None or not step.sequences:
+        graphs = self.graphs  # a thread that closes the engine takes them away
+        if graphs is None or not step.sequences:
             return super().prepare(step)
         self.take_seats(step)
         exact = self.batch.shape_of(step)
-        shape = self.graphs.padded(exact)
+        shape = graphs.padded(exact)
         host = self.buffers.next_host(shape)
         if shape is not exact:
-            host = self.graphs.pad(host, exact.num_seqs)
+            host = graphs.pad(host, exact.num_seqs)
         self.fill(step, host)
         return shape, host
 
-    def execute_order(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+    def execute_step(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
         """Execute a prepared step: by replaying its graph, or eagerly."""
-        recorded = self.graphs and self.graphs.find(shape)
+        graphs = self.graphs
+        recorded = graphs and graphs.find(shape)
         return self._replay(recorded, shape, sample_seats, needs) if recorded else self.execute(shape, sample_seats)
 
     @torch.inference_mode()
@@ -216,36 +235,35 @@ class GraphModelRunner(AsyncModelRunner):
             self.group.broadcast(drawn.ids)
         return drawn
 
-    def leave_group(self) -> None:
-        """Let go of the other ranks, also while a kernel waits for one that has died.
-
-        NCCL's abort tells the kernels to end, and ends itself when no graph holds the connection any more; a graph that
-        is being replayed is freed when its kernels have ended. So the abort goes on while the graphs are let go.
-        """
-        abort = threading.Thread(target=self.group.abort, daemon=True)
-        abort.start()
-        abort.join(ABORT_BEGINS)
-        self.graphs = None
-        abort.join(ABORT_ENDS)
-
-    def obey(self, message: bytes) -> None:
+    def execute_command(self, message: bytes) -> None:
         """Execute what rank 0 sent."""
-        order: Order = pickle.loads(message)
-        self.buffers.unpack(order.data)
-        self.execute_order(order.shape, np.empty(order.num_live, np.int64), order.needs)
+        command = StepCommand.decode(message)
+        self.buffers.unpack(command.data)
+        self.execute_step(command.shape, np.empty(command.num_live, np.int64), command.needs)
+
+    def release(self) -> None:
+        """Release the graphs, and with them the group's memory. The runner cannot be used any more."""
+        self.graphs = None
+        if self.group is not None:
+            self.group.wait_released(RELEASE_SECONDS)
 
 
 class WatchedInFlight(InFlight):
-    """A step on several ranks: while waiting for it, look whether all of them are alive."""
+    """A step on several ranks. If one of them died, its tokens are invalid, though they may be there."""
 
     def __init__(self, step: InFlight, ranks: Ranks) -> None:
         super().__init__(step.drawn, step.host_ids, step.arrived)
         object.__setattr__(self, "_ranks", ranks)
 
     def wait(self) -> Sampled:
+        deadline = time.monotonic() + STEP_SECONDS
         while self.arrived is not None and not self.arrived.query():
             self._ranks.check()
-        return super().wait()
+            if time.monotonic() > deadline:
+                self._ranks.fail(f"the ranks did not finish a step within {STEP_SECONDS:.0f} s")
+        sampled = super().wait()
+        self._ranks.check()
+        return sampled
 
 
 @dataclass(frozen=True)

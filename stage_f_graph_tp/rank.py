@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
@@ -26,38 +26,39 @@ class Job:
 
     model: str
     device: str
-    dtype: torch.dtype
+    dtype: str
     seed: int
     options: dict[str, object]
 
     @classmethod
     def of(cls, model: str, device: torch.device, dtype: torch.dtype, seed: int, options: GraphOptions) -> Job:
-        return cls(model, device.type, dtype, seed, asdict(options))
+        return cls(model, device.type, str(dtype).removeprefix("torch."), seed, asdict(options))
+
+    def encode(self) -> bytes:
+        """As rank 0's first message."""
+        return json.dumps(asdict(self)).encode()
 
 
-def build_rank(job: Job, meeting: Rendezvous, ranks: Ranks | None = None) -> tuple[Runtime, GraphModelRunner]:
+def build_rank(job: Job, rendezvous: Rendezvous, ranks: Ranks | None = None) -> tuple[Runtime, GraphModelRunner]:
     """Load one rank's share and prepare to run it; all ranks take the number of pages that every one has room for."""
     options = GraphOptions(**job.options)
-    device = meeting.device(torch.device(job.device))
+    device = rendezvous.device(torch.device(job.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check = ranks.check if ranks is not None else do_nothing
-    meeting.agree("started", 1, check)
-    group = RankGroup(dist.PrefixStore("model", meeting.store), meeting.rank, meeting.size, device)
+    group = RankGroup(rendezvous, device, check)
     if ranks is not None:
-        ranks.leave_group = group.abort
+        ranks.stop_waiting = group.stop_waiting
     build = partial(build_sharded_model, group=group)
+    dtype = getattr(torch, job.dtype)
     patch = partial(choose_layers, fused=options.fused)
-    runtime = load_runtime(resolve(job.model), options, device, job.dtype, job.seed, build, patch)
-    meeting.agree("loaded", 1, check)  # only now may a collective be entered: everybody will be there
+    runtime = load_runtime(resolve(job.model), options, device, dtype, job.seed, build, patch)
+    rendezvous.agree("loaded", "", check)  # only now may a collective be entered: everybody will be there
     group.connect()
-    num_blocks = min(meeting.agree("blocks", choose_num_blocks(runtime, options), check))
-    runner = GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
-    if ranks is not None:
-        ranks.leave_group = runner.leave_group
-    return runtime, runner
+    num_blocks = min(map(int, rendezvous.agree("blocks", str(choose_num_blocks(runtime, options)), check)))
+    return runtime, GraphModelRunner(runtime, runtime.make_pool(num_blocks), options, group, ranks)
 
 
-def build_worker(meeting: Rendezvous, job: Job) -> Callable[[bytes], None]:
+def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """What a worker does: build its share, then execute what rank 0 sends."""
-    return build_rank(job, meeting)[1].obey
+    return build_rank(Job(**json.loads(message)), rendezvous)[1].execute_command

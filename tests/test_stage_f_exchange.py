@@ -1,6 +1,6 @@
 """The small all-reduce: two ranks in two processes, the kernel in Triton's interpreter, memory that both can read.
 
-On two GPUs the same kernel is tested with the engine, in test_stage_f_gpu.py.
+On two GPUs the same kernel is tested with the engine, in test_stage_f_two_gpus.py.
 """
 
 from __future__ import annotations
@@ -17,44 +17,61 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 from stage_f_graph_tp.exchange import PeerExchange
+from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.worker import do_nothing
 
 RANK = """
 import sys
 import threading
+import time
 import numpy as np
 import torch
-from stage_f_graph_tp.exchange import _add_up_kernel
+import triton
+import triton.language as tl
+from stage_f_graph_tp import exchange
 
+@triton.jit
+def store(address, value):  # what PTX does on a GPU; a processor of this kind keeps the order of its writes
+    tl.store(address.to(tl.pointer_type(tl.int32)), value)
+
+@triton.jit
+def load(address):
+    return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
+
+exchange._store_release, exchange._load_acquire = store, load
 rank, ranks, files = int(sys.argv[1]), 2, sys.argv[2:]
-PROGRAMS, BLOCK, CAPACITY = 3, 8, 24
+PROGRAMS, SLICE = 3, 32
+CAPACITY = PROGRAMS * SLICE
 memories = [np.memmap(file, np.uint8, "r+") for file in files]
 buffers = torch.tensor([memory.ctypes.data for memory in memories])
-flags = buffers + 2 * CAPACITY * 4
+flags = buffers + 2 * CAPACITY
 calls = torch.tensor([2**31 - 3] * PROGRAMS, dtype=torch.int32)  # the numbers run over in the middle of the test
 stop = torch.zeros(1, dtype=torch.int32)
 
 def values(of_rank, count, turn):
-    return torch.randn(count, generator=torch.Generator().manual_seed(1000 * turn + of_rank))
+    return torch.randint(-8, 8, (count,), generator=torch.Generator().manual_seed(1000 * turn + of_rank))
 
-for turn, count in enumerate([3, 24, 8, 9, 1, 24, 17, 24]):
-    x = values(rank, count, turn)
-    onto = torch.ones(count) if turn % 2 else None
-    out = x if onto is None else onto
-    programs = -(-count // BLOCK)
-    _add_up_kernel[(programs,)](
-        x, out, buffers, flags, calls, stop, count, RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY,
-        ONTO=onto is not None, BLOCK=BLOCK,
+def all_reduce(x, out):
+    exchange._all_reduce_kernel[(-(-x.nbytes // SLICE),)](
+        x, out, buffers, flags, calls, stop, x.numel(), RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY,
+        BLOCK=SLICE // x.element_size(), ONTO=out is not x, SPINS=4,
     )
-    expected = values(0, count, turn) + values(1, count, turn) + (turn % 2)
-    torch.testing.assert_close(out, expected)
+
+lengths = torch.randint(1, 25, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+for turn, count in enumerate(lengths):  # in any mixture: a program is in some calls and not in others
+    dtype = torch.float32 if turn % 3 else torch.float16
+    x = values(rank, count, turn).to(dtype)
+    out = torch.ones(count, dtype=dtype) if turn % 2 else x
+    if turn % 7 == rank:
+        time.sleep(0.01)  # the other rank runs ahead
+    all_reduce(x, out)
+    assert torch.equal(out, (values(0, count, turn) + values(1, count, turn) + turn % 2).to(dtype)), (turn, count)
 
 if rank == 0:  # nobody answers any more: one call is told to stop while it waits, the next before it begins
     threading.Timer(0.5, stop.fill_, [1]).start()
     for _ in range(2):
-        _add_up_kernel[(1,)](
-            x, x, buffers, flags, calls, stop, 8, RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY,
-            ONTO=False, BLOCK=BLOCK,
-        )
+        x = torch.zeros(8)
+        all_reduce(x, x)
 print("right")
 """
 
@@ -63,7 +80,7 @@ def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     first = (2**31 - 3).to_bytes(4, "little")
     files = [tmp_path / "memory 0", tmp_path / "memory 1"]
     for file in files:
-        file.write_bytes(bytes(2 * 24 * 4) + first * 6)
+        file.write_bytes(bytes(2 * 96) + first * 6)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), *map(str, files)],
@@ -83,35 +100,49 @@ def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
 class Peers(PeerExchange):
     """What the ranks say to one another, without GPUs."""
 
-    def __init__(self, store, rank, fails=None):
-        self.rank, self.size, self._store, self.fails, self.mapped = rank, 3, store, fails, None
+    def __init__(self, rank, fails=None):
+        self.rank, self.size, self.fails, self.mapped = rank, 3, fails, None
 
     def _share(self):
         if self.fails == "share":
             raise RuntimeError("no such thing here")
-        return 64 * self.rank, ("handle", self.rank)
+        return ["handle", self.rank]
 
-    def _map(self, told):
+    def _map(self, shared):
         if self.fails == "map":
             raise RuntimeError("too far away")
-        self.mapped = told
+        self.mapped = shared
+
+    def _test(self):
+        return "rank 1 read wrong numbers" if self.fails == "test" else ""
 
 
 def open_all(**fails):
     store = dist.HashStore()
-    ranks = [Peers(store, rank, fails.get(f"rank{rank}")) for rank in range(3)]
+    ranks = [Peers(rank, fails.get(f"rank{rank}")) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        return ranks, list(pool.map(lambda rank: rank.open(), ranks))
+        found = pool.map(
+            lambda rank: rank.open(lambda key, text: Rendezvous(store, rank.rank, 3).agree(key, text, do_nothing)),
+            ranks,
+        )
+        return ranks, list(found)
 
 
 def test_every_rank_learns_where_the_others_memory_is():
     ranks, reasons = open_all()
     assert reasons == [None] * 3
     for rank in ranks:
-        assert rank.mapped == [(0, ("handle", 0)), (64, ("handle", 1)), (128, ("handle", 2))]
+        assert rank.mapped == [["handle", 0], ["handle", 1], ["handle", 2]]
 
 
-@pytest.mark.parametrize("what, message", [("share", "rank 1 cannot share"), ("map", "rank 1 cannot see another")])
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("share", "rank 1 cannot share"),
+        ("map", "rank 1 cannot see another"),
+        ("test", "rank 1 read wrong numbers"),
+    ],
+)
 def test_where_one_rank_cannot_no_rank_does(what, message):
     _, reasons = open_all(rank1=what)
     assert len(set(reasons)) == 1 and reasons[0].startswith(message)

@@ -41,8 +41,14 @@ CPU, F32 = torch.device("cpu"), torch.float32
 def on_ranks(size: int, work: Callable[[RankGroup], object]) -> list:
     """Run `work` on `size` ranks at the same time; returns their results by rank."""
     store = dist.HashStore()
+
+    def run(rank: int) -> object:
+        group = RankGroup(Rendezvous(store, rank, size), CPU)
+        group.connect()
+        return work(group)
+
     with torch.inference_mode(), ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(RankGroup(store, rank, size, CPU)), range(size)))
+        return list(pool.map(run, range(size)))
 
 
 def config_of(preset: str, **changes: object) -> ModelConfig:
@@ -203,7 +209,7 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch
     monkeypatch.setattr(rank_module, "choose_num_blocks", lambda runtime, options: next(choices))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meetings = [
-        Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2, False)
+        Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2)
         for rank in range(2)
     ]
     job = Job.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))

@@ -1,0 +1,341 @@
+"""On two GPUs: the tokens of one, right sums in any mixture, and an error within seconds when a rank is killed.
+
+What could hang runs in processes of its own, which end by themselves and then say where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stage_e_batching
+import stage_f_graph_tp
+from stage_a_naive.sampling import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
+ASKED = [[{"role": "user", "content": question}] for question in QUESTIONS]
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
+PARAMS = SamplingParams(temperature=0, max_tokens=48)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"device": "cuda", "gpu_memory_utilization": 0.1, "max_num_seqs": 16}  # many engines in one test run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def ids(outputs) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def tutors_answers() -> list[list[int]]:
+    return ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True, "overlap": False, "fused": False}], ids=str)
+def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
+    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
+    try:
+        assert (llm.runner.graphs is None) == bool(options)
+        assert llm.runner.group.exchange is not None
+        for _ in range(2):
+            assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("preset", ["qwen3-tiny", "llama-tiny"])
+def test_two_ranks_give_one_gpus_tokens(preset):
+    """Not a CPU's: random weights are other ones there."""
+    options = SMALL | {"num_kvcache_blocks": 64, "dtype": "float32"}
+    expected = ids(stage_e_batching.LLM(f"random:{preset}", **options).generate(PROMPTS, GREEDY, False))
+    llm = stage_f_graph_tp.LLM(f"random:{preset}", tensor_parallel_size=2, **options)
+    try:
+        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    finally:
+        llm.close()
+
+
+def test_the_all_reduces_of_a_step_are_inside_its_graph(monkeypatch):
+    llm = stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **SMALL)
+    try:
+        llm.generate([[5, 6, 7]], GREEDY, False)
+        calls = []
+        all_reduce = llm.runner.group.all_reduce
+        monkeypatch.setattr(llm.runner.group, "all_reduce", lambda *x: calls.append(x) or all_reduce(*x))
+        llm.generate([[5, 6, 7]], GREEDY, False)
+        # Two per layer and one for the embedding, launched by the prefill; the decode steps launch none.
+        assert len(calls) == 2 * llm.runtime.config.num_layers + 1
+    finally:
+        llm.close()
+
+
+def run(script: str, arguments: list[list[object]], seconds: int) -> list[str]:
+    """The outputs of processes that run the same script at the same time, one for each list of arguments."""
+    watchdog = f"import faulthandler; faulthandler.dump_traceback_later({seconds}, exit=True)\n"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", watchdog + script, *map(str, own)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for own in arguments
+    ]
+    outputs = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=seconds + 10)
+        except subprocess.TimeoutExpired:
+            output = "did not even write where it hung"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        outputs.append(output)
+    return outputs
+
+
+RANK = """
+import random, sys, time
+import torch
+import torch.distributed as dist
+from stage_f_graph_tp import exchange
+from stage_f_graph_tp.parallel import RankGroup
+from stage_f_graph_tp.rendezvous import Rendezvous
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 2), device)
+"""
+
+MIXTURE = f"""{RANK}
+group.connect()
+assert group.exchange is not None, "these GPUs cannot read one another's memory"
+chance = random.Random(0)  # the same on both ranks
+
+def numbers(of_rank, count, seed):
+    generator = torch.Generator(device).manual_seed(2 * seed + of_rank)
+    return torch.randint(-8, 9, (count,), generator=generator, device=device)  # whose sums no dtype rounds
+
+class Call:
+    def __init__(self, seed):
+        dtype = chance.choice((torch.bfloat16, torch.float32))
+        longest = exchange.CAPACITY // dtype.itemsize
+        count = chance.choice((1, 896, 2048, 5 * 2048 + 3, longest // 2, longest, longest + 8))
+        self.own = numbers(rank, count, seed).to(dtype)
+        self.residual = chance.choice((None, 1.0))
+        self.expected = (numbers(0, count, seed) + numbers(1, count, seed)).to(dtype) + (self.residual or 0)
+        assert group.exchange.takes(self.own) == (count <= longest)
+
+    def run(self):
+        residual = None if self.residual is None else torch.full_like(self.own, self.residual)
+        return (group.all_reduce(self.own.clone(), residual) != self.expected).any()
+
+print("starts", flush=True)
+wrong = torch.zeros((), dtype=torch.int64, device=device)
+graphs = []
+for seed in range(6):
+    calls = [Call(100 * seed + i) for i in range(7)]
+    for call in calls:
+        wrong += call.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = torch.stack([call.run() for call in calls]).sum()
+    graphs.append((graph, found, calls))
+print("recorded", flush=True)
+for turn in range(1000):
+    if turn % 50 == 25 * rank:
+        time.sleep(0.01)  # the other rank runs ahead
+    if chance.random() < 0.5:
+        graph, found, _ = chance.choice(graphs)
+        graph.replay()
+        wrong += found
+    else:
+        wrong += Call(1000 + turn).run()
+torch.cuda.synchronize()
+print("wrong:", int(wrong), flush=True)
+del graph, graphs
+group.stop_waiting()
+group.wait_released(20)
+print("done", flush=True)
+"""
+
+
+def test_short_and_long_tensors_are_added_up_in_graphs_and_out_in_any_mixture():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for output in run(MIXTURE, [[rank, store.port] for rank in range(2)], 150):
+        assert output.split("wrong: ")[-1].split()[:2] == ["0", "done"], output
+
+
+UNREADABLE = f"""{RANK}
+exchange.TEST_SECONDS = 5.0
+map_memory = exchange.PeerExchange._map
+def map_another_memory(self, shared):
+    map_memory(self, shared)
+    if rank == 1:
+        self.another = torch.zeros_like(self._memory)
+        self._buffers[0] = self.another.data_ptr()
+        self._flags[0] = self._buffers[0] + 2 * exchange.CAPACITY
+exchange.PeerExchange._map = map_another_memory
+group.connect()
+x = torch.full((8,), rank + 1.0, device=device)
+group.all_reduce(x)
+print("fell back:", group.exchange is None, x.tolist() == [3.0] * 8, flush=True)
+group.stop_waiting()
+group.wait_released(20)
+"""
+
+
+def test_memory_that_reads_back_wrong_is_found_at_the_start_and_nccl_takes_over():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = run(UNREADABLE, [[rank, store.port] for rank in range(2)], 90)
+    for output in outputs:
+        assert "fell back: True True" in output, output
+    assert "one-shot all-reduce: not used, NCCL adds up small tensors too (rank " in outputs[0]
+    assert "not used" not in outputs[1], "one line, by rank 0"
+
+
+KILLED = """
+import os, signal, threading, time, traceback
+import torch
+import stage_f_graph_tp
+from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp import cuda_graph, exchange, parallel, rank, rendezvous
+from stage_f_graph_tp.worker import WorkerError
+
+ASKED = [[{"role": "user", "content": "What is a KV cache?"}]]
+PARAMS = SamplingParams(temperature=0, max_tokens=24)
+LONG = [(i * 7919) % 4000 + 5 for i in range(4000)]
+OPTIONS = dict(device="cuda", dtype="bfloat16", num_kvcache_blocks=1024, max_num_seqs=4, tensor_parallel_size=2)
+
+def workers():
+    found = []
+    for number in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, parent = open(f"/proc/{number}/stat").read().rpartition(")")[2].split()[:2]
+            command = open(f"/proc/{number}/cmdline").read()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z" and "worker_process" in command:
+            found.append(int(number))
+    return found
+
+killed_at = 0.0
+
+def kill():
+    global killed_at
+    [worker] = workers()
+    killed_at = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+
+def start_up(owner, name, number=1, **options):
+    '''A start in which the worker is killed when rank 0 calls a function for the `number`-th time.'''
+    def phase():
+        original, calls = getattr(owner, name), []
+        def replacement(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == number:
+                kill()
+            return original(*args, **kwargs)
+        setattr(owner, name, replacement)
+        try:
+            stage_f_graph_tp.LLM("tutor", **(OPTIONS | options)).close()
+        finally:
+            setattr(owner, name, original)
+    return phase
+
+def running(work):
+    def phase():
+        llm = stage_f_graph_tp.LLM("tutor", **OPTIONS)
+        try:
+            check_answer(llm)
+            work(llm)
+        finally:
+            start = time.monotonic()
+            llm.close()
+            print(f"   closed in {time.monotonic() - start:.1f} s", flush=True)
+    return phase
+
+def check_answer(llm):
+    assert [output["token_ids"] for output in llm.chat(ASKED, PARAMS, False)] == EXPECTED
+
+def decode(llm):
+    threading.Timer(0.5, kill).start()
+    for _ in range(10_000):
+        llm.chat(ASKED, PARAMS, False)
+
+def prefill(llm):
+    threading.Timer(0.5, kill).start()
+    for start in range(10_000):
+        llm.generate([LONG[start % 1000:], LONG[start % 1000 + 7:]], SamplingParams(max_tokens=1), False)
+
+def full_queue(llm):
+    x, y = torch.zeros(8, device="cuda"), torch.zeros(4096, 4096, device="cuda")
+    with torch.inference_mode():
+        llm.runner.group.all_reduce(x)  # the worker does not join
+        threading.Timer(0.5, kill).start()
+        for _ in range(10_000):
+            y = y @ y
+    torch.cuda.synchronize()
+    llm.runner.ranks.check()
+
+def idle(llm):
+    kill()
+    time.sleep(1)
+    llm.chat(ASKED, PARAMS, False)
+
+PHASES = {
+    "start-up": start_up(rank, "resolve"),
+    "loading": start_up(rendezvous.Rendezvous, "agree"),
+    "connecting": start_up(parallel, "_nccl_group"),
+    "test of the all-reduce": start_up(exchange.PeerExchange, "_test"),
+    "warm-up": start_up(rank, "choose_num_blocks", num_kvcache_blocks=-1, gpu_memory_utilization=0.1),
+    "before a capture": start_up(cuda_graph.GraphRecorder, "__call__", 2),
+    "capture": start_up(torch.cuda, "graph", 2),
+    "decode": running(decode),
+    "prefill": running(prefill),
+    "a full launch queue": running(full_queue),
+    "idle": running(idle),
+}
+
+single = stage_f_graph_tp.LLM("tutor", **(OPTIONS | {"tensor_parallel_size": 1, "enforce_eager": True}))
+EXPECTED = [output["token_ids"] for output in single.chat(ASKED, PARAMS, False)]
+del single
+for name, phase in PHASES.items():
+    begin = time.monotonic()
+    try:
+        phase()
+        print(f"{name}: NO ERROR", flush=True)
+    except WorkerError as error:
+        seconds = time.monotonic() - killed_at
+        verdict = "ok" if "rank 1 of 2 died (SIGKILL)" in str(error) and seconds < 15 and not workers() else "WRONG"
+        print(f"{name}: {verdict}, {seconds:.1f} s after the kill, {time.monotonic() - begin:.1f} s in all", flush=True)
+        print(error, flush=True)
+    except BaseException:
+        print(f"{name}: ANOTHER ERROR", flush=True)
+        traceback.print_exc()
+llm = stage_f_graph_tp.LLM("tutor", **OPTIONS)
+check_answer(llm)
+llm.close()
+print("a new engine answers", flush=True)
+"""
+
+
+def test_a_rank_killed_at_any_time_is_an_error_within_seconds_and_a_new_engine_answers():
+    [output] = run(KILLED, [[]], 400)
+    assert output.count(": ok, ") == 11 and "a new engine answers" in output, output
