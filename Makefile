@@ -95,6 +95,7 @@ bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
 
 report: $(READY) ## write the tables and plots of the READMEs from benchmarks/results
+	@$(PY) -m benchmarks.excerpts
 	@$(PY) -m benchmarks.report
 	@$(PY) -m benchmarks.decode_ablation --report
 	@$(PY) -m benchmarks.mlp_kernels --report benchmarks/results/mlp_kernels_h200.json

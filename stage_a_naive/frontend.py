@@ -14,16 +14,15 @@ from functools import cached_property
 from os import PathLike
 
 import torch
-from torch import Tensor
 
 from stage_a_naive.call_guard import CallGuard
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.errors import shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.outputs import Completion, GenerationOutput, Request
+from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
-from stage_a_naive.sampling import SamplingFunction, apply_penalties, sample
+from stage_a_naive.sampling import SamplingFunction
 
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
@@ -155,36 +154,3 @@ class Frontend:
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed)
-
-    def _choose(self, logits: Tensor, completions: Sequence[Completion]) -> Tensor:
-        """The next token of each completion: logits `[rows, vocab]` float32 -> ids `[rows]` on the device.
-
-        Raises:
-            ValueError: a replaced `sampling_fn` returned something other than `[rows]` ids.
-        """
-        requests = [c.request for c in completions]
-        sampling_fn = requests[0].sampling_fn  # that of the call, and so of every row
-        params = [r.params for r in requests]
-        prompts, outputs = [r.prompt_token_ids for r in requests], [c.token_ids for c in completions]
-        logits = apply_penalties(logits, params, prompts, outputs)
-        if sampling_fn is None:
-            return sample(logits, params, [r.seed for r in requests], [len(ids) for ids in outputs])
-        return checked_ids(sampling_fn(logits, params), logits)
-
-
-def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:
-    """What a replaced sampler returned for logits `[rows, vocab]`, as int64 `[rows]`.
-
-    Waits for the device: an id outside the vocabulary must not reach the next step, where a GPU would abort on it.
-
-    Raises:
-        ValueError: not one integer id per row, or an id outside the vocabulary.
-    """
-    rows, vocab_size = logits.shape
-    if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.dtype not in (torch.int64, torch.int32):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids))
-        raise ValueError(f"sampling_fn must return integer ids of shape [{rows}], got {got}")
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.numel():
-        raise ValueError(f"sampling_fn returned token id {int(outside[0])}, outside the vocabulary of {vocab_size}")
-    return ids.to(logits.device, torch.int64)

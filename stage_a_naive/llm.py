@@ -1,14 +1,11 @@
-"""The naive engine: one request after another, one token after another.
+"""The loop of `loop.py` behind the contract that all six stages keep.
 
-    prompt -> token ids -> prefill -> sample -> decode step -> sample -> decode step -> ... -> text
+    prompt -> token ids -> prefill -> choose -> decode step -> choose -> decode step -> ... -> text
 
-*Prefill* runs the model over the whole prompt at once. It yields the scores of the first new token, and a KV cache: the
-key and value vectors of every prompt token in every layer, which are all that later tokens need of earlier ones.
-*Decode* then feeds one token at a time together with the cache. Without the cache, every step would run the model over
-the whole text again, and generating n tokens would cost n prefills.
+What the contract adds: a device and a dtype, sampling parameters, the end of the answer, text in pieces, and the clock.
 
 Two costs stay on purpose, because the next stage is about them: every step makes a new input tensor, and every step
-waits for the GPU to hand its token to Python before the next one is ordered.
+waits for the GPU to hand its token to Python before the next one is launched.
 """
 
 from __future__ import annotations
@@ -22,8 +19,9 @@ from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
 from stage_a_naive.loading import load_hf_model
+from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
-from stage_a_naive.sampling import top_logprobs
+from stage_a_naive.sampling import choose_tokens
 
 
 class LLM(Frontend):
@@ -65,18 +63,15 @@ class LLM(Frontend):
         start = synchronized_time(self.device)
 
         # Prefill: all prompt tokens at once. [1, prompt] -> logits [1, prompt, vocab], of which the last row counts.
-        input_ids = torch.tensor([request.prompt_token_ids], device=self.device)
-        out = self.model(input_ids=input_ids, use_cache=True)
-        cache = out.past_key_values
-        token_id = self._next_token(out.logits[:, -1, :], completion, on_text)
+        out = self.model(torch.tensor([request.prompt_token_ids], device=self.device), use_cache=True)
+        token_id = self._next_token(out.logits[:, -1], completion, on_text)
         first = synchronized_time(self.device)
 
-        # Decode: one token and the cache a step. [1, 1] -> logits [1, 1, vocab]; the cache grows by one position.
+        # Decode: one token and the cache per step. [1, 1] -> logits [1, 1, vocab]; the cache grows by one position.
         while completion.finish_reason is None:
             input_ids = torch.tensor([[token_id]], device=self.device)
-            out = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            token_id = self._next_token(out.logits[:, -1, :], completion, on_text)
+            out = self.model(input_ids, past_key_values=out.past_key_values, use_cache=True)
+            token_id = self._next_token(out.logits[:, -1], completion, on_text)
         end = synchronized_time(self.device)
 
         metrics = make_metrics(
@@ -91,7 +86,8 @@ class LLM(Frontend):
     def _next_token(self, logits: Tensor, completion: Completion, on_text: OnText | None) -> int:
         """Choose a token from logits `[1, vocab]` and add it to the completion."""
         logits = logits.float()
-        token_id = int(self._choose(logits, [completion]))  # int() waits for the device
+        ids = choose_tokens(logits, [completion.request], [completion.token_ids])  # [1]
+        token_id = int(ids)  # waits for the device
         count = completion.request.params.logprobs
         logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
         piece = completion.append(token_id, logprobs)

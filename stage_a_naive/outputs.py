@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from stage_a_naive.detokenize import IncrementalDecoder, decode_all
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.sampling import SamplingFunction
+from stage_a_naive.stop_strings import first_stop, num_held_back
 
 FinishReason = Literal["stop", "length"]
 
@@ -41,7 +42,7 @@ class GenerationOutput(TypedDict):
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     metrics: Metrics
-    logprobs: NotRequired[list[dict[int, float]]]  # a step's {token id: log-probability}, where they were asked for
+    logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Completion:
         tokenizer: for the text.
         eos_token_ids: the model's end-of-sequence ids.
         max_total_len: prompt and answer together hold at most this many tokens.
-        text_at_end: nobody listens: make the text once, when all tokens are there, which costs a tenth. Where the
-            request has stop strings it is made token by token all the same, because they are found in it.
+        text_at_end: decode the text once, when all tokens are there. That is ten times cheaper than decoding after
+            every token. With stop strings it is decoded after every token all the same, because they are found in it.
     """
 
     def __init__(
@@ -118,19 +119,16 @@ class Completion:
         return decode_all(self._tokenizer, self.token_ids[: len(self.token_ids) - ended_by_id])
 
     def _add_text(self, piece: str) -> None:
-        stops = self.request.params.stop
-        # A new match ends in the new piece, so it starts at most a stop string's length before it.
-        search_from = max(0, len(self.text) - max(map(len, stops), default=0))
         self.text += piece
-        found = [at for stop in stops if (at := self.text.find(stop, search_from)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        at = first_stop(self.text, self.request.params.stop, len(piece))
+        if at is not None:
+            self.text = self.text[:at]
             self.finish_reason = "stop"
 
     def _release(self) -> str:
         end = len(self.text)
         if self.finish_reason is None:
-            end -= max((_overlap(self.text, stop) for stop in self.request.params.stop), default=0)
+            end -= num_held_back(self.text, self.request.params.stop)
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
@@ -170,16 +168,8 @@ def make_metrics(
 def synchronized_time(device: torch.device) -> float:
     """Monotonic seconds, read once the device has done all the work that it was given.
 
-    A GPU works behind the CPU's back: without waiting for it, a clock times how fast work is *ordered*.
+    A GPU runs asynchronously: a clock that does not wait for it measures how fast the CPU launches work.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -19,10 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache, DynamicCache
 
-from stage_a_naive.frontend import OnText, checked_ids
+from stage_a_naive.frontend import OnText
 from stage_a_naive.llm import LLM as NaiveLLM
+from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
-from stage_a_naive.sampling import sample, top_logprobs
+from stage_a_naive.sampling import choose_tokens
 from stage_b_decode_step.attention import ATTENTION_NAME, attention_and_matmul_settings
 from stage_b_decode_step.decode_step import DecodeStep, Step, compiled
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
@@ -161,7 +162,7 @@ class LLM(NaiveLLM):
 
         cache = self._fresh_cache(static_cache)
         logits = self._prefill(request.prompt_token_ids, cache)  # [1, vocab]
-        log.write(self._pick(logits, completion, step=0))
+        log.write(self._choose(logits, completion, step=0))
         log.send()
         self._accept(log.receive(max_in_flight=0), logits, completion, on_text)  # the first token is worth waiting for
         first = synchronized_time(self.device)
@@ -200,7 +201,7 @@ class LLM(NaiveLLM):
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
         for step in range(1, last + 1):
             logits = self._step(log.next_input, cache)
-            log.write(self._pick(logits, completion, step))
+            log.write(self._choose(logits, completion, step))
             wait_for_all = every_step or step == last
             if wait_for_all or step % self.sync_every == 0:
                 log.send()
@@ -209,15 +210,12 @@ class LLM(NaiveLLM):
             if completion.finish_reason is not None:
                 break
 
-    def _pick(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
+    def _choose(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
         """Choose a token id `[1]` on the device, without waiting for it. `step`: how many were chosen before."""
-        params, sampling_fn = completion.request.params, completion.request.sampling_fn
-        if params.needs_penalties:
-            return self._choose(logits, [completion])
-        if sampling_fn is not None:
-            # A copy, because the memory of a compiled step's logits is used again by the next step.
-            return checked_ids(sampling_fn(logits.clone(), [params]), logits)
-        return sample(logits, [params], [completion.request.seed], [step])
+        request = completion.request
+        if request.sampling_fn is not None:
+            logits = logits.clone()  # it may keep them, and the next step of a compiled program overwrites its memory
+        return choose_tokens(logits, [request], [completion.token_ids], [step])
 
     def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:
         """Add tokens that have arrived; those after the end are surplus and are dropped."""

@@ -19,8 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
+from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
-from stage_a_naive.sampling import SamplingParams, top_logprobs
+from stage_a_naive.params import SamplingParams
+from stage_a_naive.sampling import choose_tokens
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import MemoryReport, memory_report
@@ -169,9 +171,11 @@ class LLM(Frontend):
     ) -> None:
         rows = last_rows[torch.tensor([row for row, _ in ready], device=self.device)]
         logits = self.runtime.model.compute_logits(hidden[rows]).float()  # [rows, vocab]
-        ids = self._choose(logits, [sequence.completion for _, sequence in ready]).tolist()  # waits for the device
+        sequences = [sequence for _, sequence in ready]
+        generated = [sequence.completion.token_ids for sequence in sequences]
+        ids = choose_tokens(logits, [sequence.request for sequence in sequences], generated).tolist()  # waits
         now = time.perf_counter()
-        for row, (token_id, (_, sequence)) in enumerate(zip(ids, ready, strict=True)):
+        for row, (token_id, sequence) in enumerate(zip(ids, sequences, strict=True)):
             count = sequence.request.params.logprobs
             logprobs = None if count is None else top_logprobs(logits[row], count, token_id)
             sequence.token_ids.append(token_id)

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.frontend import checked_ids
-from stage_a_naive.sampling import SamplingFunction, SamplingParams, gumbel_from_bits, mix32
+from stage_a_naive.noise import gumbel_from_bits, mix32
+from stage_a_naive.params import SamplingParams
+from stage_a_naive.sampling import SamplingFunction, checked_ids
 from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.step import BatchSequence
 

@@ -17,14 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stage_a_naive.sampling import (
-    SamplingParams,
-    apply_penalties,
-    filter_logits,
-    gumbel_noise,
-    sample,
-    top_logprobs,
-)
+from stage_a_naive.filters import filter_logits
+from stage_a_naive.logprobs import top_logprobs
+from stage_a_naive.noise import gumbel_noise
+from stage_a_naive.params import SamplingParams
+from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.sampling import sample
 
 CPU = torch.device("cpu")
 SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45

@@ -81,7 +81,7 @@ def test_on_a_gpu_sampling_waits_for_nothing() -> None:
     llm = LLM("random:qwen2-tiny", device="cuda")
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3, max_tokens=8)
     llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    choose = llm._pick
+    choose = llm._choose
 
     def refused_to_wait(*args: object, **kwargs: object) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
@@ -90,6 +90,6 @@ def test_on_a_gpu_sampling_waits_for_nothing() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    llm._pick = refused_to_wait
+    llm._choose = refused_to_wait
     [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     assert len(output["token_ids"]) <= 8

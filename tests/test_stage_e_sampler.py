@@ -13,8 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stage_a_naive.logprobs import top_logprobs
+from stage_a_naive.noise import mix32, noise_key
 from stage_a_naive.outputs import Request
-from stage_a_naive.sampling import SamplingParams, apply_penalties, mix32, noise_key, sample, top_logprobs
+from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching.sampler import Sampler, draw_reference
 from stage_e_batching.step import BatchSequence
 
@@ -156,7 +159,7 @@ def test_draws_follow_the_distribution():
 
 KERNEL_PARITY = """
 import torch
-from stage_a_naive.sampling import mix32, noise_key
+from stage_a_naive.noise import mix32, noise_key
 from stage_e_batching import sampler_kernels
 from stage_e_batching.sampler import draw_reference
 device = "{device}"

@@ -10,10 +10,9 @@ import torch
 
 import stage_a_naive.llm as stage
 import stage_a_naive.outputs as outputs
-import stage_a_naive.sampling as sampling
 from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, one_hot
-from stage_a_naive import chat
-from stage_a_naive.sampling import SamplingParams
+from stage_a_naive import chat, filters, loop, penalties, sampling, stop_strings
+from stage_a_naive.params import SamplingParams
 
 NEG = -math.inf
 
@@ -65,7 +64,7 @@ class TestSample:
 
 class TestFilterLogits:
     def filtered(self, logits: list[float], **params: float) -> torch.Tensor:
-        return sampling.filter_logits(torch.tensor(logits), SamplingParams(**params))
+        return filters.filter_logits(torch.tensor(logits), SamplingParams(**params))
 
     def kept(self, logits: list[float], **params: float) -> list[int]:
         return [i for i, value in enumerate(self.filtered(logits, **params).tolist()) if value > NEG]
@@ -107,7 +106,7 @@ class TestFilterLogits:
 class TestPenalties:
     def penalised(self, logits: list[float], prompt: list[int], output: list[int], **params: float) -> list[float]:
         rows = torch.tensor([logits])
-        out = sampling.apply_penalties(rows, [SamplingParams(**params)], [prompt], [output])
+        out = penalties.apply_penalties(rows, [SamplingParams(**params)], [prompt], [output])
         assert rows.tolist() == [logits], "the logits that were given must not be changed"
         return out[0].tolist()
 
@@ -126,9 +125,9 @@ class TestPenalties:
     def test_rows_are_independent_and_no_penalty_is_no_copy(self):
         logits = torch.ones(2, 3)
         plain = [SamplingParams()] * 2
-        assert sampling.apply_penalties(logits, plain, [[0], [0]], [[1], [1]]) is logits, "nobody asks: same tensor"
+        assert penalties.apply_penalties(logits, plain, [[0], [0]], [[1], [1]]) is logits, "nobody asks: same tensor"
         params = [SamplingParams(), SamplingParams(presence_penalty=1.0)]
-        out = sampling.apply_penalties(logits, params, [[0], [0]], [[1], [1]])
+        out = penalties.apply_penalties(logits, params, [[0], [0]], [[1], [1]])
         assert out.tolist() == [[1, 1, 1], [1, 0, 1]], f"only the second row asks, got {out.tolist()}"
 
 
@@ -138,7 +137,7 @@ class TestOverlap:
         [("abc", "cde", 1), ("abcd", "cde", 2), ("abc", "xyz", 0), ("", "abc", 0), ("aaa", "aab", 2), ("ab", "ab", 0)],
     )
     def test_length_of_the_held_back_end(self, text: str, stop: str, length: int):
-        found = outputs._overlap(text, stop)
+        found = stop_strings.overlap(text, stop)
         assert found == length, f"{text!r} may be going on to {stop!r} with its last {length} letters, got {found}"
 
 
@@ -154,6 +153,26 @@ class CountingModel:
         assert seen == list(range(seen[0], seen[0] + len(seen))), f"token and cache do not fit together: {seen}"
         self.calls.append(input_ids[0].tolist())
         return SimpleNamespace(logits=one_hot(input_ids + 1, 100), past_key_values=seen)
+
+
+class TestLoop:
+    def test_one_prefill_then_one_token_per_step(self):
+        model = CountingModel()
+        ids = loop.generate(model, [3, 4, 5], eos_id=99, max_tokens=4)
+        assert ids == [6, 7, 8, 9], f"expected 6, 7, 8, 9, got {ids}"
+        assert model.calls == [[3, 4, 5], [6], [7], [8]], (
+            f"the whole prompt once, then one new token per call and none after the last, got {model.calls}"
+        )
+
+    def test_it_stops_after_the_end_of_sequence_token(self):
+        model = CountingModel()
+        assert loop.generate(model, [17], eos_id=20, max_tokens=40) == [18, 19, 20]
+        assert len(model.calls) == 3, "no step after the end"
+
+    def test_one_token_needs_no_decode_step(self):
+        model = CountingModel()
+        assert loop.generate(model, [1, 2], eos_id=99, max_tokens=1) == [3]
+        assert len(model.calls) == 1, "the prefill's logits are the first token's"
 
 
 class TestGenerateOne:
@@ -175,12 +194,12 @@ class TestGenerateOne:
         finally:
             stage.Completion = original
 
-    def test_one_prefill_then_one_token_a_step(self):
+    def test_one_prefill_then_one_token_per_step(self):
         engine = self.engine()
         output = self.generate(engine, [3, 4, 5], 4)
         assert output["token_ids"] == [6, 7, 8, 9], f"expected 6, 7, 8, 9, got {output['token_ids']}"
         assert engine.model.calls == [[3, 4, 5], [6], [7], [8]], (
-            f"the whole prompt once, then one new token a call and none after the last, got {engine.model.calls}"
+            f"the whole prompt once, then one new token per call and none after the last, got {engine.model.calls}"
         )
         assert output["finish_reason"] == "length"
 

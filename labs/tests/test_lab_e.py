@@ -15,7 +15,8 @@ from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, request_of
-from stage_a_naive.sampling import SamplingParams, apply_penalties
+from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State

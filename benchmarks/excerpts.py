@@ -1,0 +1,69 @@
+"""Copies code into the READMEs, so that a lesson shows the code that runs and not a copy that somebody typed.
+
+    python -m benchmarks.excerpts            # write
+    python -m benchmarks.excerpts --check    # change nothing; exit status 1 where something would change
+
+A README names a file, or a function or class of it, between two comments that no reader sees:
+
+    <!-- code: stage_a_naive/loop.py::generate -->
+    whatever is here is replaced
+    <!-- end of code -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXCERPT = re.compile(r"(<!-- code: (\S+) -->\n).*?(<!-- end of code -->)", re.DOTALL)
+
+
+def excerpt(at: str, root: Path = ROOT) -> str:
+    """The source of `file`, `file::function` or `file::Class.method`, without the indentation of a method.
+
+    Raises:
+        LookupError: the file has no such function or class.
+    """
+    path, _, name = at.partition("::")
+    source = (root / path).read_text(encoding="utf-8")
+    if not name:
+        return source.rstrip()
+    node: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+        if not found:
+            raise LookupError(f"{path} has no {name}")
+        node = found[0]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    return "\n".join(line[node.col_offset :] for line in lines)
+
+
+def fill(text: str, root: Path = ROOT) -> str:
+    """A README with the code between each pair of comments replaced."""
+    return EXCERPT.sub(lambda match: f"{match[1]}```python\n{excerpt(match[2], root)}\n```\n{match[3]}", text)
+
+
+def readmes(root: Path = ROOT) -> list[Path]:
+    """The READMEs that show code."""
+    return [path for path in sorted(root.glob("*/README.md")) if EXCERPT.search(path.read_text(encoding="utf-8"))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.excerpts", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args(argv)
+    changed = [path for path in readmes() if fill(text := path.read_text(encoding="utf-8")) != text]
+    for path in changed:
+        print(f"{path.relative_to(ROOT)}: {'is out of date' if options.check else 'written'}", file=sys.stderr)
+        if not options.check:
+            path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return 1 if changed and options.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

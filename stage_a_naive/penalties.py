@@ -1,0 +1,38 @@
+"""Penalties: lower the scores of tokens that were used already, so that the model repeats itself less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stage_a_naive.params import SamplingParams
+
+
+def apply_penalties(
+    logits: Tensor, params: Sequence[SamplingParams], prompt_ids: Sequence[list[int]], output_ids: Sequence[list[int]]
+) -> Tensor:
+    """Lower the scores of tokens already used. Returns new logits where any row asks for it, else the same tensor.
+
+    Args:
+        logits: `[rows, vocab]`, float32.
+        params: one per row.
+        prompt_ids, output_ids: the tokens of each row's prompt, and those it has generated so far.
+
+    The repetition penalty is that of Keskar et al., "CTRL" (2019), over prompt and output; the presence and frequency
+    penalties are OpenAI's, over the output alone.
+    """
+    if not any(p.needs_penalties for p in params):
+        return logits
+    logits = logits.clone()
+    for row, (p, prompt, output) in enumerate(zip(params, prompt_ids, output_ids, strict=True)):
+        scores = logits[row]  # [vocab], a view
+        if p.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*prompt, *output}), device=logits.device)
+            values = scores[seen]
+            scores[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if output and (p.presence_penalty or p.frequency_penalty):
+            used, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+            scores[used] -= p.presence_penalty + p.frequency_penalty * counts
+    return logits

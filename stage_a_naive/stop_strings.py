@@ -1,0 +1,34 @@
+"""Stop strings: found where they end, cut off, and never shown in part.
+
+A stop string may be spread over several tokens. While an answer is streamed, its end may be the beginning of a stop
+string; that much is held back until the next tokens tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_stop(text: str, stops: Sequence[str], num_new: int) -> int | None:
+    """Where the first stop string in `text` begins; None if there is none.
+
+    Args:
+        num_new: length of the end that has not been searched yet. A match ends in it, so it begins at most the longest
+            stop string's length before it.
+    """
+    search_from = max(0, len(text) - num_new - max(map(len, stops), default=0))
+    found = [at for stop in stops if (at := text.find(stop, search_from)) >= 0]
+    return min(found, default=None)
+
+
+def num_held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop string."""
+    return max((overlap(text, stop) for stop in stops), default=0)
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

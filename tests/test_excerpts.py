@@ -1,0 +1,30 @@
+"""The code that a README shows is the code that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import excerpts
+
+
+@pytest.mark.parametrize("path", excerpts.readmes(), ids=lambda path: path.parent.name)
+def test_the_code_in_a_readme_is_that_of_the_file(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert excerpts.fill(text) == text, "`python -m benchmarks.excerpts` writes it"
+
+
+def test_the_first_screen_of_stage_a_is_its_loop() -> None:
+    assert "stage_a_naive" in [path.parent.name for path in excerpts.readmes()]
+
+
+def test_a_function_is_copied_with_its_decorator_and_a_method_without_its_indentation(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    @twice\n    def f(self):\n        return 1\n\n\ndef g():\n    pass\n")
+    text = "x\n<!-- code: a.py::A.f -->\nold\n<!-- end of code -->\ny\n<!-- code: a.py::g -->\n<!-- end of code -->\n"
+    filled = excerpts.fill(text, tmp_path)
+    assert "```python\n@twice\ndef f(self):\n    return 1\n```" in filled
+    assert "```python\ndef g():\n    pass\n```" in filled
+    assert "old" not in filled and filled.startswith("x\n") and excerpts.fill(filled, tmp_path) == filled
+    with pytest.raises(LookupError, match=r"a\.py has no A\.h"):
+        excerpts.excerpt("a.py::A.h", tmp_path)
