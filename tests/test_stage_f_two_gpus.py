@@ -285,7 +285,7 @@ def prefill(llm):
         llm.generate([LONG[start % 1000:], LONG[start % 1000 + 7:]], SamplingParams(max_tokens=1), False)
 
 def full_queue(llm):
-    x, y = torch.zeros(8, device="cuda"), torch.zeros(4096, 4096, device="cuda")
+    x, y = torch.zeros(8, device="cuda"), torch.zeros(1024, 1024, device="cuda")
     with torch.inference_mode():
         llm.runner.group.all_reduce(x)  # the worker does not join
         threading.Timer(0.5, kill).start()
