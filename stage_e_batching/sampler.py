@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stage_a_naive.logprobs import likeliest
 from stage_a_naive.noise import gumbel_from_bits, mix32
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.sampling import SamplingFunction, checked_ids
@@ -25,6 +26,7 @@ from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.step import BatchSequence
 
 DRAWN, FILTERED, PENALISED, LOGPROBS = 1, 2, 4, 8  # what a row needs; 0 is greedy
+SMALLEST = torch.finfo(torch.float32).tiny  # temperature and top_p: what is smaller, float32 would make 0
 FILTER_GROUP = 2**25  # logits filtered at a time: sorting takes several times the memory of what it sorts
 
 
@@ -89,9 +91,11 @@ class Sampler:
             | LOGPROBS * (params.logprobs is not None)
         )
         self._params[seat] = params
-        self._temperatures[seat] = params.temperature
+        with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
+            self._temperatures[seat] = max(params.temperature, SMALLEST) if drawn else 0.0
         self._seed_keys[seat] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        self._filters[seat] = top_k, params.top_p, math.log(params.min_p) if params.min_p else -math.inf
+        log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+        self._filters[seat] = top_k, max(params.top_p, SMALLEST), log_min_p
         self._penalties.seat(sequence, params)
 
     def fill(self, seats: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray) -> None:
@@ -179,9 +183,9 @@ class Sampler:
         counts = [min(self._params[seat].logprobs, self._vocab_size) for seat in seats[rows].tolist()]
         at = torch.from_numpy(rows).to(self._device)
         logprobs = logits[at].float().log_softmax(-1)  # [asking, vocab], of the model, without penalties
-        best = logprobs.topk(max(counts))
+        best = likeliest(logprobs, max(counts))
         chosen = logprobs.gather(1, ids[at, None])[:, 0]
-        return RowLogprobs(rows.tolist(), counts, best.indices, best.values, chosen)
+        return RowLogprobs(rows.tolist(), counts, best, logprobs.gather(1, best), chosen)
 
 
 def _keep_top_k(rows: Tensor, top_k: np.ndarray) -> Tensor:
