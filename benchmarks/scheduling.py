@@ -106,7 +106,7 @@ class NoDoubling(rules.Scheduler):
     """Asks a sequence that returns for no more than one that is new."""
 
     def watermark(self, sequence: BatchSequence) -> int:
-        return rules.WATERMARK * (self.num_running + 1) if self.num_running else 0
+        return self.block_manager.blocks_for(rules.WATERMARK * (self.num_running + 1)) if self.num_running else 0
 
 
 def tight_pool(name: str, scheduler_class: type[rules.Scheduler]) -> dict[str, object]:

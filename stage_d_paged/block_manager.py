@@ -161,7 +161,7 @@ class BlockManager:
             page = sequence.block_table[i]
             entry = self._find_entry(sequence, i, parent)
             if entry is None:
-                entry = CachedBlock(parent, self._key(sequence, i), self._block_bytes(sequence, i))
+                entry = CachedBlock(parent, *self._key_and_tokens(sequence, i))
                 self._index.setdefault(entry.key, []).append(entry)
             entry.pages.append(page)
             self._contents[page] = entry
@@ -194,18 +194,20 @@ class BlockManager:
         return pages
 
     def _find_entry(self, sequence: Sequence, i: int, parent: CachedBlock | None) -> CachedBlock | None:
-        candidates = self._index.get(self._key(sequence, i), ())
-        tokens = self._block_bytes(sequence, i) if candidates else b""
-        return next((entry for entry in candidates if entry.parent is parent and entry.tokens == tokens), None)
+        key, tokens = self._key_and_tokens(sequence, i)
+        for entry in self._index.get(key, ()):
+            if entry.parent is parent and entry.tokens == tokens:
+                return entry
+        return None
 
-    def _key(self, sequence: Sequence, i: int) -> int:
-        hashes = sequence.block_hashes  # of full blocks only, whose tokens never change: computed once
-        while len(hashes) <= i:
-            hashes.append(block_key(hashes[-1] if hashes else 0, self._block_bytes(sequence, len(hashes))))
-        return hashes[i]
-
-    def _block_bytes(self, sequence: Sequence, i: int) -> bytes:
-        return array("i", sequence.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
+    def _key_and_tokens(self, sequence: Sequence, i: int) -> tuple[int, bytes]:
+        """Key and packed tokens of block `i`, which is full and will not change: computed once for each sequence."""
+        keys = sequence.block_keys
+        while len(keys) <= i:
+            first = len(keys) * self.block_size
+            tokens = array("i", sequence.token_ids[first : first + self.block_size]).tobytes()
+            keys.append((block_key(keys[-1][0] if keys else 0, tokens), tokens))
+        return keys[i]
 
     def _forget(self, page: int) -> None:
         """Unlink a page from the index. A twin that holds the same content stays findable."""

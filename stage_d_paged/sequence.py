@@ -30,7 +30,7 @@ class Sequence:
     num_cached_tokens: int = 0  # of those, the ones that the prefix cache had at the first admission
     num_preemptions: int = 0  # times its pages were taken away (from stage E on)
     block_table: list[int] = field(default_factory=list)  # page of positions 0..block_size-1, of the next ones, …
-    block_hashes: list[int] = field(default_factory=list)  # chained hashes of the full blocks, computed once
+    block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
     num_indexed_blocks: int = 0  # leading blocks of block_table that the prefix cache knows
 
     first_scheduled_time: float = 0.0  # seconds on the monotonic clock; 0.0 = has not happened

@@ -8,6 +8,7 @@ scheduler's decision, in `scheduler.py`.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from operator import attrgetter
 
@@ -34,11 +35,13 @@ class Queues:
 
     def _start_empty(self) -> None:
         self.block_manager = BlockManager(*self._pool)
-        self.waiting: list[BatchSequence] = []  # all three by arrival, earliest first
+        # All three by arrival, earliest first. The first may be long, and is changed near its front: a deque does not
+        # move what comes after.
+        self.waiting: deque[BatchSequence] = deque()
         self.prefilling: list[BatchSequence] = []
         self.decoding: list[BatchSequence] = []
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._admission_blocked = False  # nothing that waits fits, and nothing has changed since that was found
+        self._num_refused = 0  # the first of those that wait: they did not fit, and no block or slot came free since
 
     @property
     def capacity(self) -> int:
@@ -78,7 +81,6 @@ class Queues:
         self._arrivals += 1
         self._unfinished[sequence.arrival] = sequence
         self.waiting.append(sequence)
-        self._admission_blocked = False
 
     def remove(self, sequence: BatchSequence) -> None:
         """Take a sequence out, finished or aborted, wherever it is. A second call does nothing.
@@ -118,4 +120,4 @@ class Queues:
         if sequence.row >= 0:
             self._free_rows.append(sequence.row)
             sequence.row = -1
-        self._admission_blocked = False
+        self._num_refused = 0

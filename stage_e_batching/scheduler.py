@@ -7,17 +7,19 @@ taken at once, instead of keeping a batch together until its slowest member is d
   prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
   its steps with the decodes of the others and never stalls them.
 * **Seats.** At most `max_num_seqs` sequences run.
-* **Pages.** A sequence is admitted when the pages for all of its tokens are free and a *watermark* of free pages
-  remains: two for each running sequence, so that each may grow. When a decode finds no page, the running sequence that
-  arrived last is *preempted*: its pages are freed and it waits again, to be recomputed later (Kwon et al., SOSP 2023).
+* **Blocks.** A sequence is admitted when the blocks for all of its tokens are free and a *watermark* of free blocks
+  remains: enough for the next `WATERMARK` tokens of each running sequence. When a decode finds no block, the running
+  sequence that arrived last is *preempted*: its blocks are freed and it waits again, to be recomputed later (Kwon et
+  al., SOSP 2023).
 
 Rules that keep it fair and finite:
 
 * The oldest running sequence is never preempted while another one runs, so something always gets finished.
 * Each preemption doubles the watermark that a sequence must find at its return: it comes back when there is room to
-  stay. A sequence is thus preempted at most about log2(pages) times, which bounds the recomputation.
+  stay. A sequence is thus preempted at most about log2(tokens of the pool) times, which bounds the recomputation.
 * A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then nobody
   passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
+* Where prompts have steps of their own, at most `MAX_PROMPT_STEPS` of them follow one another while decodes wait.
 
 A step is decided before the tokens of the step before need to be known: `schedule()` advances the counts by what it
 scheduled, and a token that will be sampled is *pending* until the engine fills it in.
@@ -29,12 +31,14 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from itertools import islice
 
 from stage_e_batching.queues import Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
-WATERMARK = 2  # pages that stay free at an admission for each sequence running then
+WATERMARK = 16  # tokens that each running sequence can grow by after an admission
 MAX_OVERTAKES = 16
+MAX_PROMPT_STEPS = 4
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
@@ -77,6 +81,7 @@ class Scheduler(Queues):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self._steps = 0
+        self._prompt_steps = 0  # steps of prompts alone since the last step of decodes
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise `ValueError` for a prompt that could never run."""
@@ -96,13 +101,24 @@ class Scheduler(Queues):
             budget = self._schedule_prefills(step, self.max_num_batched_tokens - len(step))
             self._admit(step, budget)
         else:
-            budget = self._schedule_prefills(step, self.max_num_batched_tokens)
-            self._admit(step, budget)
-            if not step.sequences:
-                self._schedule_decodes(step)
+            self._schedule_one_kind(step)
         if not step.sequences:
             step.idle_reason = "every token in flight must arrive first" if self.has_unfinished() else "nothing to do"
         return step
+
+    def _schedule_one_kind(self, step: ScheduledStep) -> None:
+        """A step of whole prompts, or else one of decodes. After `MAX_PROMPT_STEPS` of prompts the decodes go first."""
+        kinds = [self._schedule_prompts, self._schedule_decodes]
+        if self._prompt_steps >= MAX_PROMPT_STEPS:
+            kinds.reverse()
+        for schedule_kind in kinds:
+            if not step.sequences:
+                schedule_kind(step)
+        self._prompt_steps = 0 if step.num_decodes else self._prompt_steps + 1
+
+    def _schedule_prompts(self, step: ScheduledStep) -> None:
+        budget = self._schedule_prefills(step, self.max_num_batched_tokens)
+        self._admit(step, budget)
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """One token of every decoding sequence. The loop is the hottest of the scheduler: about 0.3 µs a sequence."""
@@ -173,22 +189,25 @@ class Scheduler(Queues):
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Seat waiting sequences, earliest first, while there are tokens, seats and pages."""
-        if self._admission_blocked or step.preempted:
+        if step.preempted or self._num_refused >= min(len(self.waiting), LOOKAHEAD):
             return
         passed: list[BatchSequence] = []  # those that did not fit
-        for sequence in self.waiting[:LOOKAHEAD]:
+        overtakes_left = MAX_OVERTAKES  # of the one among them that has been overtaken most often
+        for i, sequence in enumerate(list(islice(self.waiting, LOOKAHEAD))):
             if budget == 0 or not self._free_rows:
                 return
+            if not overtakes_left:
+                break
             if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
                 return  # only a recomputation longer than any step is cut, and it starts a step
-            if sequence.num_pending_tokens or not self._allocate(sequence):
+            if i < self._num_refused or sequence.num_pending_tokens or not self._allocate(sequence):
                 passed.append(sequence)
-                if sequence.times_overtaken >= MAX_OVERTAKES:
-                    break
+                overtakes_left = min(overtakes_left, MAX_OVERTAKES - sequence.times_overtaken)
                 continue
             self.waiting.remove(sequence)
             for other in passed:
                 other.times_overtaken += 1
+            overtakes_left -= bool(passed)
             sequence.row = self._free_rows.pop()
             sequence.state = State.PREFILLING
             insort(self.prefilling, sequence, key=by_arrival)
@@ -196,17 +215,21 @@ class Scheduler(Queues):
             step.admitted.append(sequence)
             step.grown.append(sequence)
             budget -= self._schedule_chunk(sequence, step, budget)
-        self._admission_blocked = bool(passed) and not any(s.num_pending_tokens for s in passed)
+        self._num_refused = next((i for i, other in enumerate(passed) if other.num_pending_tokens), len(passed))
 
     def _num_to_run(self, sequence: BatchSequence) -> int:
         return len(sequence) - self.block_manager.count_cached_tokens(sequence)
 
     def _allocate(self, sequence: BatchSequence) -> bool:
-        """Pages for all of a waiting sequence's tokens, if they and the watermark are free."""
-        return self.block_manager.allocate(sequence, len(sequence), self.watermark(sequence))
+        """Blocks for all of a waiting sequence's tokens, if they and the watermark are free."""
+        watermark = self.watermark(sequence)
+        if self.block_manager.num_free <= watermark:  # its last block is never a shared one: spare the look-up
+            return False
+        return self.block_manager.allocate(sequence, len(sequence), watermark)
 
     def watermark(self, sequence: BatchSequence) -> int:
-        """Pages that must stay free when `sequence` is admitted, so that those who run can grow."""
+        """Blocks that must stay free when `sequence` is admitted, so that those that run can grow."""
         if not self.num_running:
             return 0
-        return min(WATERMARK * (self.num_running + 1) << sequence.num_preemptions, self.block_manager.num_blocks)
+        num_tokens = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
+        return min(self.block_manager.blocks_for(num_tokens), self.block_manager.num_blocks)

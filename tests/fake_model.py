@@ -75,11 +75,11 @@ class FakeRunner:
                 assert tokens in ([], [self.last_tokens[sequence.row]])
                 tokens = [self.last_tokens[sequence.row]]
             assert len(tokens) == count
+            if len(self.steps) in self._fail_at and i == len(step) // 2:
+                raise RuntimeError("the device failed")
             for offset, token in enumerate(tokens):
                 self.pool[self._slot(sequence, start + offset)] = (token, start + offset)
             self.num_tokens_run += count
-            if len(self.steps) in self._fail_at and i == len(step) // 2:
-                raise RuntimeError("the device failed")
         sampled = []
         for sequence, start, count, samples in step:
             if samples:
@@ -119,6 +119,13 @@ class FakeRunner:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class CountingRunner:
+    """Takes no time: every token is a 1. For tests that count steps and need no right answers."""
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        return Sampled([1] * sum(step.samples))
+
+
 class LateEngine(Engine):
     """Schedules a step before the tokens of the step before are known, as an engine that overlaps CPU and GPU does."""
 
@@ -134,13 +141,18 @@ class LateEngine(Engine):
 
 
 def make_engine(
-    *, late: bool = False, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, **options: object
+    *,
+    late: bool = False,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
+    runner: CountingRunner | None = None,
+    **options: object,
 ) -> Engine:
     scheduler = Scheduler(**options)
     engine_class = LateEngine if late else Engine
     return engine_class(
         scheduler,
-        FakeRunner(scheduler, fail_at),
+        runner or FakeRunner(scheduler, fail_at),
         tokenizer=FakeTokenizer(),
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+from array import array
+from collections import deque
 
 import pytest
-from fake_model import answer_alone, make_engine, make_request, run_all
+from fake_model import CountingRunner, answer_alone, make_engine, make_request, run_all
 
 from benchmarks import timeline
-from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
-from stage_e_batching.step import State
+from stage_d_paged import block_manager
+from stage_e_batching.scheduler import MAX_OVERTAKES, MAX_PROMPT_STEPS, Scheduler
+from stage_e_batching.step import BatchSequence, State
 from stage_e_batching.trace import Trace
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -22,6 +26,37 @@ def prompt_of(length: int, phrase: int = 1) -> list[int]:
 def add(engine, length: int, max_tokens: int, phrase: int = 1) -> int:
     request = make_request(0, prompt_of(length, phrase), max_tokens, ignore_eos=True)
     return engine.add_request(request, streams=False)
+
+
+def counting(queue_class: type) -> type:
+    """The class of a queue that counts the elements it reads, searches through or moves."""
+    from_both_ends = issubclass(queue_class, deque)  # a list moves all that comes after
+
+    class Counting(queue_class):
+        touched = 0
+
+        def _moves(self, i: int) -> int:
+            return min(i, len(self) - i) if from_both_ends else len(self) - i
+
+        def remove(self, item):
+            i = next(i for i, other in enumerate(super().__iter__()) if other is item)
+            self.touched += i + self._moves(i)
+            super().remove(item)
+
+        def insert(self, i, item):
+            self.touched += self._moves(i)
+            super().insert(i, item)
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.touched += 1
+                yield item
+
+        def __getitem__(self, i):
+            self.touched += len(range(*i.indices(len(self)))) if isinstance(i, slice) else 1
+            return super().__getitem__(i)
+
+    return Counting
 
 
 def test_no_more_than_max_num_seqs_run_and_all_of_them_get_on():
@@ -113,7 +148,7 @@ def test_a_tight_pool_costs_bounded_recomputation():
 
 
 def test_a_preempted_sequence_finds_its_own_prefix_again():
-    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     requests = [make_request(i, prompt_of(12, i + 1), 20, ignore_eos=True) for i in range(2)]
     for request in requests:
         engine.add_request(request, streams=False)
@@ -125,7 +160,7 @@ def test_a_preempted_sequence_finds_its_own_prefix_again():
 
 
 def test_the_latest_arrival_is_preempted_and_the_step_says_why():
-    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     for i in range(2):
         add(engine, 12, 20, phrase=i + 1)
     while not (preempted := engine.runner.steps[-1].preempted if engine.runner.steps else []):
@@ -138,7 +173,7 @@ def test_the_latest_arrival_is_preempted_and_the_step_says_why():
 
 
 def test_a_prompt_under_way_is_preempted_before_an_older_decode():
-    engine = make_engine(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
+    engine = make_engine(num_blocks=34, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
     for i in range(3):
         add(engine, 3, 60, phrase=i + 1)
     while len(engine.scheduler.decoding) < 3:
@@ -197,6 +232,142 @@ def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
     assert len(finished) == 62
 
 
+def test_many_admitted_in_one_step_do_not_pass_a_waiting_one_more_often_than_allowed():
+    engine = make_engine(num_blocks=400, block_size=4, max_num_seqs=80, max_num_batched_tokens=400)
+    add(engine, 40, 40)
+    engine.step()
+    long = add(engine, 1560, 4, phrase=2)
+    for i in range(70):
+        add(engine, 2, 2, phrase=i % 50 + 3)
+    engine.step()
+    assert len(engine.runner.steps[-1].admitted) == MAX_OVERTAKES
+    outputs = run_all(engine)
+    assert len(outputs) == 72
+    admitted = [sequence.arrival for step in engine.runner.steps for sequence in step.admitted]
+    assert admitted.index(long) == 1 + MAX_OVERTAKES
+
+
+def test_without_chunking_decodes_run_although_a_new_prompt_comes_at_every_step():
+    engine = make_engine(num_blocks=4000, block_size=4, max_num_seqs=300, max_num_batched_tokens=300)
+    first = add(engine, 8, 30)
+    engine.scheduler.enable_chunked_prefill = False
+    outputs = {}
+    for i in range(30 * (MAX_PROMPT_STEPS + 1)):
+        add(engine, 8, 30, phrase=i % 50 + 2)
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
+    assert first in outputs
+    kinds = "".join("d" if step.num_decodes else "p" for step in engine.runner.steps)
+    assert "p" * (MAX_PROMPT_STEPS + 1) not in kinds
+    assert all(step.num_decodes in (0, len(step)) for step in engine.runner.steps), "no step mixes the two"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "most_steps", "most_recomputed"), [(30, 256, 7000, 25_000), (120, 64, 5400, 35_000)]
+)
+def test_large_blocks_cost_little_concurrency(num_blocks, block_size, most_steps, most_recomputed):
+    """The watermark is in tokens: in blocks of 256 it would keep two thirds of this pool empty."""
+    lengths = random.Random(4)
+    engine = make_engine(
+        runner=CountingRunner(), num_blocks=num_blocks, block_size=block_size, max_num_seqs=256,
+        max_num_batched_tokens=2048,
+    )  # fmt: skip
+    for i in range(300):
+        prompt_len, max_tokens = lengths.randint(20, 200), lengths.randint(100, 600)
+        engine.add_request(make_request(i, [i % 60, i // 60, *[1] * (prompt_len - 2)], max_tokens, True), streams=False)
+    run_all(engine, limit=most_steps)
+    assert engine.counters.num_finished == 300
+    assert engine.counters.num_recomputed_tokens < most_recomputed
+
+
+def test_a_step_costs_the_same_with_200_or_20000_requests_waiting():
+    """Elements of the waiting queue that are read or moved, counted."""
+
+    def touched(num_waiting: int) -> int:
+        engine = make_engine(
+            runner=CountingRunner(), num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32
+        )
+        for i in range(num_waiting):
+            engine.add_request(make_request(i, [i % 60, i // 60 % 60, i // 3600, 1, 2, 3, 4, 5], 60, True), streams=False)
+        engine.scheduler.waiting = waiting = counting(type(engine.scheduler.waiting))(engine.scheduler.waiting)
+        most = 0
+        for _ in range(200):
+            waiting.touched = 0
+            engine.step()
+            most = max(most, waiting.touched)
+        assert engine.counters.num_finished > 10 and engine.counters.num_preemptions > 0
+        return most
+
+    assert touched(20_000) <= touched(200) + 20, "or a step looks at more than the front of the queue"
+
+
+def test_prompts_that_wait_are_hashed_once(monkeypatch):
+    hashed = []
+    block_key = block_manager.block_key
+    monkeypatch.setattr(block_manager, "block_key", lambda key, tokens: hashed.append(tokens) or block_key(key, tokens))
+    packed = []
+    monkeypatch.setattr(block_manager, "array", lambda code, ids: packed.append(ids) or array(code, ids))
+    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    prefix = prompt_of(64)
+    add(engine, 64, 60)
+    engine.step()
+    for i in range(40):  # each has 16 blocks of the cached prefix and 30 of its own: none fits
+        engine.add_request(make_request(i, [*prefix, *prompt_of(90, i % 50 + 2)], 4), streams=False)
+        engine.step()
+    assert engine.scheduler.num_running == 1 and len(engine.scheduler.waiting) == 40, "they wait for blocks"
+    waiting = 40 * (64 // 4 + 90 // 4)
+    running = 40 // 4 + 64 // 4 + 1
+    assert len(hashed) <= waiting + running and len(packed) <= waiting + running
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_a_step_that_failed_before_it_wrote_leaves_nothing_in_the_prefix_cache(num_requests):
+    engine = make_engine(**ROOMY, fail_at=frozenset({1, 3}))
+    requests = [make_request(i, prompt_of(17, i + 1), 6, ignore_eos=True) for i in range(num_requests)]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    outputs, failures = {}, 0
+    while engine.has_unfinished():
+        try:
+            outputs |= {e.request_id: e.output["token_ids"] for e in engine.step() if e.output}
+        except RuntimeError:
+            failures += 1
+            manager = engine.scheduler.block_manager
+            assert all(manager.count_cached_tokens(sequence) == 0 for sequence in engine.scheduler.unfinished)
+    assert failures == 2
+    assert outputs == {i: answer_alone(request, 4096)[0] for i, request in enumerate(requests)}
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_counters_add_up_after_preemptions(prefix_caching):
+    engine = make_engine(
+        num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, enable_prefix_caching=prefix_caching
+    )
+    for i in range(16):
+        add(engine, 8, 60, phrase=i + 1)
+    run_all(engine)
+    counters, steps = engine.counters, engine.runner.steps
+    preempted = [preemption for step in steps for preemption in step.preempted]
+    assert counters.num_preemptions == len(preempted) > 0
+    assert counters.num_cached_tokens == 0, "no prompt shares a block with another one's"
+    assert counters.num_generated_tokens == 16 * 60
+    assert counters.num_prefill_tokens == 16 * 8 + len(preempted), "and at each return the token sampled last"
+    decodes = sum(step.num_decodes for step in steps)
+    assert counters.num_prefill_tokens + counters.num_recomputed_tokens + decodes == engine.runner.num_tokens_run
+    lost = sum(preemption.num_tokens for preemption in preempted)
+    if prefix_caching:
+        assert counters.num_recomputed_tokens < lost
+    else:
+        assert counters.num_recomputed_tokens == lost
+
+
+def test_an_idle_engine_notices_a_leaked_block():
+    engine = make_engine(**ROOMY)
+    add(engine, 4, 3)
+    assert engine.scheduler.block_manager.allocate(BatchSequence(make_request(0, [1, 2], 1)), 2)  # nobody frees it
+    with pytest.raises(RuntimeError, match="idle but 1 pages"):
+        run_all(engine)
+
+
 def test_identical_prompts_of_one_step_share_their_pages():
     engine = make_engine(**ROOMY)
     for _ in range(3):
@@ -232,9 +403,9 @@ def test_an_answer_under_way_is_shared_page_by_page():
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "preempted"])
 def test_a_request_is_aborted_at_any_moment_and_only_once(moment):
-    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    engine = make_engine(num_blocks=15, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
     other = add(engine, 12, 20)
-    victim = add(engine, 16, 10, phrase=2)
+    victim = add(engine, 16, 20, phrase=2)
     sequence = engine.scheduler.unfinished[1]
     wanted = State.WAITING if moment == "preempted" else State(moment)
     while sequence.state is not wanted or (moment == "preempted") != (sequence.num_preemptions > 0):
@@ -270,7 +441,7 @@ def test_a_late_engine_runs_no_token_past_a_known_end():
 
 
 def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
-    engine = make_engine(num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     engine.trace = Trace(tmp_path / "trace.jsonl")
     for i in range(2):
         add(engine, 12, 20, phrase=i + 1)

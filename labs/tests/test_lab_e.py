@@ -253,7 +253,7 @@ class TestGrow:
         assert scheduler._grow(a, step) is True, "the oldest gets its page; it is never the one to go"
         assert [p.sequence.arrival for p in step.preempted] == [2], "the last to come is the first to go"
         assert len(a.block_table) == 2 and len(b.block_table) == 1 and c.block_table == []
-        assert c.state is State.WAITING and scheduler.waiting == [c] and step.grown == [a]
+        assert c.state is State.WAITING and list(scheduler.waiting) == [c] and step.grown == [a]
         check_books(scheduler)
 
     def test_the_one_that_asks_may_be_the_one_to_go(self):
@@ -333,7 +333,7 @@ class TestAdmit:
         scheduler._admit(step, 10)
         assert step.admitted == [a, b], f"10 tokens: a whole, 4 of b; got {[s.arrival for s in step.admitted]}"
         assert step.num_tokens == [6, 4] and step.samples == [True, False] and step.grown == [a, b]
-        assert scheduler.waiting == [c] and a.row != b.row and a.row >= 0
+        assert list(scheduler.waiting) == [c] and a.row != b.row and a.row >= 0
         assert a.state is State.DECODING and b.state is State.PREFILLING
         assert a.first_scheduled_time == step.time
         check_books(scheduler)
