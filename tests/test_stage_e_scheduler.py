@@ -287,7 +287,8 @@ def test_a_step_costs_the_same_with_200_or_20000_requests_waiting():
             runner=CountingRunner(), num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32
         )
         for i in range(num_waiting):
-            engine.add_request(make_request(i, [i % 60, i // 60 % 60, i // 3600, 1, 2, 3, 4, 5], 60, True), streams=False)
+            prompt = [i % 60, i // 60 % 60, i // 3600, *[1] * 5]
+            engine.add_request(make_request(i, prompt, 60, ignore_eos=True), streams=False)
         engine.scheduler.waiting = waiting = counting(type(engine.scheduler.waiting))(engine.scheduler.waiting)
         most = 0
         for _ in range(200):
