@@ -62,6 +62,7 @@ def one_rank() -> stage_e_batching.LLM:
 def two_ranks():
     """Small chunks and a pool that is too small for all requests at once."""
     llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
+    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     yield llm
     llm.close()
 
