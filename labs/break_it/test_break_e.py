@@ -32,11 +32,11 @@ def run_step(scheduler: Scheduler) -> None:
 
 def test_a_long_request_comes_in_although_short_ones_keep_arriving():
     """A long prompt that does not fit at once waits among short ones that do; it must not wait for ever."""
-    scheduler = Scheduler(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler = Scheduler(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     for phrase in range(3):
         scheduler.add(sequence_of(8, 8, phrase))
     run_step(scheduler)
-    long = sequence_of(56, 4, 3)
+    long = sequence_of(120, 4, 3)
     scheduler.add(long)
     for phrase in range(4, 204):
         scheduler.add(sequence_of(8, 8, phrase))
