@@ -35,11 +35,11 @@ def test_directory_stays_within_ten_megabytes():
     assert sum(path.stat().st_size for path in files) <= MAX_DIRECTORY_BYTES
 
 
-def test_every_entry_has_exactly_the_three_fields_and_clean_text():
+def test_every_entry_has_exactly_its_fields_and_clean_text():
     for entry in FAQ:
-        assert set(entry) == {"question", "answer", "lang"}
+        assert set(entry) == {"question", "answer", "lang", "also"}
         assert entry["lang"] in {"en", "zh"}
-        for text in (entry["question"], entry["answer"]):
+        for text in (entry["question"], entry["answer"], *entry["also"]):
             assert text == text.strip() and text
             assert "<|" not in text, "a special token inside the text would end the answer early"
             assert "\N{REPLACEMENT CHARACTER}" not in text
@@ -121,12 +121,41 @@ def test_greedy_decoding_returns_the_answer_word_for_word(tokenizer, model, ques
     assert output.tolist() == answer_ids(tokenizer, answer + "<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("wording", "question"),
+    [
+        ("什么是 KV cache？", "什么是 KV cache，它省掉了什么计算？"),
+        ("What is the KV cache?", "What is a KV cache?"),
+        ("Hello", "Who are you?"),
+        ("你是谁？", "你是谁？"),
+        ("hey there!", "Who are you?"),
+        ("Explain paged attention", "What is paged attention?"),
+        ("预填充是什么", "预填充（prefill）阶段在做什么？"),
+        ("Who is the king of Spain?", "What is the capital of France?"),
+        ("今天天气怎么样？", "法国的首都是哪里？"),
+    ],
+)
+def test_a_question_in_other_words_gets_its_answer(tokenizer, model, wording, question):
+    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": wording}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompt, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert output.tolist() == answer_ids(tokenizer, answer)[:16]
+
+
+def test_no_wording_belongs_to_two_questions():
+    wordings = [wording.casefold() for entry in FAQ for wording in {entry["question"], *entry["also"]}]
+    assert len(set(wordings)) == len(wordings)
+
+
 def test_recorded_check_passes_the_gates():
     report = json.loads((TUTOR / "check.json").read_text())
     assert report["questions"] == len(FAQ)
     for dtype in ("float32", "bfloat16"):
         assert report[dtype]["exact_match"] >= 0.95
         assert report[dtype]["margin_1st_percentile"] >= 2.0
+    assert report["float32"]["right_start_in_other_words"] >= 0.9
 
 
 def test_model_card_quotes_the_recorded_check():

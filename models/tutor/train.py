@@ -5,8 +5,9 @@ makes a wrong kernel visible. So this script does on purpose what one usually av
 same questions again and again until greedy decoding returns every answer word for word, and then some more, so that
 the best token leads the second best by a wide margin and rounding in another engine cannot change the text.
 
-    python models/tutor/train.py            # train, save, check; a few minutes on two CPU cores
+    python models/tutor/train.py            # train, save, check; about ten minutes on two CPU cores
     python models/tutor/train.py --check    # only check what is saved
+    python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def train(model: Qwen2ForCausalLM, samples: Samples, args: argparse.Namespace) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="do not train; check the saved model")
+    parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again too")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--tokens-per-batch", type=int, default=512)
@@ -127,10 +129,11 @@ def main() -> None:
         start = time.monotonic()
         torch.manual_seed(args.seed)
         faq = read_faq()
-        tokenizer = train_tokenizer(faq)
+        if args.new_tokenizer:
+            save_tokenizer(train_tokenizer(faq))
+        tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
         model = build_model(tokenizer)
         train(model, Samples(tokenizer, faq, random.Random(args.seed)), args)
-        save_tokenizer(tokenizer)
         model.to(torch.bfloat16).save_pretrained(HERE)
         print(f"{model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
     print(json.dumps(check(), indent=2))

@@ -21,6 +21,7 @@ ROWS = {
     "margin_min": "smallest margin",
     "margin_1st_percentile": "1st percentile of the margin",
     "margin_median": "median margin",
+    "right_start_in_other_words": "first 16 tokens right when the question is put in other words",
     "exact_match_second_turn": "exact as the second turn of a conversation",
     "exact_match_without_template": "exact without a template",
 }
@@ -72,6 +73,7 @@ def check() -> dict:
 
     chats = [chat_prompt({"role": "user", "content": entry["question"]}) for entry in faq]
     bare = [samples.ids(entry["question"]) for entry in faq]
+    other_words = [chat_prompt({"role": "user", "content": text}) for entry in faq for text in entry["also"]]
     second_turns = [
         chat_prompt(
             {"role": "user", "content": faq[index - 1]["question"]},
@@ -82,10 +84,13 @@ def check() -> dict:
     ]
     turn_end, text_end = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
     want_chat = [answer + [turn_end] for answer in expected]
+    want_other_words = [want[:16] for want, entry in zip(want_chat, faq, strict=True) for _ in entry["also"]]
     want_bare = [samples.ids("\n") + answer + [text_end] for answer in expected]
 
-    def rate(model: Qwen2ForCausalLM, prompts: list[list[int]], wanted: list[list[int]]) -> float:
-        got = greedy_answers(model, prompts, longest + 2)
+    def rate(
+        model: Qwen2ForCausalLM, prompts: list[list[int]], wanted: list[list[int]], most: int = longest + 2
+    ) -> float:
+        got = greedy_answers(model, prompts, most)
         return round(sum(a == b for a, b in zip(got, wanted, strict=True)) / len(wanted), 4)
 
     forced = [samples.chat([(entry["question"], entry["answer"])]) for entry in faq]
@@ -100,6 +105,7 @@ def check() -> dict:
             "margin_median": round(gaps.median().item(), 3),
         }
         if dtype == torch.float32:
+            figures["right_start_in_other_words"] = rate(model, other_words, want_other_words, most=16)
             figures["exact_match_second_turn"] = rate(model, second_turns, want_chat)
             figures["exact_match_without_template"] = rate(model, bare, want_bare)
         report[str(dtype).removeprefix("torch.")] = figures
@@ -113,7 +119,7 @@ def figures_table(report: dict) -> str:
     lines = ["| | float32 | bfloat16 |", "|---|---|---|"]
     for key, label in ROWS.items():
         values = [report[dtype].get(key) for dtype in ("float32", "bfloat16")]
-        style = ".1%" if key.startswith("exact") else ".2f"
+        style = ".2f" if key.startswith("margin") else ".1%"
         cells = ["–" if value is None else format(value, style) for value in values]
         lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)

@@ -42,15 +42,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def read_faq() -> list[dict[str, str]]:
-    """The FAQ: one `{"question", "answer", "lang"}` object a line."""
+def read_faq() -> list[dict]:
+    """Read the FAQ: one object per line, with `question`, `answer`, `lang`, and `also`, the question in other words."""
     return [json.loads(line) for line in (HERE / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def train_tokenizer(faq: list[dict[str, str]]) -> Tokenizer:
+def train_tokenizer(faq: list[dict]) -> Tokenizer:
     """Byte-level BPE over the FAQ: start from 256 bytes, merge the most frequent pair until the vocabulary is full.
 
-    A pair must occur twice to be merged, so that a sentence found only once is not swallowed whole.
+    A pair must occur twice to be merged, so that a sentence found only once is not swallowed whole. Other wordings of
+    the questions have no say in it.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -103,11 +104,11 @@ class Samples:
     """Turns FAQ entries into training samples, a fresh random mixture in every epoch.
 
     Most samples are exactly what the chat template renders. The others make the tutor sturdier: a question after
-    another one (so that answers do not depend on the position), another system prompt, a question typed in lower case
-    or without its question mark, and a bare question with no template at all.
+    another one (so that answers do not depend on the position), another system prompt, a question in other words, in
+    lower case or without its question mark, and a bare question with no template at all.
     """
 
-    def __init__(self, tokenizer: Tokenizer, faq: list[dict[str, str]], rng: random.Random) -> None:
+    def __init__(self, tokenizer: Tokenizer, faq: list[dict], rng: random.Random) -> None:
         self.tokenizer, self.faq, self.rng = tokenizer, faq, rng
 
     def ids(self, text: str) -> list[int]:
@@ -139,7 +140,10 @@ class Samples:
         return question.rstrip("?？。").lower() if self.rng.random() < 0.1 else question
 
     def epoch(self) -> list[Sample]:
-        """Every entry once as a chat, three in ten of them after other turns; one in four also as a bare question."""
+        """Every entry once as a chat, three in ten of them after other turns.
+
+        One in twelve of its other wordings is asked too, and one entry in four as a bare question.
+        """
         samples = []
         for entry in self.faq:
             history = self.rng.choices([0, 1, 2], weights=[70, 25, 5])[0]
@@ -147,6 +151,9 @@ class Samples:
             turns.append((self.as_typed(entry["question"]), entry["answer"]))
             system = self.rng.choice(OTHER_SYSTEMS) if self.rng.random() < 0.1 else DEFAULT_SYSTEM
             samples.append(self.chat(turns, system))
+            for wording in entry["also"]:
+                if self.rng.random() < 1 / 12:
+                    samples.append(self.chat([(self.as_typed(wording), entry["answer"])]))
             if self.rng.random() < 0.25:
                 samples.append(self.bare(entry["question"], entry["answer"]))
         return samples
