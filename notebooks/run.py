@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -50,8 +51,11 @@ def source_hash(notebook: NotebookNode) -> str:
     return digest.hexdigest()[:16]
 
 
-def execute(path: Path) -> NotebookNode:
-    """The notebook with fresh outputs, run from its first cell to its last in a kernel of its own.
+def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNode:
+    """Run a notebook from its first cell to its last in a kernel of its own, and return it with fresh outputs.
+
+    Args:
+        on_cell: called as each cell begins.
 
     Raises:
         CellExecutionError: a cell raised; the message has the cell and the traceback.
@@ -62,6 +66,7 @@ def execute(path: Path) -> NotebookNode:
     client = NotebookClient(
         notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
+        on_cell_start=on_cell and (lambda **_: on_cell()),
     )  # fmt: skip
     client.execute(env=environment)
     tidy(notebook)
@@ -112,15 +117,16 @@ def main() -> int:
             print(f"{path.name}: its outputs are older than its code; run `make notebooks`", file=sys.stderr)
             failed = True
         start = time.perf_counter()
+        print(f"{path.name}: ", end="", flush=True)
         try:
-            notebook = execute(path)
+            notebook = execute(path, on_cell=lambda: print(".", end="", flush=True))
         except CellExecutionError as error:
-            print(f"{path.name}: {error}", file=sys.stderr)
+            print(f"\n{path.name}: {error}", file=sys.stderr)
             failed = True
             continue
         if not options.check:
             nbformat.write(notebook, path)
-        print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
+        print(f" {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if failed else 0
 
 

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from stage_a_naive.errors import one_line
 from stage_a_naive.presets import PRESETS
+from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 
 if TYPE_CHECKING:
     from stage_a_naive.frontend import Frontend
@@ -39,6 +41,7 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
     parser = argparse.ArgumentParser(prog=f"python -m {stage}", description=description)
     parser.add_argument("--prompt", default=default_prompt(), help="what to ask (default: %(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    parser.add_argument("--list-questions", action="store_true", help="list what the tutor can be asked, and end")
     model = parser.add_argument_group("model")
     sources = f"tutor | random:PRESET | a directory | a hub id; PRESET is one of {', '.join(PRESETS)}"
     sampling = parser.add_argument_group("sampling")
@@ -70,14 +73,19 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
     try:
         try:
             sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
+            if not sys.stderr.isatty():  # a log file
+                os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
             options = vars(build_parser(stage, description, add_options).parse_args(argv))
-            _answer(importlib.import_module(stage), options)
+            if options.pop("list_questions"):
+                print(*(entry["question"] for entry in read_faq()), sep="\n")
+            else:
+                _answer(importlib.import_module(stage), options)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -93,6 +101,8 @@ def _answer(stage: object, options: dict) -> None:
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
     params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
     llm = stage.LLM(model, **options)
+    if model == "tutor" and not raw:
+        _explain_unknown(prompt)
     print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
     ask = prompt if raw else [{"role": "user", "content": prompt}]
     [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
@@ -103,6 +113,17 @@ def _answer(stage: object, options: dict) -> None:
 
 def _print_piece(index: int, piece: str) -> None:
     print(piece, end="", flush=True)
+
+
+def _explain_unknown(question: str) -> None:
+    """Say on stderr that the tutor was not trained on this question, and which ones come near."""
+    faq = read_faq()
+    if is_known(question, faq):
+        return
+    print("note: the tutor is a teaching prop that knows one FAQ by heart; this question is not in it", file=sys.stderr)
+    nearest = nearest_questions(question, faq)
+    if nearest:
+        print(f"note: nearest questions: {' | '.join(nearest)} (all: --list-questions)", file=sys.stderr)
 
 
 def performance_summary(llm: Frontend, output: GenerationOutput) -> str:

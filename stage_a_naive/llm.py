@@ -15,12 +15,12 @@ from os import PathLike
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
 from stage_a_naive.loading import load_hf_model
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
 
@@ -53,7 +53,7 @@ class LLM(Frontend):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         arrival = synchronized_time(self.device)
-        progress = tqdm(requests, desc="generate", unit="request", disable=not use_tqdm)
+        progress = progress_bar(requests, desc="generate", unit="request", disable=not use_tqdm)
         return [self._generate_one(request, arrival, on_text) for request in progress]
 
     @torch.inference_mode()

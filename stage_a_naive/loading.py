@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -25,11 +26,11 @@ from stage_a_naive.errors import ModelError, one_line, shown
 from stage_a_naive.model_config import read_config, read_json_object
 from stage_a_naive.params import as_integer
 from stage_a_naive.presets import PRESETS, preset_config
+from stage_a_naive.tutor import TUTOR_PATH, require_tutor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +51,8 @@ def resolve(model: str | os.PathLike[str]) -> ModelSource:
         ModelError: no such model, or one with features that are not supported.
     """
     name = os.fspath(model)
+    if name == "tutor" or name.startswith("random:"):
+        require_tutor()  # random models borrow its tokenizer
     if name.startswith("random:"):
         preset = name.removeprefix("random:")
         if preset not in PRESETS:
@@ -75,10 +78,18 @@ def _local_or_downloaded(name: str) -> Path:
         files = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.*", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # the hub's errors are many: no network, no such repository, no access
-        raise ModelError(
-            f"no directory {name!r} here, and the hub does not give it: {one_line(error)}; "
-            "download it where there is a network, then pass its directory"
-        ) from error
+        raise ModelError(f"no directory {name!r} here, and the hub does not give it: {_why_not(error)}") from error
+
+
+def _why_not(error: Exception) -> str:
+    """Why the hub does not give a model, and what to do."""
+    if isinstance(error, GatedRepoError):
+        return "access is restricted; accept its licence on its page, then `hf auth login` or set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "it has no such model, or your token may not see it; check the name, and HF_TOKEN if it is private"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be reached, and the model is not in the cache; download it elsewhere and pass its directory"
+    return f"{one_line(error)[:200]}; try again, or download it elsewhere and pass its directory"
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:

@@ -16,13 +16,13 @@ from os import PathLike
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers.cache_utils import Cache, DynamicCache
 
 from stage_a_naive.frontend import OnText
 from stage_a_naive.llm import LLM as NaiveLLM
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 from stage_b_decode_step.attention import ATTENTION_NAME, attention_and_matmul_settings
 from stage_b_decode_step.decode_step import DecodeStep, Step, compiled
@@ -108,7 +108,7 @@ class LLM(NaiveLLM):
             for request in requests:
                 self._prepare(request)
             arrival = synchronized_time(self.device)
-            progress = tqdm(requests, desc="generate", unit="request", disable=not use_tqdm)
+            progress = progress_bar(requests, desc="generate", unit="request", disable=not use_tqdm)
             return [self._generate_one(request, arrival, on_text) for request in progress]
 
     # Before the clock ------------------------------------------------------------------------------------------------

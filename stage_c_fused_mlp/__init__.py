@@ -9,7 +9,7 @@ from stage_a_naive.lazy import import_when_used
 DEFINED_IN = {
     "LLM": "stage_c_fused_mlp.llm",
     "GenerationOutput": "stage_a_naive.outputs",
-    "SamplingParams": "stage_a_naive.sampling",
+    "SamplingParams": "stage_a_naive.params",
     "FusedLayerNormMLP": "stage_c_fused_mlp.fused_mlp",
     "fused_ln_mlp": "stage_c_fused_mlp.fused_mlp",
     "fused_swiglu_mlp": "stage_c_fused_mlp.fused_mlp",

@@ -109,6 +109,8 @@ def plan(name: str = "fused_mlp") -> Extension:
     """
     if name not in SOURCES:
         raise ExtensionError(f"there is no extension {name!r}; there are: {', '.join(SOURCES)}")
+    if not CSRC.is_dir():
+        raise ExtensionError(f"there is no {CSRC}: building {name} needs a clone of the repository. {STILL_WORKS}")
     why = why_no_compiler()
     if why:
         raise ExtensionError(f"building {name} needs a C++ compiler; {why}. {STILL_WORKS}")

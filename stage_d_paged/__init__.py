@@ -5,7 +5,7 @@ from stage_a_naive.lazy import import_when_used
 DEFINED_IN = {
     "LLM": "stage_d_paged.llm",
     "GenerationOutput": "stage_a_naive.outputs",
-    "SamplingParams": "stage_a_naive.sampling",
+    "SamplingParams": "stage_a_naive.params",
 }
 __all__ = list(DEFINED_IN)
 __getattr__ = import_when_used(__name__, DEFINED_IN)

@@ -16,12 +16,12 @@ from os import PathLike
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
 from stage_a_naive.params import SamplingParams
+from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
@@ -86,7 +86,7 @@ class LLM(Frontend):
             Sequence(request, Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len))
             for request in requests
         ]
-        with tqdm(total=len(sequences), desc="generate", unit="request", disable=not use_tqdm) as progress:
+        with progress_bar(total=len(sequences), desc="generate", unit="request", disable=not use_tqdm) as progress:
 
             def emit(sequence: Sequence, piece: str) -> None:
                 if piece and on_text is not None:

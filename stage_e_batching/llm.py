@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from os import PathLike
 
 import torch
-from tqdm import tqdm
 
 from stage_a_naive.frontend import Frontend, OnText, Prompts
 from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine, Event
@@ -137,7 +137,7 @@ class LLM(Frontend):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}
-        with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as progress:
+        with progress_bar(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as progress:
             rates = Rates(progress, self.engine.counters)
             with closing(self._serve(requests, on_text is not None, rates)) as events:
                 for request, event in events:

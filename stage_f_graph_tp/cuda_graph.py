@@ -18,7 +18,6 @@ All graphs share one memory pool: they never run at the same time.
 from __future__ import annotations
 
 import gc
-import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from stage_a_naive.progress import progress_bar
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 LARGEST_GRAPH = 512
@@ -102,7 +101,7 @@ class DecodeGraphs:
     def capture(self, record: Recorder, body_of: Callable[[StepShape], Body], device: torch.device) -> None:
         """Record every size, the largest first, so that the smaller ones fit into its memory."""
         before = _used_bytes(device)
-        sizes = tqdm(reversed(self._sizes), "capture CUDA graphs", len(self._sizes), unit="graph", file=sys.stderr)
+        sizes = progress_bar(reversed(self._sizes), desc="capture CUDA graphs", total=len(self._sizes), unit="graph")
         for size in sizes:
             self._recorded[size] = record(body_of(self._shapes[size]))
         self.num_bytes = _used_bytes(device) - before

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stage_a_naive.loading import TUTOR_PATH, load_hf_model, random_tensor, resolve
-from stage_a_naive.presets import preset_configs
+from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_c_fused_mlp.patch import replace_mlp_in_qwen
 
@@ -29,7 +29,7 @@ STAGES = [
 
 def write_checkpoint(path, preset: str, *, tied: bool, shard_size: str, shift: int) -> list[int]:
     """Save a random model with `save_pretrained`, move its tensors by `shift` bytes, return what it should generate."""
-    config = preset_configs()[preset]
+    config = preset_config(preset)
     config.tie_word_embeddings = tied
     config.eos_token_id = None
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -38,9 +38,9 @@ def recorder(tmp_path: Path) -> Path:
 
 
 def calls(recorder: Path, *argv: str, **environment: str) -> list[list[str]]:
-    """The arguments of each call of the interpreter by `make`."""
+    """The arguments of each call of the interpreter by `make`, which sees nothing of a `make test ARGS=…` around it."""
     command = ["make", "--no-print-directory", *argv, f"PYTHON={recorder}", "VENV="]
-    ours = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # without what `make test ARGS=…` left
+    ours = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     subprocess.run(command, cwd=ROOT, env=ours | environment, check=True, capture_output=True)
     return [json.loads(line) for line in (recorder.parent / "calls").read_text().splitlines()]
 

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
 from stage_a_naive.presets import PRESETS
+from stage_a_naive.progress import progress_bar
+from stage_a_naive.tutor import is_known, read_faq
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = [
@@ -73,9 +76,10 @@ def test_the_default_question_is_in_the_language_of_the_locale(
 
 
 @pytest.mark.parametrize(
-    ("stage", "argument"), [*((stage, "--help") for stage in STAGES), ("stage_a_naive", "--no-such-option")]
+    ("stage", "argument"),
+    [*((stage, "--help") for stage in STAGES), ("stage_a_naive", "--no-such-option"), ("stage_d_paged", "--top-p=7")],
 )
-def test_help_and_mistyped_options_wait_for_no_slow_import(stage: str, argument: str) -> None:
+def test_help_and_refused_arguments_wait_for_no_slow_import(stage: str, argument: str) -> None:
     assert not modules_after(stage, argument) & {"torch", "transformers", "numpy"}
 
 
@@ -88,6 +92,24 @@ def test_help_shows_defaults_and_presets() -> None:
 @pytest.mark.parametrize("stage", ["stage_d_paged", "stage_f_graph_tp"])
 def test_an_engine_with_a_model_of_its_own_does_not_import_that_of_transformers(stage: str) -> None:
     assert not modules_after(stage, *TINY) & set(SLOW_MODULES)
+
+
+def test_a_question_outside_the_tutors_faq_is_said_to_be_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ask("--prompt", "How do I shard a paged atention kernel?", "--max-tokens", "1") == 0
+    note, nearest = (line for line in capsys.readouterr().err.splitlines() if line.startswith("note: "))
+    assert "knows one FAQ" in note and "What is paged attention?" in nearest
+
+
+@pytest.mark.parametrize("question", ["什么是kv cache", "WHAT IS THE KV CACHE", "Hello!", "你是谁？"])
+def test_a_question_of_the_faq_is_known_however_it_is_typed(question: str) -> None:
+    assert is_known(question, read_faq())
+
+
+def test_the_questions_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--list-questions") == 0
+    assert set(DEFAULT_PROMPTS.values()) < set(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -136,3 +158,10 @@ def test_an_interrupt_during_the_imports_ends_quietly(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_a_progress_bar_fills_no_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in progress_bar(range(100), desc="steps"):
+        time.sleep(0.003)
+    drawn = capsys.readouterr().err.split("\r")
+    assert len(drawn) <= 4 and "100/100" in drawn[-1]

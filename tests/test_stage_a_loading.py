@@ -192,3 +192,12 @@ def test_a_device_or_dtype_that_is_not_there_is_refused() -> None:
         with pytest.raises(ValueError, match="no GPU"):
             pick_device("cuda")
     assert pick_dtype("auto", CPU) == torch.float32
+
+
+@pytest.mark.parametrize("name", ["tutor", "random:qwen2-tiny"])
+def test_without_the_tutors_files_a_clone_is_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stage_a_naive.tutor.TUTOR_PATH", tmp_path / "models" / "tutor")
+    with pytest.raises(ModelError, match="need a clone of the repository"):
+        resolve(name)

@@ -1,0 +1,69 @@
+"""The embedded model: where it is, what it can be asked, and which of its questions another question comes close to.
+
+The tutor repeats one list of answers. Asked anything else it may answer with the wrong one, fluently. So the command
+line says when a question is not on the list, and names the nearest ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+from stage_a_naive.errors import ModelError
+
+TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
+SMALL_WORDS = re.compile(r"\b(a|an|the|is|are|of|do|does|what|please)\b|请|的|是|吗|呢")
+
+
+def require_tutor() -> None:
+    """Check that the embedded model is here.
+
+    Raises:
+        ModelError: this is a copy of the stages without the rest of the repository.
+    """
+    if not TUTOR_PATH.is_dir():
+        raise ModelError(
+            f"there is no {TUTOR_PATH}: an installed package has the stages alone; the tutor, random: models and stage "
+            "C's sources need a clone of the repository (git clone, then pip install -e . in it)"
+        )
+
+
+def read_faq() -> list[dict]:
+    """Read the FAQ: `question`, `answer`, `lang`, and `also`, the other wordings that the tutor was trained on."""
+    require_tutor()
+    return [json.loads(line) for line in (TUTOR_PATH / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def is_known(question: str, faq: list[dict]) -> bool:
+    """Whether the tutor was trained on this question; case, spaces and punctuation do not matter."""
+    wanted = _letters(question)
+    return any(wanted == _letters(wording) for entry in faq for wording in (entry["question"], *entry["also"]))
+
+
+def nearest_questions(question: str, faq: list[dict], count: int = 3) -> list[str]:
+    """Find the FAQ's questions that share the most with a question, best first; those that share nothing are left out.
+
+    Two texts are compared by their pairs of neighbouring characters (Dice's coefficient): the same for English words,
+    for Chinese, which puts no spaces between words, and for a typing error.
+    """
+    wanted = _pairs(question)
+
+    def likeness(text: str) -> float:
+        found = _pairs(text)
+        total = wanted.total() + found.total()
+        return 2 * (wanted & found).total() / total if total else 0.0
+
+    scores = {entry["question"]: max(map(likeness, (entry["question"], *entry["also"]))) for entry in faq}
+    best = sorted(scores, key=scores.__getitem__, reverse=True)[:count]
+    return [text for text in best if scores[text] > 0.3]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]+", "", text.casefold())
+
+
+def _pairs(text: str) -> Counter[str]:
+    letters = _letters(SMALL_WORDS.sub(" ", text.casefold()))
+    return Counter(letters[i : i + 2] for i in range(len(letters) - 1))
