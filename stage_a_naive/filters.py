@@ -26,7 +26,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = ordered.softmax(-1)
         mass_before = probs.cumsum(-1) - probs
         beyond = mass_before >= params.top_p
-        beyond[0] = False  # the likeliest token stays, also where float32 takes a tiny top_p for 0
+        beyond[:1].zero_()  # the likeliest token stays, also where float32 takes a tiny top_p for 0
         # A mask and not a list of indices, whose length the CPU would have to wait for.
         outside = torch.zeros_like(beyond).scatter(0, order, beyond)
         logits = logits.masked_fill(outside, -math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -214,6 +215,7 @@ def test_a_step_after_one_that_gave_up_is_right(behind):
     sleeping = torch.cuda.Stream()
     with torch.cuda.stream(sleeping):
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    time.sleep(0.1)  # until it sleeps: a step that came first would have all multiprocessors
     fused.step(*step.arguments(), torch.empty_like(logits))
     fused.tuning = patient
     for _ in range(behind):  # launched before the host knows
