@@ -44,6 +44,7 @@ VARIANTS: dict[str, Mapping[str, bool] | None] = {
     "A": None,
     "B": {},
     "B without static cache": {"static_cache": False},
+    "B without last logits only": {"last_logits_only": False},
     "B without pinned memory": {"pinned": False},
     "B without buffers": {"buffers": False},
     "B without late checks": {"async_eos": False},

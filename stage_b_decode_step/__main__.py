@@ -13,18 +13,19 @@ def add_options(group: _ArgumentGroup) -> None:
     def switch(flag: str, default: bool, text: str) -> None:
         group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
 
-    switch("--static-cache", True, "a KV cache of fixed shape instead of one that grows")
-    switch("--pinned", True, "copies from and to pinned host memory (GPU)")
-    switch("--buffers", True, "write tokens into buffers allocated once")
+    switch("--compile", False, "torch.compile on the decode step (with CUDA graphs on a GPU)")
+    switch("--static-cache", True, "a KV cache of fixed shape instead of one that grows; --compile needs it")
+    switch("--last-logits-only", True, "compute the prompt's logits for its last position only")
     switch("--async-eos", True, "find the end of sequence a few steps late instead of waiting at every step")
     group.add_argument("--sync-every", type=int, help="send tokens to the host every N steps (default: 8 on a GPU)")
+    switch("--buffers", True, "write tokens into buffers allocated once")
+    switch("--pinned", True, "copies from and to pinned host memory (GPU)")
     switch("--sdpa", True, "fused attention kernels instead of attention written out")
     precisions = ["highest", "high", "medium"]
     group.add_argument("--matmul-precision", default="high", choices=precisions, help="of float32 (default: high)")
     switch("--warmup", True, "run once before anything is timed")
-    switch("--compile", False, "torch.compile on the decode step (with CUDA graphs on a GPU)")
 
 
 if __name__ == "__main__":
-    text = "Stage B: the decode step as a module, with a static cache, late end-of-sequence checks and torch.compile."
+    text = "Stage B: one decode step as a function of fixed shapes, which torch.compile makes fast."
     raise SystemExit(run("stage_b_decode_step", text, add_options))

@@ -1,13 +1,13 @@
 """Scaled dot-product attention (SDPA) for grouped queries, with its kernels chosen by name.
 
 PyTorch has one function, `scaled_dot_product_attention`, and several kernels behind it, which it picks from by shape,
-dtype and mask. Which one runs is no detail: the one that PyTorch prefers for one shape may plan and allocate anew for
-every other. So the stage names the kernels it wants.
+dtype and mask. Which one runs matters: the one that PyTorch prefers for one shape may plan and allocate anew for every
+other. So the stage names the kernels it wants.
 
 In grouped-query attention (Ainslie et al., "GQA", 2023) several query heads share one head of keys and values. With a
 mask, transformers copies every key and value once for each query head before it calls SDPA. A decode step has only one
 query per head, so it can do better: the queries of one group become the *rows* of one head, and keys and values are
-read as they lie.
+read where they are stored.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ tensor on the device, which the step itself advances.
 
 `torch.compile` does two things with it. It fuses the many small operations (norms, rotary embedding, activations,
 residuals) into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one
-graph instead of hundreds of kernels: where a launch takes longer than the work, as with one row of tokens, that is most
-of the gain.
+graph instead of hundreds of kernels. With one row of tokens, launching most kernels takes longer than running them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Step = Callable[[Tensor, Cache], Tensor]
 
 
 class DecodeStep(nn.Module):
-    """The model from one token to the scores of the next.
+    """Run a model for one token: from the token to the scores of the next.
 
     Args:
         model: a causal language model of transformers.
@@ -78,7 +77,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
     graphed = torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def replay(token: Tensor, cache: Cache) -> Tensor:
-        # A graph's output lies in the graph's own memory. This says that the last step's output may be overwritten.
+        # A graph's output is stored in the graph's own memory. This allows it to overwrite the last step's output.
         torch.compiler.cudagraph_mark_step_begin()
         return graphed(token, cache)
 

@@ -1,10 +1,10 @@
-"""The engine of stage A with its decode step taken out and made fast.
+"""The engine of stage A with its decode step taken out as a function of its own, and made fast.
 
-    prompt -> token ids -> prefill -> sample -> DecodeStep -> sample -> DecodeStep -> ... -> text
+    prompt -> token ids -> prefill -> choose -> DecodeStep -> choose -> DecodeStep -> ... -> text
 
-The path of a token is stage A's. What is new is *when* things happen: memory is allocated and programs are compiled
-before the clock starts, the CPU orders steps without waiting for their tokens, and looks at the tokens when they
-arrive. Each idea has a switch, so that its worth can be measured; with all of them off the loop is stage A's again.
+The path of a token is stage A's. `DecodeStep` has fixed shapes, so it can be compiled: that is the stage's idea. The
+other options keep the loop around the step from costing more than the step. Each has a switch, so that its worth can be
+measured; with all of them off the loop is stage A's again.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class LLM(NaiveLLM):
 
     Args:
         model, device, dtype, seed: as in stage A.
-        static_cache: one KV cache of fixed shape and address instead of one that grows.
-        pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
-        buffers: write each step's token into buffers allocated once instead of new tensors.
+        compile: put `torch.compile` on the decode step (with CUDA graphs on a GPU).
+        static_cache: one KV cache of fixed shape and address instead of one that grows. Compiling needs it.
+        last_logits_only: compute the prompt's logits for its last position only (transformers' `logits_to_keep`).
         async_eos: find the end of sequence a few steps late instead of waiting for the device at every step.
-        sync_every: with `async_eos`, send tokens to the host every so many steps; None is 8 on a GPU, and 1 on a CPU,
-            where nothing runs behind Python's back. At most twice as many steps are computed in vain.
+        sync_every: with `async_eos`, send tokens to the host every this many steps; None is 8 on a GPU, and 1 on a CPU,
+            which computes while Python waits. At most twice as many steps are computed in vain.
+        buffers: write each step's token into buffers allocated once instead of new tensors.
+        pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
         sdpa: fused attention kernels, chosen by name, instead of attention written out.
         matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
         warmup: run each cache size once before its first request is timed.
-        compile: put `torch.compile` on the decode step (with CUDA graphs on a GPU).
 
     Raises:
         ValueError: options that cannot go together, or no compiler where one is needed.
@@ -59,26 +60,28 @@ class LLM(NaiveLLM):
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
+        compile: bool = False,
         static_cache: bool = True,
-        pinned: bool = True,
-        buffers: bool = True,
+        last_logits_only: bool = True,
         async_eos: bool = True,
         sync_every: int | None = None,
+        buffers: bool = True,
+        pinned: bool = True,
         sdpa: bool = True,
         matmul_precision: str = "high",
         warmup: bool = True,
-        compile: bool = False,
     ) -> None:
         if compile and not static_cache:
-            raise ValueError("compile=True needs static_cache=True: a cache that grows is a new program at every step")
+            raise ValueError("compile=True needs static_cache=True: a cache that grows is a new program for every step")
         if sync_every is not None and not async_eos:
-            raise ValueError(f"sync_every={sync_every} needs async_eos=True; without it every step is waited for")
+            raise ValueError(f"sync_every={sync_every} needs async_eos=True; without it, Python waits for every step")
         if sync_every is not None and sync_every < 1:
             raise ValueError(f"sync_every must be 1 or more, got {sync_every}")
         if matmul_precision not in ("highest", "high", "medium"):
             raise ValueError(f"matmul_precision must be 'highest', 'high' or 'medium', got {matmul_precision!r}")
-        self.static_cache, self.pinned, self.buffers = static_cache, pinned, buffers
-        self.sdpa, self.matmul_precision, self.warmup, self.compile = sdpa, matmul_precision, warmup, compile
+        self.compile, self.static_cache, self.last_logits_only = compile, static_cache, last_logits_only
+        self.buffers, self.pinned, self.sdpa = buffers, pinned, sdpa
+        self.matmul_precision, self.warmup = matmul_precision, warmup
         super().__init__(model, device=device, dtype=dtype, seed=seed)
         on_gpu = self.device.type == "cuda"
         self.async_eos = async_eos
@@ -93,13 +96,13 @@ class LLM(NaiveLLM):
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        """Everything that is set for the time of a call, and put back after it."""
+        """PyTorch's settings for the time of a call; they are put back after it."""
         with ExitStack() as stack:
             stack.enter_context(attention_and_matmul_settings(self.matmul_precision))
-            # Tensors of inference mode keep no record for autograd, which compiled programs with graphs want to see.
+            # Tensors of inference mode keep no record for autograd, which compiled programs with graphs need.
             stack.enter_context(torch.no_grad() if self.compile else torch.inference_mode())
             if self.compile:
-                # A program a cache length and engine is wanted here, more than the 8 that PyTorch takes for a mistake.
+                # One program per cache length and engine is wanted here; PyTorch takes more than 8 for a mistake.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
             yield
 
@@ -110,49 +113,6 @@ class LLM(NaiveLLM):
             arrival = synchronized_time(self.device)
             progress = progress_bar(requests, desc="generate", unit="request", disable=not use_tqdm)
             return [self._generate_one(request, arrival, on_text) for request in progress]
-
-    # Before the clock ------------------------------------------------------------------------------------------------
-
-    def _most_tokens(self, request: Request) -> int:
-        """How many tokens a request can generate at most."""
-        return min(request.params.max_tokens, self.max_model_len - len(request.prompt_token_ids))
-
-    def _length(self, request: Request) -> int:
-        """The cache length for a request."""
-        return cache_length(len(request.prompt_token_ids) + self._most_tokens(request))
-
-    def _prepare(self, request: Request) -> None:
-        """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
-        start = time.perf_counter()
-        length, prompt_len = self._length(request), len(request.prompt_token_ids)
-        if length not in self._work:
-            cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
-            self._work[length] = cache, TokenLog(length, self.device, self.buffers, self.pinned)
-            if self.warmup:
-                self._warm_up(length, prompt_len, steps=0)
-        if self.warmup and length not in self._warm_steps and self._most_tokens(request) > 1:
-            self._warm_up(length, min(prompt_len, length - WARMUP_STEPS), steps=WARMUP_STEPS)
-            self._warm_steps.add(length)
-        self.build_time += synchronized_time(self.device) - start
-
-    def _warm_up(self, length: int, prompt_len: int, steps: int) -> None:
-        """A request that is thrown away: kernels are loaded, workspaces allocated, programs compiled."""
-        static_cache, log = self._work[length]
-        log.clear()
-        cache = self._fresh_cache(static_cache)
-        log.write(self._prefill([0] * prompt_len, cache).argmax(-1))
-        for _ in range(steps):
-            log.write(self._step(log.next_input, cache).argmax(-1))
-        log.send()
-        log.receive(max_in_flight=0)
-
-    def _fresh_cache(self, static_cache: StaticKVCache | None) -> Cache:
-        if static_cache is None:
-            return DynamicCache(config=self.model.config)
-        static_cache.reset()
-        return static_cache
-
-    # On the clock ----------------------------------------------------------------------------------------------------
 
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
         completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)
@@ -180,23 +140,24 @@ class LLM(NaiveLLM):
         return completion.to_output(metrics)
 
     def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
-        """All prompt tokens at once -> logits `[1, vocab]` of the last one."""
+        """Run all prompt tokens at once; returns logits `[1, vocab]` of the last one."""
         pin = self.pinned and self.device.type == "cuda"
         input_ids = torch.tensor([prompt], pin_memory=pin).to(self.device, non_blocking=pin)  # [1, prompt]
         if len(prompt) == 1:
             return self.decode_step(input_ids, cache)  # one token is a decode step
-        # Of the last position only: the others' logits would be prompt x vocab numbers that nobody reads.
+        # Only the last position's logits are needed. All of them are a matrix product of prompt x hidden x vocab.
+        keep = 1 if self.last_logits_only else 0  # 0 is transformers' word for all
         out = self.model(
-            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=False
+            input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=keep, return_dict=False
         )
         if isinstance(cache, StaticKVCache):
             cache.end_prefill(len(prompt))
         return out[0][:, -1, :].float()
 
     def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:
-        """Steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
+        """Run steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
         params = completion.request.params
-        # Penalties read the tokens so far, and log-probabilities are read on the host: both need every token at once.
+        # Penalties read the tokens so far, and log-probabilities are read on the host: both need each token at once.
         every_step = not self.async_eos or params.needs_penalties or params.logprobs is not None
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
         for step in range(1, last + 1):
@@ -205,7 +166,7 @@ class LLM(NaiveLLM):
             wait_for_all = every_step or step == last
             if wait_for_all or step % self.sync_every == 0:
                 log.send()
-            # One chunk may be on its way: the device works on its steps while the host reads the chunk before.
+            # One chunk may be in flight: the device works on its steps while the host reads the chunk before.
             self._accept(log.receive(max_in_flight=0 if wait_for_all else 1), logits, completion, on_text)
             if completion.finish_reason is not None:
                 break
@@ -228,3 +189,44 @@ class LLM(NaiveLLM):
             piece = completion.append(token_id, logprobs)
             if piece and on_text is not None:
                 on_text(completion.request.index, piece)
+
+    # Before the clock starts -----------------------------------------------------------------------------------------
+
+    def _most_tokens(self, request: Request) -> int:
+        """The most tokens that a request can generate."""
+        return min(request.params.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+    def _length(self, request: Request) -> int:
+        """The cache length for a request."""
+        return cache_length(len(request.prompt_token_ids) + self._most_tokens(request))
+
+    def _prepare(self, request: Request) -> None:
+        """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
+        start = time.perf_counter()
+        length, prompt_len = self._length(request), len(request.prompt_token_ids)
+        if length not in self._work:
+            cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
+            self._work[length] = cache, TokenLog(length, self.device, self.buffers, self.pinned)
+            if self.warmup:
+                self._warm_up(length, prompt_len, steps=0)
+        if self.warmup and length not in self._warm_steps and self._most_tokens(request) > 1:
+            self._warm_up(length, min(prompt_len, length - WARMUP_STEPS), steps=WARMUP_STEPS)
+            self._warm_steps.add(length)
+        self.build_time += synchronized_time(self.device) - start
+
+    def _warm_up(self, length: int, prompt_len: int, steps: int) -> None:
+        """Run a request whose answer is thrown away: kernels are loaded, workspaces allocated, programs compiled."""
+        static_cache, log = self._work[length]
+        log.clear()
+        cache = self._fresh_cache(static_cache)
+        log.write(self._prefill([0] * prompt_len, cache).argmax(-1))
+        for _ in range(steps):
+            log.write(self._step(log.next_input, cache).argmax(-1))
+        log.send()
+        log.receive(max_in_flight=0)
+
+    def _fresh_cache(self, static_cache: StaticKVCache | None) -> Cache:
+        if static_cache is None:
+            return DynamicCache(config=self.model.config)
+        static_cache.reset()
+        return static_cache

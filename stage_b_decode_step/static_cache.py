@@ -1,10 +1,10 @@
 """A KV cache that never moves.
 
-Stage A's cache grows: every step allocates one a token longer, in every layer, and copies the old one into it. Each
-step is then a different program, on tensors of another shape at another address, and nothing of one step can be kept
+Stage A's cache grows: every step allocates one that is a token longer, in every layer, and copies the old one into it.
+Each step has tensors of another shape at another address, so it is another program, and nothing of one step can be kept
 for the next. A static cache is allocated once, longer than needed. A step writes one position and reads all of them,
-with a mask over those that are not filled yet. What changes from step to step is one number, and that number is a
-tensor on the device.
+with a mask over those that are not filled yet. Only one number changes from step to step, and that number is a tensor
+on the device.
 
 The price is the padding: attention reads the unfilled positions too. So cache lengths come in sizes, not far above
 what a request needs, and few enough for each to be compiled.
@@ -21,7 +21,7 @@ SMALLEST_CACHE = 256
 
 
 def cache_length(positions: int) -> int:
-    """The smallest cache size that holds so many positions: 256, 512, 768, 1024, then 1.5 and 2 times powers of two.
+    """The smallest cache size that holds this many positions: 256, 512, 768, 1024, then 1.5 and 2 times powers of two.
 
     A cache is at most twice its need for small requests and at most 1.5 times from 512 on.
     """
@@ -38,7 +38,7 @@ def cache_length(positions: int) -> int:
 class StaticKVCache(Cache):
     """One sequence's keys and values in tensors of fixed shape and address.
 
-    transformers' `StaticCache` counts its length in every layer by itself: three launches a layer and step. Here one
+    transformers' `StaticCache` counts its length in every layer by itself: three launches per layer and step. Here one
     `position` serves all layers, and a step advances it once.
 
     Args:
@@ -101,7 +101,7 @@ class StaticKVCache(Cache):
         self.position.add_(1)
 
     def end_prefill(self, tokens: int) -> None:
-        """A prompt of so many tokens has been stored."""
+        """Note that a prompt of this many tokens has been stored."""
         self.mask[..., :tokens] = 0
         self.position.fill_(tokens)
 

@@ -1,14 +1,14 @@
 """The generated tokens: written on the device at every step, read on the host a little later.
 
-Stage A asks the device for each token before it orders the next step, so the device idles while Python thinks, and
-Python idles while the device works. But the next step does not need the host to know the token: it reads it from where
-the last step wrote it, on the device. Only the host wants to know, to detokenise and to notice the end. So the tokens
-go to the host in chunks, by copies that nobody waits for; an event says when a chunk has arrived.
+Stage A waits for each token before it launches the next step, so the device idles while Python works, and Python idles
+while the device works. But the next step reads its token on the device, from where the last step wrote it. The host
+needs the tokens only for the text and to notice the end. So they go to the host in chunks, by asynchronous copies; an
+event says when a chunk has arrived.
 
-        CPU  |order 1-8|order 9-16| wait |read 1-8|order 17-24| wait |read 9-16|order 25-32| …
-        GPU    |===== steps 1-8 =====|===== steps 9-16 =====|===== steps 17-24 =====| …
+        CPU  |launch 1-8|launch 9-16| wait |read 1-8|launch 17-24| wait |read 9-16|launch 25-32| …
+        GPU     |===== steps 1-8 =====|===== steps 9-16 =====|===== steps 17-24 =====| …
 
-For the copy to run behind the CPU's back, its target must be pinned memory: pages that the system may not move.
+A copy is asynchronous only if its target is pinned memory, which the operating system may not move.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TokenLog:
         self._written += 1
 
     def send(self) -> None:
-        """Order the copy of everything written since the last `send`. Does not wait for it."""
+        """Enqueue the copy of everything written since the last `send`. Does not wait for it."""
         if self._reuse:
             source = self.generated[self._sent : self._written]
             target = self._host[self._sent : self._written]
@@ -81,7 +81,7 @@ class TokenLog:
         self._sent = self._written
 
     def receive(self, max_in_flight: int) -> list[int]:
-        """The ids that have arrived since the last call; waits until at most so many chunks are on their way."""
+        """The ids that have arrived since the last call; waits until at most `max_in_flight` chunks are in flight."""
         ids: list[int] = []
         while self._in_flight:
             target, arrived = self._in_flight[0]

@@ -58,6 +58,7 @@ def test_outputs_are_those_of_stage_a(model: str) -> None:
     "options",
     [
         {"static_cache": False},
+        {"last_logits_only": False},
         {"pinned": False},
         {"buffers": False},
         {"async_eos": False},
@@ -66,8 +67,8 @@ def test_outputs_are_those_of_stage_a(model: str) -> None:
         {"matmul_precision": "highest"},
         {"warmup": False},
         {
-            "static_cache": False, "pinned": False, "buffers": False, "async_eos": False, "sdpa": False,
-            "matmul_precision": "highest", "warmup": False,
+            "static_cache": False, "last_logits_only": False, "pinned": False, "buffers": False, "async_eos": False,
+            "sdpa": False, "matmul_precision": "highest", "warmup": False,
         },
     ],
     ids=lambda options: "-".join(options),
@@ -234,3 +235,12 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], says: 
 def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
     with pytest.raises(TypeError, match="max_num_seqs"):
         LLM("random:qwen2-tiny", max_num_seqs=4)
+
+
+def test_the_prefill_computes_the_logits_of_its_last_position_only_unless_told_otherwise() -> None:
+    for last_only, rows in ((True, 1), (False, 30)):
+        llm = LLM("random:qwen2-tiny", device="cpu", last_logits_only=last_only, warmup=False)
+        computed: list[int] = []
+        llm.model.lm_head.register_forward_hook(lambda head, inputs, out, seen=computed: seen.append(out.shape[1]))
+        ask(llm, [list(range(30))], replace(GREEDY, max_tokens=2))
+        assert computed == [rows, 1]
