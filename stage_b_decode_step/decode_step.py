@@ -71,7 +71,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
         ValueError: the compiler's tools are missing.
     """
     check_compiler(device)
-    # fullgraph: a part that cannot be compiled is an error, not a slow step. dynamic=False: one program a cache length.
+    # fullgraph: a part that cannot be compiled is an error, not a slow step. dynamic=False: one program per length.
     if device.type != "cuda":
         return torch.compile(step, fullgraph=True, dynamic=False)
     graphed = torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
