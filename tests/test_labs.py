@@ -54,7 +54,7 @@ def test_the_function_and_its_tests_exist(exercise):
 def test_the_handout_explains_the_exercise(exercise):
     handout = (LABS / f"lab_{exercise.lab}.md").read_text(encoding="utf-8")
     assert f"{exercise.id} " in handout and exercise.name.split(".")[-1] in handout
-    assert "All red is where you start" in handout
+    assert "Every exercise fails at first" in handout
 
 
 def test_no_function_of_an_exercise_needs_its_class_by_super():
