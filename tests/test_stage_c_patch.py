@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from stage_a_naive.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes
 
 pytestmark = pytest.mark.compiler
@@ -35,6 +36,8 @@ def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(n
     torch.testing.assert_close(patched, before, rtol=1e-4, atol=1e-4)
     assert not torch.equal(patched, before)  # else nothing was replaced
     assert torch.equal(after, before)
+    weights = [layer.mlp.gate_proj.weight for layer in model.model.layers]
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights), "memory of its own again"
 
 
 def test_a_patched_model_compiles_as_one_graph():
@@ -53,6 +56,11 @@ def test_more_rows_than_the_kernel_takes_go_through_the_layer_as_before():
         before = model(prompt).logits
         replace_mlp_in_qwen(model)
         assert torch.equal(model(prompt).logits, before)
+        rows = []
+        model.model.layers[0].mlp.register_forward_hook(lambda _, args, __: rows.append(args[0].shape[:-1].numel()))
+        for shape in ((1, MOST_ROWS_FUSED), (1, MOST_ROWS_FUSED + 1), (3, MOST_ROWS_FUSED // 2)):
+            model(torch.ones(shape, dtype=torch.int64))
+    assert rows == [MOST_ROWS_FUSED + 1, 3 * (MOST_ROWS_FUSED // 2)], "few rows do not reach the layer's own MLP"
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -110,6 +110,19 @@ def test_identical_prompts_of_one_step_share_and_an_error_takes_that_back():
     assert manager.count_cached_tokens(make(list(range(9)))) == 0
 
 
+def test_an_error_takes_back_nothing_of_an_earlier_step():
+    manager = BlockManager(10, 4)
+    first, failing = admit(manager, list(range(8))), make([50] * 8)
+    assert manager.allocate(failing, 8)
+    failing.num_computed_tokens = 8
+    manager.index_computed(failing)
+    manager.revoke()
+    manager.free(failing)
+    assert manager.count_cached_tokens(make([*range(8), 9])) == 8
+    assert manager.count_cached_tokens(make([50] * 9)) == 0
+    manager.check_invariants([first])
+
+
 def test_a_reused_page_is_no_longer_found_under_its_old_content():
     manager = BlockManager(2, 4)
     manager.free(admit(manager, [1, 2, 3, 4, 5]))
