@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 # Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,3 +56,21 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for buffer, end in buffers:
         assert buffer[:MARGIN].isnan().all() and buffer[end:].isnan().all(), "memory outside of a tensor was written"
+
+
+@pytest.fixture
+def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter run the programs of every launch in another order, as a GPU may."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    generator, order = random.Random(0), []
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        columns, layers = builder.grid_dim[1:]
+        if (x, y, z) == (0, 0, 0):
+            count = builder.grid_dim[0] * columns * layers
+            order[:] = generator.sample(range(count), count)
+        index = order[(x * columns + y) * layers + z]
+        builder.grid_idx = index // (columns * layers), index // layers % columns, index % layers
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)

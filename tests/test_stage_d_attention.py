@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
+from stage_d_paged.attention.decode_plan import plan_decode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_triton_kernels_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("guarded_memory") if INTERPRETED else []
+pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖out − expected‖ / ‖expected‖
 
 # query_lens, context_lens
@@ -31,25 +32,26 @@ BATCHES = {
     "prefill after a cached prefix": ([5, 16], [37, 64]),
     "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
     "mixed with padding": ([3, 1, 0], [3, 0, 0]),
-    "prefill with padding": ([3, 2], [3, 0]),
+    "two queries each, with padding": ([2, 2], [3, 0]),
 }
 
 
-def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, page, device=CPU, dtype=torch.float32):
-    """(query, k_cache, v_cache, metadata): shuffled pages, NaN wherever no sequence has a key."""
+def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=torch.float32):
+    """(query, k_cache, v_cache, metadata): shuffled blocks, NaN wherever no sequence has a key."""
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
-    needed = [-(-length // page) for length in context_lens]
-    pool = torch.full((2, sum(needed) + 2, page, kv_heads, head_dim), float("nan"))
-    order = (torch.randperm(sum(needed) + 1, generator=generator) + 1).int()
+    needed = [-(-length // block_size) for length in context_lens]
+    pool = torch.full((2, 2 * sum(needed) + 1, block_size, kv_heads, head_dim), float("nan"))
+    order = (torch.randperm(sum(needed), generator=generator) * 2 + 1).int()  # a block of NaN behind each one
     tables = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
     for s, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
         tables[s, :count], order = order[:count], order[count:]
         for position in range(length):
-            pool[:, tables[s, position // page], position % page] = torch.randn(
+            pool[:, tables[s, position // block_size], position % block_size] = torch.randn(
                 2, kv_heads, head_dim, generator=generator
             )
-    qkv = torch.randn(sum(query_lens), heads + 1, head_dim, generator=generator).to(device, dtype)
-    query = qkv[:, :heads]  # a view: tokens are further apart than their heads are wide
+    qkv = torch.empty(sum(query_lens), heads + 1, head_dim, dtype=dtype, device=device)
+    qkv.copy_(torch.randn(qkv.shape, generator=generator))
+    query = qkv[:, 1:]  # a view: tokens are further apart than their heads are wide
     metadata = AttentionMetadata(
         cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
@@ -64,16 +66,16 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, page, device
 
 def expected_attention(query, k_cache, v_cache, metadata, scale):
     """The definition, in float64: softmax(q·k * scale) · v over keys 0 … L - q + i."""
-    page, group = k_cache.shape[1], query.shape[1] // k_cache.shape[2]
+    block_size, group = k_cache.shape[1], query.shape[1] // k_cache.shape[2]
     output = torch.zeros_like(query, dtype=torch.float64)
     starts = metadata.cu_seqlens_q.tolist()
     for s, length in enumerate(metadata.context_lens.tolist()):
         first, last = starts[s], starts[s + 1]
         if first == last or length == 0:
             continue
-        pages = metadata.block_tables[s, : -(-length // page)].long()
-        keys = k_cache[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
-        values = v_cache[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        blocks = metadata.block_tables[s, : -(-length // block_size)].long()
+        keys = k_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        values = v_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", query[first:last].double(), keys) * scale
         position = torch.arange(length - (last - first), length, device=query.device)
         hidden = torch.arange(length, device=query.device)[None] > position[:, None]
@@ -93,14 +95,14 @@ def check(backend, batch, scale=0.2, tolerance=None):
 
 
 def check_store(backend, device, dtype, kv_heads, head_dim):
-    page, slots = 4, [5, -1, 0, 11, -1]
+    block_size, slots = 4, [5, -1, 0, 11, -1]
     key = torch.randn(len(slots), 2 * kv_heads, head_dim, device=device).to(dtype)[:, :kv_heads]  # views, as of QKV,
     value = torch.randn(len(slots), 3 * kv_heads, head_dim, device=device).to(dtype)[:, kv_heads:-kv_heads]
-    pool = [torch.empty(3, page, kv_heads, head_dim, device=device, dtype=dtype).fill_(7.0) for _ in "kv"]
+    pool = [torch.empty(3, block_size, kv_heads, head_dim, device=device, dtype=dtype).fill_(7.0) for _ in "kv"]
     k_cache, v_cache = pool
     backend.store(key, value, k_cache, v_cache, torch.tensor(slots, device=device))
     for cache, new in ((k_cache.flatten(0, 1), key), (v_cache.flatten(0, 1), value)):
-        for slot in range(3 * page):
+        for slot in range(3 * block_size):
             wanted = new[slots.index(slot)] if slot in slots else torch.full_like(new[0], 7.0)
             assert torch.equal(cache[slot], wanted)
 
@@ -118,6 +120,15 @@ def test_reference_store_writes_its_slots_and_no_other():
 def test_key_offsets_are_the_running_sum_of_the_contexts():
     metadata = make_batch([1, 1, 1], [4, 0, 9], 1, 1, 8, 16)[3]
     assert metadata.cu_seqlens_k.tolist() == [0, 4, 4, 13] and metadata.cu_seqlens_k.dtype == torch.int32
+
+
+def test_a_context_is_split_until_the_gpu_is_full_but_no_further():
+    shape = {"heads": 16, "block_size": 64, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "sm_count": 132}
+    assert plan_decode(1, 4096, **shape).num_splits == 64
+    assert plan_decode(1, 128, **shape).num_splits == 2, "a split has 64 keys at least"
+    assert plan_decode(64, 4096, **shape).num_splits == 2, "1024 programs fill it"
+    assert plan_decode(512, 4096, **shape).num_splits == 1
+    assert plan_decode(1, 128, **shape).constants["GROUP_PAD"] == 16, "no smaller tile fits the tensor cores"
 
 
 def test_auto_on_a_cpu_is_the_reference_and_says_why():
@@ -166,10 +177,12 @@ def test_triton_kernels_are_right_in_the_interpreter():
 
 @interpreted
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 16, 32)])
-def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, page):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 16, 32)]
+)
+def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, block_size):
     backend = pick_backend("triton", CPU, torch.float32, head_dim)
-    check(backend, make_batch(*batch, heads, kv_heads, head_dim, page))
+    check(backend, make_batch(*batch, heads, kv_heads, head_dim, block_size))
     assert backend._arrival_counters.count_nonzero() == 0
 
 
@@ -204,6 +217,22 @@ def test_interpreted_store_writes_its_slots_and_no_other():
 
 
 @interpreted
+def test_interpreted_kernels_refuse_heads_that_they_cannot_read():
+    backend = pick_backend("triton", CPU, torch.float32, 16)
+    query, k_cache, v_cache, metadata = make_batch([2], [4], 4, 3, 16, 16)
+    with pytest.raises(ValueError, match="4 query heads: must be a multiple of the 3 KV heads"):
+        backend.attend(query, k_cache, v_cache, metadata, 0.1)
+    with pytest.raises(ValueError, match="must be adjacent"):
+        backend.attend(query[:, :3].transpose(0, 1).contiguous().transpose(0, 1), k_cache, v_cache, metadata, 0.1)
+
+
+@interpreted
+def test_interpreted_backend_has_counters_for_any_batch():
+    counters = pick_backend("triton", CPU, torch.float32, 16).arrival_counters(70_000)
+    assert len(counters) == 70_000 and not counters.any()
+
+
+@interpreted
 def test_interpreted_kernels_refuse_half_precision():
     with pytest.raises(BackendUnavailable, match="float32"):
         pick_backend("triton", CPU, torch.bfloat16, 64)
@@ -220,21 +249,21 @@ def gpu_backend(name, dtype, head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("page", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (6, 3, 96), (16, 8, 128), (3, 3, 64)])
 @pytest.mark.parametrize("name", ["triton", "flash"])
-def test_gpu_backends_equal_the_definition(name, heads, kv_heads, head_dim, page, dtype):
-    if name == "flash" and (page % 256 or dtype == torch.float32 or head_dim == 96):
+def test_gpu_backends_equal_the_definition(name, heads, kv_heads, head_dim, block_size, dtype):
+    if name == "flash" and (block_size % 256 or dtype == torch.float32 or head_dim == 96):
         pytest.skip("not flash-attn's")
     backend = gpu_backend(name, dtype, head_dim)
-    edges = [1, page - 1, page, page + 1, 2 * page, 63, 64, 65, 129, 300]
+    edges = [1, block_size - 1, block_size, block_size + 1, 2 * block_size, 63, 64, 65, 129, 300]
     for batch in (
         ([1] * len(edges), edges),
         ([1, 1, 1], [0, 5, 0]),
-        ([64, 1, 33, page], [300, page, 33, page]),
-        ([200, 2, 1], [2 * page + 200, 2, 700]),
+        ([64, 1, 33, block_size], [300, block_size, 33, block_size]),
+        ([200, 2, 1], [2 * block_size + 200, 2, 700]),
     ):
-        check(backend, make_batch(*batch, heads, kv_heads, head_dim, page, CUDA, dtype), scale=head_dim**-0.5)
+        check(backend, make_batch(*batch, heads, kv_heads, head_dim, block_size, CUDA, dtype), scale=head_dim**-0.5)
 
 
 @pytest.mark.gpu
@@ -245,7 +274,7 @@ def test_gpu_store_writes_its_slots_and_no_other(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash"])
-def test_a_captured_decode_stays_right_when_lengths_and_pages_change(name):
+def test_a_captured_decode_stays_right_when_lengths_and_blocks_change(name):
     backend = gpu_backend(name, torch.bfloat16, 64)
     shape = (14, 2, 64, 256, CUDA, torch.bfloat16)
     batches = [make_batch([1] * 4, lengths, *shape) for lengths in ([1500, 1, 0, 70], [3, 1400, 256, 0], [1536] * 4)]
@@ -282,13 +311,15 @@ def test_split_decode_gives_the_same_bits_every_time():
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_len", [1, 40])
 def test_pool_of_more_than_2_to_the_31_elements(query_len):
-    backend, page, kv_heads, head_dim = gpu_backend("triton", torch.bfloat16, 64), 16, 3, 64
-    blocks = 2**31 // (page * kv_heads * head_dim) + 20
-    k_cache, v_cache = (torch.empty(blocks, page, kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA) for _ in "kv")
+    backend, block_size, kv_heads, head_dim = gpu_backend("triton", torch.bfloat16, 64), 16, 3, 64
+    blocks = 2**31 // (block_size * kv_heads * head_dim) + 20
+    k_cache, v_cache = (
+        torch.empty(blocks, block_size, kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA) for _ in "kv"
+    )
     key, value = torch.randn(2, 100, kv_heads, head_dim, device=CUDA).bfloat16()
     table = torch.arange(blocks - 7, blocks, dtype=torch.int32, device=CUDA).flip(0)[None]
     position = torch.arange(100, device=CUDA)
-    slots = table[0, position // page].long() * page + position % page
+    slots = table[0, position // block_size].long() * block_size + position % block_size
     backend.store(key, value, k_cache, v_cache, slots)
     assert torch.equal(k_cache.flatten(0, 1)[slots], key) and torch.equal(v_cache.flatten(0, 1)[slots], value)
     starts, contexts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, query_len], [100]))
@@ -298,7 +329,7 @@ def test_pool_of_more_than_2_to_the_31_elements(query_len):
 
 
 @pytest.mark.gpu
-def test_flash_refuses_pages_that_it_cannot_read():
+def test_flash_refuses_blocks_that_it_cannot_read():
     backend = gpu_backend("flash", torch.bfloat16, 64)
     with pytest.raises(ValueError, match="kvcache_block_size=16"):
         backend.attend(*make_batch([1], [4], 2, 2, 64, 16, CUDA, torch.bfloat16), 0.1)

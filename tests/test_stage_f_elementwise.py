@@ -27,7 +27,7 @@ from stage_f_graph_tp.kernels import choose_layers
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("guarded_memory") if INTERPRETED else []
+pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 SHAPES = [(4, 2, 16), (14, 2, 64), (3, 3, 24), (7, 1, 20), (16, 8, 128)]  # heads, KV heads, head_dim
 SLOTS = [5, -1, 0, 11, -1, 7]

@@ -19,7 +19,7 @@ from stage_d_paged.layers import QKNorm, RotaryEmbedding, rotate
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("guarded_memory") if INTERPRETED else []
+pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # tokens, hidden, heads, KV heads, head_dim
 ATTENTION = [(1, 32, 2, 1, 16), (5, 56, 3, 3, 24), (17, 40, 4, 2, 64), (70, 24, 7, 1, 20)]
