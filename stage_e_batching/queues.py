@@ -8,8 +8,8 @@ scheduler's decision, in `scheduler.py`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from contextlib import suppress
 from operator import attrgetter
 
 from stage_d_paged.block_manager import BlockManager
@@ -92,8 +92,9 @@ class Queues:
         queue = {
             State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
         }[sequence.state]  # fmt: skip
-        with suppress(ValueError):  # an interrupt while it arrived may have kept it out of the queue
-            queue.remove(sequence)
+        i = bisect_left(queue, sequence.arrival, key=by_arrival)
+        if i < len(queue) and queue[i] is sequence:  # an interrupt while it arrived may have kept it out of the queue
+            del queue[i]
         self.block_manager.index_computed(sequence)
         self._vacate(sequence)
         sequence.state = State.FINISHED

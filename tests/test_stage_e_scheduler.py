@@ -147,6 +147,18 @@ def test_a_tight_pool_costs_bounded_recomputation():
     assert stats["num_preemptions"] <= 16
 
 
+def test_each_preemption_doubles_what_must_stay_free_at_the_return():
+    engine = make_engine(**ROOMY)
+    sequence = BatchSequence(make_request(0, prompt_of(8), 8))
+    assert engine.scheduler.watermark(sequence) == 0, "nobody runs who could grow"
+    add(engine, 4, 40)
+    engine.step()
+    found = []
+    for sequence.num_preemptions in range(7):
+        found.append(engine.scheduler.watermark(sequence))
+    assert found == [8, 16, 32, 64, 128, 200, 200], "16 tokens for each of two, in blocks of 4, up to the whole pool"
+
+
 def test_a_preempted_sequence_finds_its_own_prefix_again():
     engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     requests = [make_request(i, prompt_of(12, i + 1), 20, ignore_eos=True) for i in range(2)]
