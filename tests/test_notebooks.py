@@ -75,6 +75,14 @@ def test_committed_outputs_are_clean(path):
 
 
 @each_notebook
+def test_a_text_is_a_heading_and_paragraphs_not_a_heading_per_line(path):
+    for cell in run.read(path).cells:
+        if cell.cell_type == "markdown":
+            headings = [line for line in cell.source.splitlines() if line.startswith("#")]
+            assert len(headings) <= 1 and "#\n" not in cell.source, cell.source
+
+
+@each_notebook
 def test_every_figure_is_there(path):
     cells = code_cells(run.read(path))
     figures = [cell for cell in cells if cell.source.strip().splitlines()[-1].startswith("draw_")]
