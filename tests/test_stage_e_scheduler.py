@@ -200,12 +200,17 @@ def test_a_prompt_under_way_is_preempted_before_an_older_decode():
 
 
 def test_a_step_that_preempts_admits_nobody():
-    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
-    for i in range(16):
-        add(engine, 8, 60, phrase=i + 1)
-    run_all(engine)
-    preempting = [step for step in engine.runner.steps if step.preempted]
-    assert preempting and not any(step.admitted for step in preempting)
+    engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=128)
+    add(engine, 4, 100)
+    add(engine, 90, 40, phrase=2)
+    while engine.scheduler.block_manager.num_free > 8:
+        engine.step()
+    short = add(engine, 4, 4, phrase=3)
+    while not engine.runner.steps[-1].preempted:
+        engine.step()
+        assert not engine.runner.steps[-1].admitted
+    engine.step()
+    assert [s.arrival for s in engine.runner.steps[-1].admitted] == [short], "it fits, but only in the next step"
 
 
 def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
