@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_e_batching.engine import Engine
+from stage_e_batching.scheduler import MAX_OVERTAKES
 
 PHRASES = [[(3 * i + phrase * 7) % (VOCAB - 1) + 1 for i in range(60)] for phrase in range(3)]
 
@@ -104,6 +105,7 @@ def check_books(engine) -> None:
     assert scheduler.num_running <= scheduler.max_num_seqs
     running = [*scheduler.prefilling, *scheduler.decoding]
     assert len({sequence.row for sequence in running}) == len(running)
+    assert all(sequence.times_overtaken <= MAX_OVERTAKES for sequence in scheduler.unfinished)
     assert all(sequence.row == -1 and not sequence.block_table for sequence in scheduler.waiting)
     for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
         assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)

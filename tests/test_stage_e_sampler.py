@@ -150,8 +150,8 @@ def test_top_p_stops_exactly_where_the_mass_reaches_it(top_p, kept):
 def test_filtering_in_groups_leaves_no_row_out(monkeypatch, rows_in_group):
     """A vocabulary larger than the group is filtered row by row."""
     monkeypatch.setattr(sampler_module, "FILTER_GROUP", int(VOCAB * rows_in_group))
-    logits = [float(i % 5) for i in range(VOCAB)]
-    params = [SamplingParams(temperature=3.0, top_k=k, top_p=p) for k in (0, 1, 2, 7) for p in (1.0, 0.3)]
+    logits = [7.0 * i % VOCAB / 10 for i in range(VOCAB)]  # no two alike
+    params = [SamplingParams(temperature=3.0, top_k=k, top_p=p) for p in (1.0, 0.9, 0.3) for k in (7, 1, 0, 2)]
     batch = [{"params": p, "seed": i, "prompt": [1], "output": [], "logits": logits} for i, p in enumerate(params)]
     assert chosen_for(batch) == choose_one_by_one(batch)
 
