@@ -178,7 +178,7 @@ def test_triton_kernels_are_right_in_the_interpreter():
 @interpreted
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 16, 32)]
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 20, 32)]
 )
 def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, block_size):
     backend = pick_backend("triton", CPU, torch.float32, head_dim)

@@ -1,4 +1,4 @@
-"""Products of a few rows with what stands around them, against their definitions in float64."""
+"""Skinny GEMMs and what is fused with them, against their definitions in float64."""
 
 from __future__ import annotations
 
