@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from stage_f_graph_tp.parallel import RankGroup
-from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
 CALLS = 100  # in a sample
 SAMPLES = 10
@@ -58,7 +57,7 @@ def _measure_rank(
     group = RankGroup(Rendezvous(store, rank, ranks), device)
     group.connect()
     if library:
-        group.exchange = None
+        group.one_shot = None
     measure = _in_a_graph if device.type == "cuda" else _in_a_loop
     found = {}
     for n in rows:

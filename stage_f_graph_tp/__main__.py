@@ -12,7 +12,7 @@ def main() -> int:
     try:
         return run("stage_f_graph_tp", DESCRIPTION, add_options)
     except RuntimeError as error:
-        from stage_f_graph_tp.worker import WorkerError  # here: `--help` need not wait for PyTorch
+        from stage_f_graph_tp.tensor_parallel import WorkerError  # here: `--help` need not wait for PyTorch
 
         if not isinstance(error, WorkerError):
             raise

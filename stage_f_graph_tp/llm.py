@@ -2,7 +2,7 @@
 
     schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (overlap.py)
                       one graph replay, or eager with fused kernels           (model_runner.py, cuda_graph.py)
-                      on every rank                                           (parallel.py, worker.py)
+                      on every rank                                           (rank_runner.py, tensor_parallel/)
 
 With one rank there is no process group, no NCCL and no other process.
 """
@@ -24,10 +24,6 @@ from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
-from stage_f_graph_tp.rank import Job, build_rank, build_worker
-from stage_f_graph_tp.rendezvous import rendezvous, started_by_torchrun
-from stage_f_graph_tp.sharding import check_divisible
-from stage_f_graph_tp.worker import Ranks, do_nothing, work_for_torchrun
 
 
 class LLM(stage_e.LLM):
@@ -57,11 +53,11 @@ class LLM(stage_e.LLM):
         seed: int = 0,
         **options: object,
     ) -> None:
-        self._close_ranks: Callable[[], object] = do_nothing
+        self._end_workers: Callable[[], object] = lambda: None
         try:
             super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         except BaseException:
-            self._close_ranks()
+            self._end_workers()
             raise
 
     @property
@@ -69,35 +65,25 @@ class LLM(stage_e.LLM):
         return OverlappedEngine if self.options.overlap else Engine
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        size = self.options.tensor_parallel_size
-        if size > 1:
-            return self._build_ranks(size, seed)
+        if self.options.tensor_parallel_size > 1:
+            return self._build_ranks(seed)
         patch = partial(choose_layers, fused=self.options.fused)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=patch)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
         return runtime, GraphModelRunner(runtime, kv_cache, self.options)
 
-    def _build_ranks(self, size: int, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        check_divisible(ModelConfig.from_hf(self.source.config), size)
-        if self.device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
-            raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
-        meeting = rendezvous(size)
-        if meeting.rank > 0:
-            work_for_torchrun(meeting, build_worker)
+    def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+        from stage_f_graph_tp.rank_runner import Job, build_ranks  # here: one rank needs no torch.distributed
+
         job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
-        self.device = meeting.device(self.device)
-        ranks = Ranks(meeting)
-        # Also when the engine is dropped or the program ends without a call of close().
-        self._close_ranks = weakref.finalize(self, ranks.close)
-        try:
-            ranks.send(job.encode())
-            return build_rank(job, meeting, ranks)
-        except RuntimeError:
-            ranks.explain()  # a collective that broke because a rank died says so
-            raise
+        runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config))
+        self.device = runtime.device
+        # Called by close(), and also when the engine is dropped or the program ends without it.
+        self._end_workers = weakref.finalize(self, runner.workers.close)
+        return runtime, runner
 
     def close(self) -> None:
         """End the workers, if there are any, and close the trace file. A second call does nothing."""
         super().close()
-        self._close_ranks()
+        self._end_workers()
         self.runner.release()

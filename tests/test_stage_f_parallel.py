@@ -28,12 +28,12 @@ from stage_d_paged.layers import Embedding
 from stage_d_paged.runtime import build_model
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
-from stage_f_graph_tp import rank as rank_module
+from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.parallel import RankGroup
-from stage_f_graph_tp.rank import Job, build_rank
-from stage_f_graph_tp.rendezvous import Rendezvous
-from stage_f_graph_tp.sharding import VocabParallelEmbedding, build_sharded_model, check_divisible
+from stage_f_graph_tp.rank_runner import Job, build_rank
+from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding, build_sharded_model, check_divisible
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -194,7 +194,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(ranks, chan
 
 
 def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("stage_f_graph_tp.llm.rendezvous", None)
+    monkeypatch.setattr("stage_f_graph_tp.tensor_parallel.open_rendezvous", None)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
         stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=3)
     monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
@@ -206,7 +206,7 @@ def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
 def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch):
     free = {0: 50, 1: 30}
     choices = iter(free.values())
-    monkeypatch.setattr(rank_module, "choose_num_blocks", lambda runtime, options: next(choices))
+    monkeypatch.setattr(rank_runner, "choose_num_blocks", lambda runtime, options: next(choices))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meetings = [
         Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2)

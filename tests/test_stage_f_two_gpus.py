@@ -48,7 +48,7 @@ def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
     try:
         assert (llm.runner.graphs is None) == bool(options)
-        assert llm.runner.group.exchange is not None
+        assert llm.runner.group.one_shot is not None
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     finally:
@@ -112,9 +112,9 @@ RANK = """
 import random, sys, time
 import torch
 import torch.distributed as dist
-from stage_f_graph_tp import exchange
-from stage_f_graph_tp.parallel import RankGroup
-from stage_f_graph_tp.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel import all_reduce
+from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 device = torch.device("cuda", rank)
@@ -124,7 +124,7 @@ group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), 
 
 MIXTURE = f"""{RANK}
 group.connect()
-assert group.exchange is not None, "these GPUs cannot read one another's memory"
+assert group.one_shot is not None, "these GPUs cannot read one another's memory"
 chance = random.Random(0)  # the same on both ranks
 
 def numbers(of_rank, count, seed):
@@ -134,12 +134,12 @@ def numbers(of_rank, count, seed):
 class Call:
     def __init__(self, seed):
         dtype = chance.choice((torch.bfloat16, torch.float32))
-        longest = exchange.CAPACITY // dtype.itemsize
+        longest = all_reduce.CAPACITY // dtype.itemsize
         count = chance.choice((1, 896, 2048, 5 * 2048 + 3, longest // 2, longest, longest + 8))
         self.own = numbers(rank, count, seed).to(dtype)
         self.residual = chance.choice((None, 1.0))
         self.expected = (numbers(0, count, seed) + numbers(1, count, seed)).to(dtype) + (self.residual or 0)
-        assert group.exchange.takes(self.own) == (count <= longest)
+        assert group.one_shot.supports(self.own) == (count <= longest)
 
     def run(self):
         residual = None if self.residual is None else torch.full_like(self.own, self.residual)
@@ -183,19 +183,19 @@ def test_short_and_long_tensors_are_added_up_in_graphs_and_out_in_any_mixture():
 
 
 UNREADABLE = f"""{RANK}
-exchange.TEST_SECONDS = 5.0
-map_memory = exchange.PeerExchange._map
+all_reduce.TEST_SECONDS = 5.0
+map_memory = all_reduce.OneShotAllReduce._map
 def map_another_memory(self, shared):
     map_memory(self, shared)
     if rank == 1:
         self.another = torch.zeros_like(self._memory)
         self._buffers[0] = self.another.data_ptr()
-        self._flags[0] = self._buffers[0] + 2 * exchange.CAPACITY
-exchange.PeerExchange._map = map_another_memory
+        self._flags[0] = self._buffers[0] + 2 * all_reduce.CAPACITY
+all_reduce.OneShotAllReduce._map = map_another_memory
 group.connect()
 x = torch.full((8,), rank + 1.0, device=device)
 group.all_reduce(x)
-print("fell back:", group.exchange is None, x.tolist() == [3.0] * 8, flush=True)
+print("fell back:", group.one_shot is None, x.tolist() == [3.0] * 8, flush=True)
 group.stop_waiting()
 group.wait_released(20)
 """
@@ -215,8 +215,8 @@ import os, signal, threading, time, traceback
 import torch
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp import cuda_graph, exchange, parallel, rank, rendezvous
-from stage_f_graph_tp.worker import WorkerError
+from stage_f_graph_tp import cuda_graph, rank_runner
+from stage_f_graph_tp.tensor_parallel import WorkerError, all_reduce, rank_group, rendezvous
 
 ASKED = [[{"role": "user", "content": "What is a KV cache?"}]]
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
@@ -292,7 +292,7 @@ def full_queue(llm):
         for _ in range(10_000):
             y = y @ y
     torch.cuda.synchronize()
-    llm.runner.ranks.check()
+    llm.runner.workers.check()
 
 def idle(llm):
     kill()
@@ -300,11 +300,12 @@ def idle(llm):
     llm.chat(ASKED, PARAMS, False)
 
 PHASES = {
-    "start-up": start_up(rank, "resolve"),
-    "loading": start_up(rendezvous.Rendezvous, "agree"),
-    "connecting": start_up(parallel, "_nccl_group"),
-    "test of the all-reduce": start_up(exchange.PeerExchange, "_test"),
-    "warm-up": start_up(rank, "choose_num_blocks", num_kvcache_blocks=-1, gpu_memory_utilization=0.1),
+    "start-up": start_up(rank_runner, "resolve"),
+    "loading": start_up(rendezvous.Rendezvous, "gather"),
+    "connecting": start_up(rank_group, "_nccl_group"),
+    "the first collective": start_up(rank_group.RankGroup, "_run"),
+    "test of the all-reduce": start_up(all_reduce.OneShotAllReduce, "_test"),
+    "warm-up": start_up(rank_runner, "choose_num_blocks", num_kvcache_blocks=-1, gpu_memory_utilization=0.1),
     "before a capture": start_up(cuda_graph.GraphRecorder, "__call__", 2),
     "capture": start_up(torch.cuda, "graph", 2),
     "decode": running(decode),
@@ -338,4 +339,4 @@ print("a new engine answers", flush=True)
 
 def test_a_rank_killed_at_any_time_is_an_error_within_seconds_and_a_new_engine_answers():
     [output] = run(KILLED, [[]], 400)
-    assert output.count(": ok, ") == 11 and "a new engine answers" in output, output
+    assert output.count(": ok, ") == 12 and "a new engine answers" in output, output

@@ -19,9 +19,11 @@ import torch.distributed as dist
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp import worker
-from stage_f_graph_tp.rendezvous import rendezvous
-from stage_f_graph_tp.worker import Ranks, WorkerError, finish_or_raise, interrupts_held
+from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.tensor_parallel import workers as workers_module
+from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
+from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
+from stage_f_graph_tp.tensor_parallel.workers import WorkerError, Workers, interrupts_held
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -252,23 +254,27 @@ def test_ranks_of_one_machine_listen_on_the_loopback_address_only(two_ranks):
 PUPPET = """
 import os, signal, sys, time
 from multiprocessing.connection import Connection
-parent, connection, port, rank, size = map(int, sys.argv[1:])
+parent, connection, port, rank, size = map(int, sys.argv[3:])
 connection = Connection(connection)
 while True:
     exec(connection.recv_bytes())
 """
 
 
+def build(*args: object) -> None:
+    """A puppet never calls it."""
+
+
 @pytest.fixture
 def puppets(tmp_path, monkeypatch):
-    """Makes `Ranks` of puppets; they are closed after the test."""
+    """Makes `Workers` of puppets; they are closed after the test."""
     script = tmp_path / "puppet.py"
     script.write_text(PUPPET)
-    monkeypatch.setattr(worker, "SCRIPT", script)
+    monkeypatch.setattr(workers_module, "SCRIPT", script)
     made = []
 
-    def make(size: int) -> Ranks:
-        made.append(Ranks(rendezvous(size)))
+    def make(size: int) -> Workers:
+        made.append(Workers(open_rendezvous(size), build))
         return made[-1]
 
     yield make
@@ -276,7 +282,7 @@ def puppets(tmp_path, monkeypatch):
         ranks.close()
 
 
-def raised_by(ranks: Ranks) -> str:
+def raised_by(ranks: Workers) -> str:
     with pytest.raises(WorkerError) as raised:
         for _ in range(SECONDS):
             ranks.explain()
@@ -337,10 +343,10 @@ def test_a_forked_child_does_not_end_its_parents_workers(puppets):
 
 PARENT = """
 import os, sys, time
-from stage_f_graph_tp.rendezvous import rendezvous
-from stage_f_graph_tp.worker import Ranks
-ranks = Ranks(rendezvous(2))
-worker = ranks._processes[1].pid
+from stage_f_graph_tp.rank_runner import build_worker
+from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
+from stage_f_graph_tp.tensor_parallel.workers import Workers
+worker = Workers(open_rendezvous(2), build_worker)._processes[1].pid
 if os.fork() == 0:
     time.sleep(20)
     os._exit(0)
@@ -372,7 +378,9 @@ def test_a_wait_that_nothing_ends_is_left_when_a_rank_has_died():
 
     with pytest.raises(WorkerError, match="rank 1 died"):
         finish_or_raise(lambda: time.sleep(100), died)
-    assert finish_or_raise(lambda: 3, lambda: None) == 3
+    done = []
+    finish_or_raise(lambda: done.append(True), lambda: None)
+    assert done
     with pytest.raises(ZeroDivisionError):
         finish_or_raise(lambda: 1 / 0, lambda: None)
 
@@ -383,7 +391,7 @@ def test_one_rank_has_no_group_no_process_and_no_port(monkeypatch):
     before = children()
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
     llm.generate([[1, 2, 3]], GREEDY, False)
-    assert llm.runner.group is None and llm.runner.ranks is None
+    assert type(llm.runner) is GraphModelRunner
     assert not dist.is_initialized() and children() == before
     llm.close()
     llm.close()

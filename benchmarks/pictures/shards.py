@@ -13,7 +13,7 @@ from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YEL
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_f_graph_tp.sharding import ShardedWeightLoader, shard_config
+from stage_f_graph_tp.tensor_parallel.sharding import ShardedWeightLoader, shard_config
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, "#777777")
 ROWS = {
@@ -26,9 +26,7 @@ ROWS = {
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
 }
-ROWS_FULL = {
-    name: f"{name}.weight" if name.startswith("model.") else f"model.layers.0.{name}.weight" for name in ROWS
-}
+ROWS_FULL = {name: f"{name}.weight" if name.startswith("model.") else f"model.layers.0.{name}.weight" for name in ROWS}
 LONGEST = 2.6
 
 

@@ -23,9 +23,10 @@ from stage_d_paged.layers import Embedding, ResidualLinear
 from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp import cuda_graph, sharding
+from stage_f_graph_tp import cuda_graph
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
+from stage_f_graph_tp.tensor_parallel import sharding
 
 CPU = torch.device("cpu")
 

@@ -1,25 +1,29 @@
-"""The ranks of one engine and what they do together: add tensors up, gather them, hand one out.
+"""The collectives of one engine's ranks: all-reduce, all-gather, broadcast.
 
-Small sums, those of decode steps, are made by a kernel of our own where the GPUs can read one another's memory
-(`exchange.py`); all else is NCCL's, or gloo's between CPU processes.
+The small all-reduces of a decode step are done by one kernel of our own where the GPUs can read one another's memory
+(`all_reduce.py`). Everything else is done by NCCL, or by gloo between CPU processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_f_graph_tp.rendezvous import LOOPBACK, Rendezvous, WatchedStore
-from stage_f_graph_tp.worker import do_nothing, finish_or_raise
+from stage_f_graph_tp.tensor_parallel.rendezvous import LOOPBACK, Rendezvous, WatchedStore
+from stage_f_graph_tp.tensor_parallel.workers import Workers
+
+if TYPE_CHECKING:  # only GPUs need Triton
+    from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 CONNECT_TIMEOUT = timedelta(seconds=0.5)  # of an attempt of gloo's, which makes five, a second apart
@@ -30,48 +34,62 @@ class RankGroup:
     """The ranks of one engine: NCCL between GPUs, gloo between CPU processes.
 
     The group is an object and not PyTorch's global default group, so that several engines fit into one process. A CUDA
-    graph that recorded collectives has to be released before the group is: NCCL waits for it.
+    graph that recorded collectives has to be released before the group is: NCCL waits for that.
 
     Args:
         rendezvous: where the ranks find each other.
         device: this rank's device.
-        check: called while waiting for the other ranks, and ends the wait by raising.
+        workers: rank 0's handle on the others, which tells it when one has died; None on the others.
     """
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, check: Callable[[], None] = do_nothing) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, workers: Workers | None = None) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.device = device
-        self.exchange = None
+        self.one_shot: OneShotAllReduce | None = None
         self._rendezvous = rendezvous
-        self._check = check
+        self._check: Callable[[], None] = lambda: None
         self._group: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         self._enqueuing = threading.Lock()
         self._released = False
         self._abort: threading.Thread | None = None
+        if workers is not None:
+            self._check = workers.check
+            workers.stop_waiting = self.stop_waiting
+
+    def gather(self, key: str, value: str = "") -> list[str]:
+        """See `Rendezvous.gather`: through the store, before there are collectives."""
+        return self._rendezvous.gather(key, value, self._check)
 
     def connect(self) -> None:
-        """Make the connections; all ranks call it, when each is there."""
+        """Connect to the other ranks. All ranks call it, once each of them is known to be ready."""
         if self.device.type == "cuda":
-            self._group = finish_or_raise(partial(_nccl_group, self._rendezvous, self.device), self._check)
-            self._open_exchange()
+            self._group = _nccl_group(self._rendezvous)
+            finish_or_raise(self._connect_nccl, self._check)
+            self._open_one_shot()
         else:
             self._group = _gloo_group(self._rendezvous, self._check)
 
-    def _open_exchange(self) -> None:
-        from stage_f_graph_tp.exchange import PeerExchange  # imports Triton, which is not everywhere
+    def _connect_nccl(self) -> None:
+        """Run a first collective, which makes NCCL's connections."""
+        torch.cuda.set_device(self.device)  # of this thread
+        self._run("allreduce", [torch.zeros(1, device=self.device)])
+        torch.cuda.synchronize(self.device)
 
-        self.exchange = PeerExchange(self.rank, self.size, self.device)
-        reason = self.exchange.open(partial(self._rendezvous.agree, check=self._check))
+    def _open_one_shot(self) -> None:
+        from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce  # here: only GPUs need Triton
+
+        self.one_shot = OneShotAllReduce(self.rank, self.size, self.device)
+        reason = self.one_shot.open(self.gather)
         if reason is not None:
-            self.exchange = None
+            self.one_shot = None
             if self.rank == 0:
                 print(f"one-shot all-reduce: not used, NCCL adds up small tensors too ({reason})", file=sys.stderr)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
-        if self.exchange is not None and self.exchange.takes(x):
-            return self.exchange.add_up(x, residual)
+        if self.one_shot is not None and self.one_shot.supports(x):
+            return self.one_shot(x, residual)
         self._run("allreduce", [x])
         return x if residual is None else residual.add_(x)
 
@@ -94,19 +112,19 @@ class RankGroup:
         work.wait()
 
     def stop_waiting(self) -> None:
-        """End all waits for the other ranks, now and from now on; what collectives return is invalid.
+        """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.
 
-        Any thread may call it, and it does not block. (gloo's waits end when the other ranks' processes do.)
+        Any thread may call it, and it does not block. (gloo's waits end when the other ranks' processes end.)
         """
-        if self.exchange is not None:
-            self.exchange.stop()
+        if self.one_shot is not None:
+            self.one_shot.stop()
         if self.device.type == "cuda" and self._group is not None and self._abort is None:
             self._abort = threading.Thread(target=self._abort_library, daemon=True)
             self._abort.start()
 
     def _abort_library(self) -> None:
-        """Tell NCCL's kernels to end. NCCL returns when no CUDA graph holds its communicator any more."""
-        idle = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)  # it may not be freed in the middle of a call
+        """End NCCL's kernels. NCCL returns from this when no CUDA graph holds its communicator any more."""
+        idle = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)  # NCCL must not free its memory while a call uses it
         self._released = True
         if idle:
             self._enqueuing.release()
@@ -114,7 +132,7 @@ class RankGroup:
             self._group.abort()
 
     def wait_released(self, seconds: float) -> None:
-        """Wait until NCCL has let its memory go, after `stop_waiting`."""
+        """Wait until NCCL has released its memory, after `stop_waiting`."""
         if self._abort is not None:
             self._abort.join(seconds)
 
@@ -132,14 +150,34 @@ def _gloo_group(rendezvous: Rendezvous, check: Callable[[], None]) -> dist.Proce
     return group
 
 
-def _nccl_group(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroupNCCL:
+def _nccl_group(rendezvous: Rendezvous) -> dist.ProcessGroupNCCL:
     # PyTorch would end the whole process when a collective fails; here that is an error of one engine.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    torch.cuda.set_device(device)  # of this thread
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
     store = dist.PrefixStore("group", rendezvous.store)
-    group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options)
-    group.allreduce([torch.zeros(1, device=device)]).wait()  # makes the connections
-    torch.cuda.synchronize(device)
-    return group
+    return dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options)
+
+
+def finish_or_raise(work: Callable[[], None], check: Callable[[], None]) -> None:
+    """Run `work` in a thread of its own: it may block forever when a rank has died.
+
+    `check` is called while waiting, and ends the wait by raising; the thread is then abandoned.
+    """
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            error = outcome.get(timeout=0.02)
+            break
+        check()
+    if error is not None:
+        raise error

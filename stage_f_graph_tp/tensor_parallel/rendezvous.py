@@ -1,10 +1,10 @@
-"""Where the ranks of one engine find each other.
+"""How the ranks of one engine find each other: through a small table in rank 0's process that all can read and write.
 
-A `TCPStore` is a small table that all ranks can read and write. It listens on the loopback address, on a free port that
-the operating system picks, so that any number of engines live on one machine. Started by `torchrun`, the processes are
-there already, possibly on several machines, and the store is torchrun's; everything else is the same.
+The table is PyTorch's `TCPStore`. It listens on the loopback address, on a free port that the operating system picks,
+so that any number of engines run on one machine. Under `torchrun` the processes exist already, possibly on several
+machines, and the store is torchrun's; everything else is the same.
 
-Whoever reaches the store can write to it. So what is read from it is text, never unpickled.
+Every process that can connect to the store can write to it. Therefore its values are text and are never unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class WatchedStore(dist.Store):
-    """A store whose waits end when a rank has died: `check` is called meanwhile, and raises."""
+    """A store whose waits end when a rank has died: `check` is called while waiting, and raises."""
 
     def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class WatchedStore(dist.Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """However long it takes: a rank that lives will come."""
+        """Wait without a time limit: every rank that is alive sets its keys."""
         while not self._store.check(keys):
             self._check()
             time.sleep(0.005)
@@ -46,7 +46,7 @@ class WatchedStore(dist.Store):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one engine meet."""
+    """The store of one engine and this process's place among its ranks."""
 
     store: dist.Store
     rank: int
@@ -59,11 +59,11 @@ class Rendezvous:
             return device
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if self.is_torchrun else self.rank)
 
-    def agree(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
-        """Wait until every rank has said its value under `key`; returns all of them, by rank.
+    def gather(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
+        """Publish this rank's value under `key` and wait for the other ranks' values; returns all of them, by rank.
 
-        The store is asked and not the GPUs, where a rank that failed would leave the others waiting in a collective.
-        `check` is called meanwhile, and ends the wait by raising.
+        A collective on the GPUs could do this too, but if a rank failed it would never end. Here `check` is called
+        while waiting, and ends the wait by raising.
         """
         store = WatchedStore(self.store, check)
         store.set(f"{key}/{self.rank}", value)
@@ -74,8 +74,8 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def rendezvous(size: int) -> Rendezvous:
-    """Meet under torchrun, or open a store on this machine as rank 0.
+def open_rendezvous(size: int) -> Rendezvous:
+    """Join the processes of torchrun, or open a store on this machine as rank 0.
 
     Raises:
         ValueError: torchrun started another number of processes.
@@ -91,7 +91,7 @@ def rendezvous(size: int) -> Rendezvous:
     if world_size != size:
         raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world_size} processes")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # The store is torchrun's own, but with some of its ways to meet it only reserves the port for rank 0.
+    # The store is torchrun's own, but with some of its rendezvous backends it only reserves the port for rank 0.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
     return Rendezvous(store, rank, size, True)

@@ -19,9 +19,9 @@ follow each other, as long as all ranks make the same ones.
 Flags are plain words, written with release and read with acquire semantics at system scope, which PCIe carries too:
 atomic operations on another GPU's memory need NVLink.
 
-A kernel that waits for a rank that has died would wait for ever. `stop` ends it by a word in pinned host memory, which
-waiting kernels read now and then. The CPU sets it without a call of the driver, so that it works from any thread while
-another one is blocked in a launch.
+A kernel that waits for a rank that has died would wait forever. `stop` ends the wait by a word in pinned host memory,
+which waiting kernels read now and then. The CPU writes that word without calling the driver, so it can do so from any
+thread, also while another thread is blocked in a launch.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def _all_reduce_kernel(
     tl.store(calls + program, call)
 
 
-class PeerExchange:
-    """Buffers that the GPUs of one machine read directly.
+class OneShotAllReduce:
+    """The all-reduce of the GPUs of one machine, over buffers that each of them can read.
 
-    All ranks make one, then all `open` it.
+    Every rank creates one, then calls `open`; without that it cannot be used.
 
     Args:
-        rank, size, device: this rank, how many there are, this rank's GPU.
+        rank, size, device: this rank, the number of ranks, this rank's GPU.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -143,20 +143,20 @@ class PeerExchange:
         self._stop_word = self._stop.numpy()
         torch.cuda.synchronize(device)  # the zeros are there before another rank writes
 
-    def open(self, agree: Callable[[str, str], list[str]]) -> str | None:
-        """Map the other ranks' memory and try it out.
+    def open(self, gather: Callable[[str, str], list[str]]) -> str | None:
+        """Map the other ranks' memory and test the sums.
 
         Args:
-            agree: called with a key and this rank's text, returns the texts of all ranks.
+            gather: called with a key and this rank's text, returns the texts of all ranks.
 
         Returns:
-            None, or why it cannot be used, the same on all ranks.
+            None, or why the all-reduce cannot be used, the same on all ranks.
         """
         try:
             mine = {"host": socket.gethostname(), "memory": self._share()}
         except RuntimeError as error:
             mine = {"error": f"rank {self.rank} cannot share its memory: {error}"}
-        shared = [json.loads(text) for text in agree("memory", json.dumps(mine))]
+        shared = [json.loads(text) for text in gather("memory", json.dumps(mine))]
         reason = next((rank["error"] for rank in shared if "error" in rank), "")
         if not reason and len({rank["host"] for rank in shared}) > 1:
             reason = "the ranks are on several machines"
@@ -165,11 +165,11 @@ class PeerExchange:
                 self._map([rank["memory"] for rank in shared])
             except (RuntimeError, ValueError) as error:
                 reason = f"rank {self.rank} cannot see another rank's memory: {error}"
-        reason = first_reason(agree("mapped", reason))
-        return reason or first_reason(agree("tested", self._test())) or None
+        reason = _first_reason(gather("mapped", reason))
+        return reason or _first_reason(gather("tested", self._test())) or None
 
     def _share(self) -> list:
-        """Where this rank's memory is, in a form that JSON can write: the fields of PyTorch's handle, bytes as hex."""
+        """PyTorch's handle of this rank's memory as JSON can write it: the handle's fields, bytes as hex digits."""
         handle = self._memory.untyped_storage()._share_cuda_()
         return [field.hex() if isinstance(field, bytes) else field for field in handle]
 
@@ -187,12 +187,12 @@ class PeerExchange:
         self._flags = self._buffers + 2 * CAPACITY
 
     def _test(self) -> str:
-        """Add up numbers whose sum is known, short and long, into both buffers. Returns what went wrong."""
+        """Add up numbers whose sums are known, of both dtypes and in both buffers. Returns what went wrong, or ""."""
         for dtype in (torch.bfloat16, torch.float32):
             for count in (16, CAPACITY // dtype.itemsize) * 2:
                 ones = torch.arange(count, device=self.device, dtype=torch.int32) % 8
                 x = (ones * (self.rank + 1)).to(dtype)
-                self.add_up(x, None)
+                self(x, None)
                 if not self._finishes():
                     return f"rank {self.rank} waited {TEST_SECONDS:.0f} s for a sum of {count} numbers"
                 if not torch.equal(x, (ones * (self.size * (self.size + 1) // 2)).to(dtype)):
@@ -211,10 +211,11 @@ class PeerExchange:
             time.sleep(0.0005)
         return True
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
+        """Whether `x` fits into the buffers."""
         return x.nbytes <= CAPACITY and x.is_contiguous()
 
-    def add_up(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
         out = x if residual is None else residual
         _all_reduce_kernel[(triton.cdiv(x.nbytes, SLICE),)](
@@ -229,6 +230,6 @@ class PeerExchange:
         self._stop_word[0] = 1
 
 
-def first_reason(reasons: list[str]) -> str:
-    """The first that is not empty; all ranks get the same."""
+def _first_reason(reasons: list[str]) -> str:
+    """The first that is not empty. All ranks see the same list, so all get the same."""
     return next(filter(None, reasons), "")

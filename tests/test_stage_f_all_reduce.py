@@ -16,9 +16,8 @@ import pytest
 import torch.distributed as dist
 
 pytest.importorskip("triton")
-from stage_f_graph_tp.exchange import PeerExchange
-from stage_f_graph_tp.rendezvous import Rendezvous
-from stage_f_graph_tp.worker import do_nothing
+from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
 
 RANK = """
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from stage_f_graph_tp import exchange
+from stage_f_graph_tp.tensor_parallel import all_reduce as module
 
 @triton.jit
 def store(address, value):  # what PTX does on a GPU; a processor of this kind keeps the order of its writes
@@ -38,7 +37,7 @@ def store(address, value):  # what PTX does on a GPU; a processor of this kind k
 def load(address):
     return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
 
-exchange._store_release, exchange._load_acquire = store, load
+module._store_release, module._load_acquire = store, load
 rank, ranks, files = int(sys.argv[1]), 2, sys.argv[2:]
 PROGRAMS, SLICE = 3, 32
 CAPACITY = PROGRAMS * SLICE
@@ -52,7 +51,7 @@ def values(of_rank, count, turn):
     return torch.randint(-8, 8, (count,), generator=torch.Generator().manual_seed(1000 * turn + of_rank))
 
 def all_reduce(x, out):
-    exchange._all_reduce_kernel[(-(-x.nbytes // SLICE),)](
+    module._all_reduce_kernel[(-(-x.nbytes // SLICE),)](
         x, out, buffers, flags, calls, stop, x.numel(), RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY,
         BLOCK=SLICE // x.element_size(), ONTO=out is not x, SPINS=4,
     )
@@ -97,7 +96,7 @@ def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
         assert said.strip() == "right", complaints
 
 
-class Peers(PeerExchange):
+class Peers(OneShotAllReduce):
     """What the ranks say to one another, without GPUs."""
 
     def __init__(self, rank, fails=None):
@@ -122,7 +121,7 @@ def open_all(**fails):
     ranks = [Peers(rank, fails.get(f"rank{rank}")) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(
-            lambda rank: rank.open(lambda key, text: Rendezvous(store, rank.rank, 3).agree(key, text, do_nothing)),
+            lambda rank: rank.open(lambda key, text: Rendezvous(store, rank.rank, 3).gather(key, text, lambda: None)),
             ranks,
         )
         return ranks, list(found)

@@ -31,7 +31,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding, ResidualLinear
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource, WeightLoader
-from stage_f_graph_tp.parallel import RankGroup
+from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 
 
 def check_divisible(config: ModelConfig, size: int) -> None:

@@ -1,18 +1,17 @@
-"""The other ranks: how they are started, told what to do, watched, and ended.
+"""Rank 0's handle on the other ranks' processes: start them, send them commands, watch them, end them.
 
-Rank 0 is the caller's process. It alone has the scheduler; each step, it sends every other rank the step's packed input
-and computes its own share, and the collectives inside the model do the rest. Workers never answer, except to report
-what went wrong.
+Rank 0 is the caller's process. It alone has the scheduler. For each step it sends every other rank the packed input of
+the step and computes its own share; the collectives inside the model do the rest. Workers send nothing back, except a
+report of what went wrong.
 
-`Ranks` is rank 0's handle on the others. Each worker that it starts inherits one end of a socket pair. Under torchrun,
-whose processes may be on other machines, workers connect over TCP instead, with a key that rank 0 puts into torchrun's
-store. Who can read that store could send commands too, but nothing that is received is ever unpickled.
+Each worker that rank 0 starts inherits one end of a socket pair. Under torchrun the processes may be on other machines,
+so they connect over TCP, with a key that rank 0 puts into torchrun's store. A process that can read that store could
+send commands too. It could do no more than that: nothing that is received is ever unpickled.
 
-A rank that dies leaves the others waiting: in a collective, in the launch of a kernel behind it, in the store. The main
-thread may be blocked in any of these, so a thread of its own watches the workers from their first moment. On a death
-it ends the waits on the GPU (`stop_waiting`), finds out which rank failed first, and ends all workers. What the
-collectives return from then on is invalid: `check` raises, and every result is checked before it is handed on. A
-worker, for its part, exits at once when its connection breaks, even in the middle of a collective.
+When a rank dies, the others wait for it: in a collective, in a launch behind a kernel that waits, in the store. Rank
+0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they start. When
+one dies, it ends the waits on the GPU (`stop_waiting`), finds out which rank failed first, and ends all workers. The
+results of collectives are invalid from then on: `check` raises, and every result is checked before it is returned.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import secrets
 import signal
 import socket
@@ -28,18 +26,15 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
-from stage_f_graph_tp.rendezvous import LOOPBACK, Rendezvous
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
 CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
@@ -48,22 +43,26 @@ CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named
 
 ADVICE = "the engine cannot go on, close it and make a new one"
 
-Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # from the first message, what handles all others
+Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
 
 
 class WorkerError(RuntimeError):
     """Another rank died or failed; the engine it belonged to cannot go on."""
 
 
-class Ranks:
-    """Rank 0's connections to the other ranks, and the processes if it started them itself.
+class Workers:
+    """Rank 0's connections to the other ranks, and their processes if it started them itself.
+
+    Args:
+        rendezvous: rank 0's.
+        build: a function of a module, which a worker imports by its name and calls with the first message.
 
     Attributes:
-        stop_waiting: ends this rank's waits for the others; called from the watching thread, and may not block.
+        stop_waiting: ends rank 0's waits for the others; called by the watching thread, must not block.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.stop_waiting: Callable[[], None] = do_nothing
+    def __init__(self, rendezvous: Rendezvous, build: Build) -> None:
+        self.stop_waiting: Callable[[], None] = lambda: None
         self._size = rendezvous.size
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._connections: dict[int, Connection] = {}  # by rank
@@ -77,7 +76,7 @@ class Ranks:
                 self._connections = _accept_workers(rendezvous)
             else:
                 for rank in range(1, rendezvous.size):
-                    self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank)
+                    self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank, build)
         except BaseException:
             self.close()
             raise
@@ -105,7 +104,7 @@ class Ranks:
         self.check()
 
     def fail(self, reason: str) -> NoReturn:
-        """Give the ranks up."""
+        """End the workers for a reason of rank 0's, and raise it."""
         self._give_up(lambda: f"{reason}; {ADVICE}")
         raise WorkerError(self._reason)
 
@@ -135,13 +134,14 @@ class Ranks:
                 self._reason = find_reason()
             finally:
                 self._failed.set()
+                self.stop_waiting = lambda: None  # it holds the device's memory
                 for connection in self._connections.values():
-                    _hang_up(connection)  # a worker exits when its connection breaks
+                    _shut_down(connection)  # a worker exits when its connection breaks
                 for process in self._processes.values():
                     process.kill()
 
     def _find_cause(self) -> str:
-        """What happened to which rank: when one has died, others may report broken connections before it is noticed."""
+        """What happened to which rank. When one has died, others may report broken connections before it is noticed."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         reports: dict[int, str] = {}
         died: list[int] = []
@@ -168,14 +168,15 @@ class Ranks:
         return ""
 
 
-def _start_worker(rendezvous: Rendezvous, rank: int) -> tuple[subprocess.Popen, Connection]:
-    """A worker process. It is not forked and does not import the caller's main module, which may have no guard."""
+def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subprocess.Popen, Connection]:
+    """Start a worker's process, not by fork and without importing the caller's main module, which may have no guard."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     if torch.get_num_threads() > 1:  # CPU ranks share the cores
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // rendezvous.size))
     own, other = socket.socketpair()
     with own, other:
-        arguments = map(str, (os.getpid(), other.fileno(), rendezvous.store.port, rank, rendezvous.size))
+        numbers = os.getpid(), other.fileno(), rendezvous.store.port, rank, rendezvous.size
+        arguments = build.__module__, build.__name__, *map(str, numbers)
         process = subprocess.Popen(
             [sys.executable, "-P", SCRIPT, *arguments], env=environment, pass_fds=[other.fileno()]
         )
@@ -183,7 +184,7 @@ def _start_worker(rendezvous: Rendezvous, rank: int) -> tuple[subprocess.Popen, 
 
 
 def _accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
-    """Wait until the processes that torchrun started have connected; strangers without the key are turned away."""
+    """Wait until the processes that torchrun started have connected. Connections without the key are refused."""
     connections: dict[int, Connection] = {}
     key = secrets.token_bytes(32)
     with Listener((os.environ["MASTER_ADDR"], 0), backlog=rendezvous.size, authkey=key) as listener:
@@ -193,7 +194,7 @@ def _accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
         def accept() -> None:
             while len(connections) < rendezvous.size - 1 and time.monotonic() < deadline:
                 with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError):
-                    connection = _without_delay(listener.accept())
+                    connection = without_delay(listener.accept())
                     connections[int(connection.recv_bytes())] = connection
 
         thread = threading.Thread(target=accept, daemon=True)
@@ -204,73 +205,9 @@ def _accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
     return connections
 
 
-def work_for_torchrun(rendezvous: Rendezvous, build: Build) -> NoReturn:
-    """The life of a process that torchrun started and that is not rank 0."""
-    host, port, key = json.loads(rendezvous.store.get("control"))
-    connection = _without_delay(Client((host, port), authkey=bytes.fromhex(key)))
-    connection.send_bytes(str(rendezvous.rank).encode())
-    _work(connection, lambda: rendezvous, build)
-
-
-def work_for_parent(file_number: int, port: int, rank: int, size: int, build: Build) -> NoReturn:
-    """The life of a worker that rank 0 started, with an inherited connection and the port of rank 0's store."""
-
-    def join() -> Rendezvous:
-        timeout = timedelta(seconds=CONNECT_TIMEOUT)
-        return Rendezvous(dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout), rank, size)
-
-    _work(Connection(file_number), join, build)
-
-
-def _work(connection: Connection, join: Callable[[], Rendezvous], build: Build) -> NoReturn:
-    """Build from the first message, then handle every further one, until rank 0 hangs up."""
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                messages.put(connection.recv_bytes())
-        os._exit(0)  # rank 0 is gone: leave now, even from the middle of a collective
-
-    threading.Thread(target=receive, daemon=True).start()
-    try:
-        handle = build(join(), messages.get())
-        while True:
-            handle(messages.get())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            connection.send_bytes(traceback.format_exc().strip().encode())
-        time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read it before the connections break
-        os._exit(1)
-
-
-def finish_or_raise(work: Callable[[], object], check: Callable[[], None]) -> object:
-    """What `work` returns. It may block for ever where a rank has died, so it has a thread of its own.
-
-    `check` is called meanwhile, and ends the wait by raising; the thread is then left to itself.
-    """
-    outcome: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((work(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    while True:
-        with contextlib.suppress(queue.Empty):
-            result, error = outcome.get(timeout=0.02)
-            break
-        check()
-    if error is not None:
-        raise error
-    return result
-
-
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the block is done: rank 0 may not leave a step in which the others wait for it."""
+    """Delay Ctrl-C until the block is done: rank 0 must not leave a step in which the others wait for it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread is interrupted
         return
@@ -284,17 +221,13 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def do_nothing() -> None:
-    """What stands where there is nobody to ask and nothing to end."""
-
-
-def _hang_up(connection: Connection) -> None:
+def _shut_down(connection: Connection) -> None:
     """Break a connection that another thread may be using: closing it would free its number for another file."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
 
 
-def _without_delay(connection: Connection) -> Connection:
+def without_delay(connection: Connection) -> Connection:
     """Switch Nagle's algorithm off: a small message must not wait for the acknowledgement of the one before."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,230 @@
+"""The runner of an engine on several ranks, and how each rank builds its own.
+
+Rank 0 prepares each step, sends its packed input to the other ranks, and all execute it alike. Only rank 0 samples
+tokens, because it alone knows the requests; the sampled ids are broadcast on the device, inside the graph too.
+
+Ranks, collectives and the model's shards are those of `tensor_parallel/`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_a_naive.loading import resolve
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_e_batching.engine import Sampled
+from stage_e_batching.sampler import DrawnTokens
+from stage_f_graph_tp.async_runner import InFlight
+from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs
+from stage_f_graph_tp.kernels import choose_layers
+from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.step_input import StepInput, StepShape
+from stage_f_graph_tp.tensor_parallel import (
+    RankGroup,
+    Rendezvous,
+    Workers,
+    build_sharded_model,
+    interrupts_held,
+    start_ranks,
+)
+
+RELEASE_SECONDS = 10.0  # for NCCL to release its memory
+STEP_SECONDS = 60.0  # a step that takes longer has ranks that wait for each other
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank needs to build its share of the engine."""
+
+    model: str
+    device: str
+    dtype: str
+    seed: int
+    options: dict[str, object]
+
+    @classmethod
+    def of(cls, model: str, device: torch.device, dtype: torch.dtype, seed: int, options: GraphOptions) -> Job:
+        return cls(model, device.type, str(dtype).removeprefix("torch."), seed, asdict(options))
+
+    def encode(self) -> bytes:
+        """As rank 0's first message."""
+        return json.dumps(asdict(self)).encode()
+
+
+def build_ranks(job: Job, config: ModelConfig) -> tuple[Runtime, RankRunner]:
+    """Build the engine's model and runner on all ranks. Returns on rank 0 only; the others execute its commands.
+
+    Raises:
+        ValueError: see `start_ranks`.
+        WorkerError: a worker failed while starting.
+    """
+    options = GraphOptions(**job.options)
+    rendezvous, workers = start_ranks(config, options.tensor_parallel_size, torch.device(job.device), build_worker)
+    try:
+        workers.send(job.encode())
+        return build_rank(job, rendezvous, workers)
+    except BaseException as error:
+        try:
+            if isinstance(error, RuntimeError):
+                workers.explain()  # a collective that broke because a rank died is that rank's error
+        finally:
+            workers.close()
+        raise
+
+
+def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Build a worker's share of the engine; returns what executes rank 0's commands."""
+    return build_rank(Job(**json.loads(message)), rendezvous)[1].execute_command
+
+
+def build_rank(job: Job, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
+    """Load one rank's share. The KV pool has the number of blocks that every rank has room for."""
+    options = GraphOptions(**job.options)
+    device = rendezvous.device(torch.device(job.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = RankGroup(rendezvous, device, workers)
+    build = partial(build_sharded_model, group=group)
+    dtype = getattr(torch, job.dtype)
+    patch = partial(choose_layers, fused=options.fused)
+    runtime = load_runtime(resolve(job.model), options, device, dtype, job.seed, build, patch)
+    group.gather("loaded")  # a collective may only be entered when every rank will enter it
+    group.connect()
+    num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
+    return runtime, RankRunner(runtime, runtime.make_pool(num_blocks), options, group, workers)
+
+
+@dataclass(frozen=True)
+class StepCommand:
+    """What rank 0 tells the others to execute."""
+
+    shape: StepShape
+    num_live: int  # sampling rows that are not padding
+    needs: int  # what these rows need of the sampler
+    data: bytes  # the packed input
+
+    _HEADER = struct.Struct("<9q")
+
+    def encode(self) -> bytes:
+        return self._HEADER.pack(*vars(self.shape).values(), self.num_live, self.needs) + self.data
+
+    @classmethod
+    def decode(cls, message: bytes) -> StepCommand:
+        """Raises `struct.error` or `ValueError` for what is no step."""
+        *sizes, num_live, needs = cls._HEADER.unpack_from(message)
+        shape, data = StepShape(*sizes), message[cls._HEADER.size :]
+        if len(data) != shape.num_bytes:
+            raise ValueError(f"a step of {shape.num_bytes} bytes came with {len(data)}")
+        return cls(shape, num_live, needs, data)
+
+
+class RankRunner(GraphModelRunner):
+    """Runs this rank's share of every step.
+
+    Args:
+        runtime, kv_cache, options: see `GraphModelRunner`.
+        group: the ranks.
+        workers: rank 0's handle on the others; None on the others.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        kv_cache: KVCache,
+        options: GraphOptions,
+        group: RankGroup,
+        workers: Workers | None,
+    ) -> None:
+        self.group = group
+        self.workers = workers
+        self._sampling_failed = False  # in this step, on rank 0
+        super().__init__(runtime, kv_cache, options)
+
+    def execute_command(self, message: bytes) -> None:
+        """Execute a step that rank 0 sent."""
+        command = StepCommand.decode(message)
+        self.buffers.unpack(command.data)
+        self.execute_step(command.shape, np.empty(command.num_live, np.int64), command.needs)
+
+    def execute_step(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+        """As one rank does; rank 0 sends the step to the others first."""
+        if self.workers is None:
+            return super().execute_step(shape, sample_seats, needs)
+        command = StepCommand(shape, len(sample_seats), needs, self.buffers.packed(shape))
+        self._sampling_failed = False
+        with interrupts_held():
+            self.workers.send(command.encode())
+            try:
+                step = super().execute_step(shape, sample_seats, needs)
+            except BaseException as error:
+                if not self._sampling_failed:  # rank 0 left before the step's last collective: the others still wait
+                    self.workers.explain()
+                    self.workers.fail(f"rank 0 could not run a step: {error!r}")
+                self.workers.check()
+                raise
+        return WatchedInFlight(step.drawn, step.host_ids, step.arrived, self.workers)
+
+    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+        """Sample on rank 0 and broadcast the ids."""
+        drawn = DrawnTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
+        try:
+            if self.group.rank == 0:
+                drawn = super().draw(logits, sample_seats, inputs)
+        except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
+            self._sampling_failed = True
+            raise
+        finally:
+            self.group.broadcast(drawn.ids)
+        return drawn
+
+    def draw_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
+        ids = super().draw_plain(logits, inputs)
+        self.group.broadcast(ids)
+        return ids
+
+    def release(self) -> None:
+        super().release()
+        self.group.wait_released(RELEASE_SECONDS)
+
+    def _decode_body(self, graphs: DecodeGraphs, shape: StepShape) -> Body:
+        if self.workers is not None:
+            self.workers.check()  # recording takes seconds, and a rank that died does not end it
+        return super()._decode_body(graphs, shape)
+
+    def _report(self, line: str) -> None:
+        if self.group.rank == 0:
+            super()._report(line)
+
+
+@dataclass(frozen=True)
+class WatchedInFlight(InFlight):
+    """A step on several ranks. If one of them died, the step's tokens are invalid, although they may have arrived."""
+
+    workers: Workers | None = None
+
+    def wait(self) -> Sampled:
+        """The step's tokens.
+
+        Raises:
+            WorkerError: a rank died or failed, or the step took too long.
+        """
+        deadline = time.monotonic() + STEP_SECONDS
+        while self.arrived is not None and not self.arrived.query():
+            self.workers.check()
+            if time.monotonic() > deadline:
+                self.workers.fail(f"the ranks did not finish a step within {STEP_SECONDS:.0f} s")
+        sampled = super().wait()
+        self.workers.check()
+        return sampled

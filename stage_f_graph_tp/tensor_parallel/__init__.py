@@ -1,0 +1,48 @@
+"""Tensor parallelism: one engine on several GPUs. `start_ranks` is the way in for the rest of stage F.
+
+What a rank does with a command is the caller's business: it passes a function. Nothing in here imports the rest of
+stage F.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stage_d_paged.config import ModelConfig
+from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous, started_by_torchrun
+from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model, check_divisible
+from stage_f_graph_tp.tensor_parallel.worker_loop import run_torchrun_worker
+from stage_f_graph_tp.tensor_parallel.workers import Build, WorkerError, Workers, interrupts_held
+
+__all__ = [
+    "RankGroup",
+    "Rendezvous",
+    "WorkerError",
+    "Workers",
+    "build_sharded_model",
+    "interrupts_held",
+    "start_ranks",
+]
+
+
+def start_ranks(config: ModelConfig, size: int, device: torch.device, build: Build) -> tuple[Rendezvous, Workers]:
+    """Start the other ranks, or find those that torchrun started. Returns on rank 0 only.
+
+    Args:
+        config: the whole model's shape.
+        size: the number of ranks.
+        device: where they compute.
+        build: a function of a module. A rank other than 0 calls it with its rendezvous and rank 0's first message. What
+            it returns is called with every further message.
+
+    Raises:
+        ValueError: `size` does not divide the model, or there are not that many GPUs or processes of torchrun.
+    """
+    check_divisible(config, size)
+    if device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
+        raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
+    rendezvous = open_rendezvous(size)
+    if rendezvous.rank > 0:
+        run_torchrun_worker(rendezvous, build)
+    return rendezvous, Workers(rendezvous, build)

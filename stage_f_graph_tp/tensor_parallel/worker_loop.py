@@ -1,0 +1,69 @@
+"""A worker's side: connect to rank 0, build this rank's share from the first message, execute every further one.
+
+A worker exits as soon as its connection to rank 0 breaks, also in the middle of a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from stage_f_graph_tp.tensor_parallel.rendezvous import LOOPBACK, Rendezvous
+from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, Build, without_delay
+
+
+def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
+    """Execute rank 0's commands in a process that torchrun started."""
+    host, port, key = json.loads(rendezvous.store.get("control"))
+    connection = without_delay(Client((host, port), authkey=bytes.fromhex(key)))
+    connection.send_bytes(str(rendezvous.rank).encode())
+    _execute(connection, lambda: rendezvous, build)
+
+
+def run_worker(build: Build, file_number: int, port: int, rank: int, size: int) -> NoReturn:
+    """Execute rank 0's commands in a process that rank 0 started.
+
+    Args:
+        build: see `Workers`.
+        file_number: the inherited connection's.
+        port: of rank 0's store.
+    """
+
+    def join() -> Rendezvous:
+        timeout = timedelta(seconds=CONNECT_TIMEOUT)
+        return Rendezvous(dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout), rank, size)
+
+    _execute(Connection(file_number), join, build)
+
+
+def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Build) -> NoReturn:
+    """Build from the first message, then execute every further one, until the connection ends."""
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                messages.put(connection.recv_bytes())
+        os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective
+
+    threading.Thread(target=receive, daemon=True).start()
+    try:
+        execute = build(join(), messages.get())
+        while True:
+            execute(messages.get())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(traceback.format_exc().strip().encode())
+        time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read it before the connections break
+        os._exit(1)
