@@ -38,7 +38,7 @@ class CallGuard:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Hold the engine for one call; other threads' calls wait.
+        """Hold the engine for one call; other threads' calls wait. So a callback must not wait for one of them.
 
         Raises:
             RuntimeError: the calling thread is inside a call of this engine already.

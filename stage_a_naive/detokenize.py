@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def placeholder(token_id: int) -> str:
-    """What stands in the text for an id that the tokenizer does not know."""
+    """The text that is shown for an id that the tokenizer does not know."""
     return f"⟨{token_id}⟩"
 
 
