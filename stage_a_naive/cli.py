@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stage_a_naive.errors import one_line
@@ -70,6 +72,8 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
     Returns:
         The exit code: 0, also when the reader of a pipe has gone; 2 after a one-line error; 130 after Ctrl-C.
     """
+    if sys.stdout is None:  # closed by `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
     try:
         try:
             sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
@@ -99,8 +103,9 @@ def _answer(stage: object, options: dict) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
-    params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
-    llm = stage.LLM(model, **options)
+    with _interrupts_end_the_program():
+        params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
+        llm = stage.LLM(model, **options)
     if model == "tutor" and not raw:
         _explain_unknown(prompt)
     print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
@@ -109,6 +114,25 @@ def _answer(stage: object, options: dict) -> None:
     print("\n" + performance_summary(llm, output))
     if hasattr(llm, "close"):
         llm.close()
+
+
+@contextmanager
+def _interrupts_end_the_program() -> Iterator[None]:
+    """Let Ctrl-C end the program at once and not by an exception, which libraries swallow while they are imported."""
+
+    def end(*_: object) -> None:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as in the background of a shell
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_piece(index: int, piece: str) -> None:
