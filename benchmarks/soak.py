@@ -19,7 +19,6 @@ import os
 import random
 import sys
 import time
-from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from benchmarks.environment import environment
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM
-from stage_e_batching.engine import Event
 
 HOST_GROWTH = 16 * 2**20  # bytes of resident memory that the allocator's own noise may add
 DEVICE_GROWTH = 2**20  # the tables of the penalties double when more requests than ever before ask for one
@@ -71,7 +69,7 @@ class Soak:
         self.llm = llm
         self.rng = random.Random(seed)
         self.tally = Tally()
-        self.mailbox: deque[Event] = deque()
+        self.mailbox = llm.engine.new_mailbox()
         self.expected: dict[int, list[int]] = {}  # request id -> the answer it got alone
         self.live: list[int] = []
         self.fail_next = False
@@ -150,8 +148,7 @@ class Soak:
         raise InjectedError("made by the soak")
 
     def _read_mail(self) -> None:
-        while self.mailbox:
-            event = self.mailbox.popleft()
+        for event in self.mailbox.take():
             if event.output is None or event.request_id not in self.live:
                 continue
             self.live.remove(event.request_id)

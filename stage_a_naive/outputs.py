@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -77,6 +78,7 @@ class Completion:
         text_at_end: bool = False,
     ) -> None:
         self.request = request
+        self._options = (tokenizer, eos_token_ids, max_total_len, text_at_end)
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
@@ -132,6 +134,18 @@ class Completion:
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
+
+    def text_from(self, start: int) -> str:
+        """The text that is certain, from character `start` on."""
+        return self.text[start : self._released]
+
+    def replayed(self) -> Completion:
+        """The same completion made anew from its tokens, where an exception may have broken `append` off half-way."""
+        new = Completion(self.request, *self._options)
+        logprobs = repeat(None) if self.request.params.logprobs is None else self.logprobs
+        for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
+            new.append(token_id, logprob)
+        return new
 
     def to_output(self, metrics: Metrics) -> GenerationOutput:
         """The finished completion as the caller sees it."""

@@ -92,7 +92,7 @@ class BlockManager:
         """Give `sequence` the pages for its first `num_tokens` tokens; False, and no change, if there are too few.
 
         A sequence that has no page yet first shares what the prefix cache holds of it, which sets its
-        `num_computed_tokens` (and `num_cached_tokens`, if it was never preempted). `watermark` pages must stay
+        `num_computed_tokens` (and `num_cached_tokens`, if it is new). `watermark` pages must stay
         free afterwards: a scheduler uses it when it admits a sequence, so that those already running can still grow.
         """
         table = sequence.block_table
@@ -111,7 +111,7 @@ class BlockManager:
         if not table:
             sequence.num_indexed_blocks = len(shared)
             sequence.num_computed_tokens = len(shared) * self.block_size
-            if sequence.num_preemptions == 0:
+            if sequence.is_new:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
         table += shared
         table += [self._take_page() for _ in range(fresh)]

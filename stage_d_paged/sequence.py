@@ -27,7 +27,7 @@ class Sequence:
 
     token_ids: list[int] = field(init=False)  # prompt + generated
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
-    num_cached_tokens: int = 0  # of those, the ones that the prefix cache had at the first admission
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the sequence was admitted
     num_preemptions: int = 0  # times its pages were taken away (from stage E on)
     block_table: list[int] = field(default_factory=list)  # page of positions 0..block_size-1, of the next ones, …
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
@@ -55,6 +55,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens to run before the next one can be sampled: the rest of a prefill, or 1 in decode."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of it has run yet: what the prefix cache has of it now is not its own doing."""
+        return self.num_generated_tokens == 0 and self.num_preemptions == 0
 
     @property
     def is_finished(self) -> bool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from os import PathLike
 
 import torch
@@ -22,7 +23,7 @@ from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_e_batching.engine import Engine, Event
+from stage_e_batching.engine import Engine
 from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.scheduler import Scheduler
@@ -75,6 +76,7 @@ class LLM(Frontend):
             max_model_len=self.max_model_len,
             trace=Trace(self.options.trace) if self.options.trace else None,
         )
+        self._finished: list[tuple[int, list[int]]] = []  # requests that `step` has not returned yet
         self.build_time = time.perf_counter() - start
 
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
@@ -108,15 +110,52 @@ class LLM(Frontend):
         Raises:
             ValueError: at the call, as `generate`.
         """
-        requests = self._requests(prompts, sampling_params)
-        pieces = self._stream(requests)
+        pieces = self._stream(self._requests(prompts, sampling_params))
         return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
-        with closing(self._serve(requests, streams=True)) as events:
+        self._guard.check_usable()
+        with closing(serve(self.engine, requests, streams=True)) as events:
             for request, event in events:
                 if event.text:
                     yield request.index, event.text
+
+    def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
+        [request] = self._requests([prompt], sampling_params)
+        return self.engine.add_request(request, streams=False)
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Run one step of everything that was added.
+
+        Returns:
+            (id, generated token ids) of each request that finished, and the step's number of tokens: of prompts, or,
+            where none was prefilled, minus the number of decoded tokens. With overlap, of the step before.
+
+        Raises:
+            Exception: what ended a request, which is dropped; the others go on.
+        """
+        self._guard.check_usable()
+        counters = self.engine.counters
+        before = replace(counters)
+        events = self.engine.step()
+        self._finished += [(event.request_id, event.output["token_ids"]) for event in events if event.output]
+        for event in events:
+            if event.error is not None:
+                raise event.error
+        prefilled = counters.num_prefill_tokens - before.num_prefill_tokens
+        prefilled += counters.num_recomputed_tokens - before.num_recomputed_tokens
+        decoded = counters.num_generated_tokens - before.num_generated_tokens
+        finished, self._finished = self._finished, []
+        return finished, prefilled or -decoded
+
+    def is_finished(self) -> bool:
+        """Whether `step` has returned all requests that were added."""
+        return not self._finished and self.engine.is_finished()
+
+    def exit(self) -> None:
+        """nano-vllm's name for `close`."""
+        self.close()
 
     def close(self) -> None:
         """Close the trace file, if there is one; later calls are refused. A second call does nothing."""
@@ -139,7 +178,7 @@ class LLM(Frontend):
         outputs: dict[int, GenerationOutput] = {}
         with progress_bar(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as progress:
             rates = Rates(progress, self.engine.counters)
-            with closing(self._serve(requests, on_text is not None, rates)) as events:
+            with closing(serve(self.engine, requests, on_text is not None, rates)) as events:
                 for request, event in events:
                     if event.text and on_text is not None:
                         on_text(request.index, event.text)
@@ -147,9 +186,3 @@ class LLM(Frontend):
                         outputs[request.index] = event.output
                         progress.update()
         return [outputs[request.index] for request in requests]
-
-    def _serve(
-        self, requests: list[Request], streams: bool, rates: Rates | None = None
-    ) -> Iterator[tuple[Request, Event]]:
-        self.runner.sampler.sampling_fn = self.sampling_fn
-        return serve(self.engine, requests, streams, rates)

@@ -52,4 +52,5 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[rows])  # [samples, vocab]
         sampled = self.sampler.sample(logits, [step.sequences[i] for i in sampling.tolist()])
         token_ids = sampled.ids.tolist()  # waits for the device
-        return Sampled(token_ids, sampled.logprobs and sampled.logprobs.to_host(len(token_ids), token_ids))
+        logprobs = sampled.logprobs and sampled.logprobs.to_host(len(token_ids), token_ids)
+        return Sampled(token_ids, logprobs, sampled.errors)

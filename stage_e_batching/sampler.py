@@ -20,12 +20,12 @@ from torch import Tensor
 
 from stage_a_naive.logprobs import likeliest
 from stage_a_naive.noise import gumbel_from_bits, mix32
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.sampling import SamplingFunction, checked_ids
+from stage_a_naive.outputs import Request
 from stage_e_batching.penalties import PenaltyState
+from stage_e_batching.sampling_functions import choose_replaced
 from stage_e_batching.step import BatchSequence
 
-DRAWN, FILTERED, PENALISED, LOGPROBS = 1, 2, 4, 8  # what a row needs; 0 is greedy
+DRAWN, FILTERED, PENALISED, LOGPROBS, REPLACED = 1, 2, 4, 8, 16  # what a row needs; 0 is greedy
 SMALLEST = torch.finfo(torch.float32).tiny  # temperature and top_p: what is smaller, float32 would make 0
 FILTER_GROUP = 2**25  # logits filtered at a time: sorting takes several times the memory of what it sorts
 
@@ -36,6 +36,7 @@ class DrawnTokens:
 
     ids: Tensor  # int64 [rows]
     logprobs: RowLogprobs | None = None
+    errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,12 @@ class RowLogprobs:
 
 
 class Sampler:
-    """Chooses tokens for the sequences in the seats.
-
-    Attributes:
-        sampling_fn: replaces the draw, as in `Frontend`; None is the built-in one.
-    """
+    """Chooses tokens for the sequences in the seats."""
 
     def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
-        self.sampling_fn: SamplingFunction | None = None
         self._device = device
         self._vocab_size = vocab_size
-        self._params: list[SamplingParams | None] = [None] * num_seats
+        self._requests: list[Request | None] = [None] * num_seats
         self._needs = np.zeros(num_seats, np.uint8)
         self._temperatures = np.zeros(num_seats, np.float32)
         self._seed_keys = np.zeros(num_seats, np.int64)
@@ -89,8 +85,9 @@ class Sampler:
             | FILTERED * filtered
             | PENALISED * params.needs_penalties
             | LOGPROBS * (params.logprobs is not None)
+            | REPLACED * (sequence.request.sampling_fn is not None)
         )
-        self._params[seat] = params
+        self._requests[seat] = sequence.request
         with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
             self._temperatures[seat] = max(params.temperature, SMALLEST) if drawn else 0.0
         self._seed_keys[seat] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
@@ -125,22 +122,21 @@ class Sampler:
             temperatures, noise_keys: what `fill` wrote, on the device.
 
         Raises:
-            ValueError: a replaced `sampling_fn` did not return one id a row.
+            Exception: a replaced `sampling_fn` failed, and for no row alone.
         """
         needs = self.needs(seats)
         scores = self._penalties.apply(logits, seats) if needs & PENALISED else logits
-        if self.sampling_fn is not None:
-            scores = scores.float()
-            ids = checked_ids(self.sampling_fn(scores, [self._params[seat] for seat in seats.tolist()]), scores)
-        elif not needs & DRAWN:
+        if not needs & DRAWN:
             ids = scores.argmax(-1)
         else:
-            if needs & FILTERED:
-                scores, temperatures = self._filter(scores, seats, temperatures)
-            ids = self.draw_plain(scores, temperatures, noise_keys)
+            filtered = self._filter(scores, seats, temperatures) if needs & FILTERED else (scores, temperatures)
+            ids = self.draw_plain(*filtered, noise_keys)
+        errors = None
+        if needs & REPLACED:
+            errors = choose_replaced(scores, [self._requests[seat] for seat in seats.tolist()], ids)
         if needs & PENALISED:
             self._penalties.count(seats, ids)
-        return DrawnTokens(ids, self._logprobs(logits, seats, ids) if needs & LOGPROBS else None)
+        return DrawnTokens(ids, self._logprobs(logits, seats, ids) if needs & LOGPROBS else None, errors)
 
     def draw_plain(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
         """Choose where nothing but each row's temperature counts: `[rows, vocab]` -> ids `[rows]`."""
@@ -180,7 +176,7 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, seats: np.ndarray, ids: Tensor) -> RowLogprobs:
         rows = np.flatnonzero(self._needs[seats] & LOGPROBS)
-        counts = [min(self._params[seat].logprobs, self._vocab_size) for seat in seats[rows].tolist()]
+        counts = [min(self._requests[seat].params.logprobs, self._vocab_size) for seat in seats[rows].tolist()]
         at = torch.from_numpy(rows).to(self._device)
         logprobs = logits[at].float().log_softmax(-1)  # [asking, vocab], of the model, without penalties
         best = likeliest(logprobs, max(counts))

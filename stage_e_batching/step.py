@@ -12,13 +12,14 @@ would be built and torn down every few milliseconds, and the columns become nump
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from stage_a_naive.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
+from stage_e_batching.mailbox import Event, Owner
 
 
 class State(Enum):
@@ -45,12 +46,28 @@ class BatchSequence(Sequence):
     highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
-    mailbox: deque | None = None  # where the engine puts what there is to tell about it
+
+    owner: Owner | None = None  # leads to the mailbox of the call that made it
+    output: GenerationOutput | None = None  # set when it is complete
+    error: Exception | None = None  # set when it failed, or was aborted by somebody else
+    num_read: int = 0  # characters of its text that its call has read
+    end_was_read: bool = False
 
     @property
     def num_total_tokens(self) -> int:
         """Tokens known, and tokens that scheduled steps will add."""
         return len(self.token_ids) + self.num_pending_tokens
+
+    def read(self) -> Event | None:
+        """Text and end that the request's call has not been told yet; None if there is nothing."""
+        if self.end_was_read:
+            return None
+        # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
+        output, error = self.output, self.error
+        text = "" if error else self.completion.text_from(self.num_read)
+        self.num_read += len(text)
+        self.end_was_read = output is not None or error is not None
+        return Event(self.arrival, text, output, error) if text or self.end_was_read else None
 
 
 class ScheduledSequence(NamedTuple):

@@ -1,20 +1,20 @@
 """Between a call and the engine: a call's requests go in, its events come out, and none of them stays behind.
 
-Several calls may be under way at the same time (a stream that is read now and then, a `generate` in between): they
-share the engine, and every step runs requests of all of them. So each call has a mailbox of its own, and whichever call
-steps the engine fills everybody's.
+Several calls may be under way at the same time, in one thread (a stream that is read now and then, a `generate` in
+between, another in a callback) or in several. They share the engine, and every step runs requests of all of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
 from stage_a_naive.outputs import Request
-from stage_e_batching.engine import Counters, Engine, Event
+from stage_e_batching.engine import Engine
+from stage_e_batching.live_requests import Counters
+from stage_e_batching.mailbox import Event
 
 
 def serve(
@@ -22,34 +22,37 @@ def serve(
 ) -> Iterator[tuple[Request, Event]]:
     """Drive the engine until all of `requests` are answered, yielding each one's events.
 
-    However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are aborted.
+    However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.
     Close it (`contextlib.closing`) to have that happen at once.
 
     Args:
         streams: whether text is wanted as it comes, or only at the end.
         rates: told after every step.
+
+    Raises:
+        Exception: what ended one of the requests.
     """
-    mailbox: deque[Event] = deque()
+    mailbox = engine.new_mailbox()
     pending: dict[int, Request] = {}
     try:
         for request in requests:
             pending[engine.add_request(request, mailbox, streams)] = request
         while pending:
-            while mailbox:
-                event = mailbox.popleft()
+            for event in mailbox.take():
+                if event.error is not None:
+                    raise event.error
                 request = pending[event.request_id]
                 if event.output is not None:
                     del pending[event.request_id]
                 yield request, event
-            lost = [i for i in pending if not engine.knows(i)] if not mailbox else []
-            if lost:
-                raise RuntimeError(f"{len(lost)} requests were aborted by somebody else")
             if pending:
-                engine.step()
+                engine.advance(mailbox)
                 if rates is not None:
                     rates.show()
     finally:
-        engine.abort_all(mailbox)
+        if mailbox.owner.unfinished:
+            mailbox.close()
+            engine.settle()
 
 
 class Rates:

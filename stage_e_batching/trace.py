@@ -24,25 +24,23 @@ class Trace:
             reason = f"trace cannot be written ({error.strerror}; name a file in a folder that exists)"
             raise OSError(error.errno, reason, str(path)) from error
         self._start = time.perf_counter()
+        self._open: dict[int, dict[str, object]] = {}  # records of steps that have begun, by number
 
-    def write(
-        self, step: ScheduledStep, pages: list[int], ended: list[BatchSequence], scheduler: Scheduler, ran: float
-    ) -> None:
-        """Append a step's record.
-
-        Args:
-            pages: what each of the step's sequences held while it ran.
-            ended: those that got their last token.
-            ran: when the step's tokens were known (monotonic clock).
-        """
-        record = {
+    def begin(self, step: ScheduledStep, scheduler: Scheduler) -> None:
+        """Note what was decided, and what the pool and the queue are like while the step runs."""
+        self._open[step.number] = {
             "step": step.number,
             "start": step.time - self._start,  # seconds since the trace began
-            "end": ran - self._start,
             "num_tokens": step.total_tokens,
             "sequences": [
-                {"id": e.sequence.arrival, "start": e.start, "tokens": e.num_tokens, "samples": e.samples, "pages": n}
-                for e, n in zip(step, pages, strict=True)
+                {
+                    "id": e.sequence.arrival,
+                    "start": e.start,
+                    "tokens": e.num_tokens,
+                    "samples": e.samples,
+                    "pages": len(e.sequence.block_table),
+                }
+                for e in step
             ],
             "num_decodes": step.num_decodes,
             "num_recomputed": step.num_recomputed,
@@ -51,13 +49,29 @@ class Trace:
                 {"id": p.sequence.arrival, "pages": p.num_pages, "tokens": p.num_tokens, "reason": p.reason}
                 for p in step.preempted
             ],
-            "finished": [{"id": s.arrival, "reason": s.completion.finish_reason} for s in ended],
             "waiting": [sequence.arrival for sequence in scheduler.waiting],
             "used_pages": scheduler.block_manager.num_used,
             "num_pages": scheduler.block_manager.num_blocks,
             "idle_reason": step.idle_reason,
         }
-        self._file.write(json.dumps(record) + "\n")
+
+    def end(self, step: ScheduledStep, ended: list[BatchSequence], ran: float) -> None:
+        """Append the step's record.
+
+        Args:
+            ended: those that got their last token.
+            ran: when the step's tokens were known (monotonic clock).
+        """
+        record = self._open.pop(step.number) | {
+            "end": ran - self._start,
+            "finished": [{"id": s.arrival, "reason": s.completion.finish_reason} for s in ended],
+        }
+        if not self._file.closed:  # a call may still be under way when the engine is closed
+            self._file.write(json.dumps(record) + "\n")
+
+    def forget(self) -> None:
+        """Drop the steps that have begun: they broke off."""
+        self._open.clear()
 
     def close(self) -> None:
         self._file.close()

@@ -41,7 +41,7 @@ class InFlight:
             self.arrived.synchronize()
         token_ids = self.host_ids.tolist()
         logprobs = self.drawn.logprobs
-        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids))
+        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids), self.drawn.errors)
 
 
 class AsyncModelRunner(ModelRunner):

@@ -116,8 +116,6 @@ class GraphModelRunner(AsyncModelRunner):
             return InFlight(None)
         seats = host.sample_seats
         needs = self.sampler.needs(seats) if len(seats) else 0
-        if self.sampler.sampling_fn is not None:
-            needs |= ~DRAWN
         return self.execute_step(shape, seats, needs)
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from stage_e_batching.engine import Engine, Event
+from stage_e_batching.engine import Engine
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.model_runner import InFlight
 
@@ -32,20 +32,20 @@ class OverlappedEngine(Engine):
 
     _running: tuple[ScheduledStep, InFlight] | None = None  # ordered, its tokens not fetched yet
 
-    def step(self) -> list[Event]:
-        """Order the next step, then take in the tokens of the one before."""
-        with self._recovery():
-            step = self.scheduler.schedule()
-            launched = self.runner.launch(step)
-            previous, self._running = self._running, (step, launched) if step.sequences else None
-            return self.postprocess(previous[0], previous[1].wait()) if previous else []
+    def run_step(self) -> None:
+        """Launch the next step, then take in the tokens of the one before."""
+        step = self.schedule()
+        launched = self.runner.launch(step)
+        previous, self._running = self._running, (step, launched)
+        if previous:
+            self.postprocess(previous[0], previous[1].wait())
 
     def _recover(self) -> None:
-        """Also discard the step that is under way: its tokens are invalid, like its pages."""
+        """Also discard the step that is under way: its tokens are invalid, like its blocks."""
         running, self._running = self._running, None
         try:
             if running is not None:
-                with suppress(Exception):  # it may have failed as well; what it reports then is reported here
+                with suppress(Exception):  # it may have failed as well; what it reports then is reported already
                     running[1].wait()
         finally:
             super()._recover()

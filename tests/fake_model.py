@@ -16,7 +16,7 @@ import numpy as np
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
-from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.step_input import host_views
@@ -131,13 +131,16 @@ class LateEngine(Engine):
 
     _in_flight: tuple[ScheduledStep, Sampled] | None = None
 
-    def step(self):
+    def run_step(self) -> None:
         before, self._in_flight = self._in_flight, None
-        with self._recovery():
-            step = self.scheduler.schedule()
-            sampled = self.runner.run(step)
-            self._in_flight = (step, sampled)
-            return self.postprocess(*before) if before else []
+        step = self.schedule()
+        self._in_flight = (step, self.runner.run(step))
+        if before:
+            self.postprocess(*before)
+
+    def _recover(self) -> None:
+        self._in_flight = None
+        super()._recover()
 
 
 def make_engine(
@@ -146,17 +149,38 @@ def make_engine(
     fail_at: frozenset[int] = frozenset(),
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
+    runner_class: type[FakeRunner] = FakeRunner,
+    tokenizer: object = None,
     **options: object,
 ) -> Engine:
     scheduler = Scheduler(**options)
     engine_class = LateEngine if late else Engine
     return engine_class(
         scheduler,
-        runner or FakeRunner(scheduler, fail_at),
-        tokenizer=FakeTokenizer(),
+        runner or runner_class(scheduler, fail_at),
+        tokenizer=tokenizer or FakeTokenizer(),
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,
     )
+
+
+def check_books(engine: Engine) -> None:
+    """The engine's counts agree with one another between two steps."""
+    engine.settle()
+    scheduler = engine.scheduler
+    scheduler.block_manager.check_invariants(scheduler.unfinished)
+    assert scheduler.num_running <= scheduler.max_num_seqs
+    running = [*scheduler.prefilling, *scheduler.decoding]
+    assert len({sequence.row for sequence in running}) == len(running)
+    assert all(sequence.times_overtaken <= MAX_OVERTAKES for sequence in scheduler.unfinished)
+    assert all(sequence.row == -1 and not sequence.block_table for sequence in scheduler.waiting)
+    for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
+        assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+    if engine.runner.steps:
+        step = engine.runner.steps[-1]
+        assert step.total_tokens <= scheduler.max_num_batched_tokens
+        assert len(step) <= scheduler.max_num_seqs
+        assert step.sequences or step.idle_reason
 
 
 def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Request:

@@ -299,3 +299,64 @@ def test_on_the_gpu_the_pool_is_what_this_process_may_use():
     llm.generate([[1] * 4000] * 4, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     assert 0.1 * total < llm.kv_cache.num_bytes < 0.25 * total  # the rest is for the largest step
     assert torch.cuda.max_memory_allocated() < 0.26 * total
+
+
+def test_decode_steps_keep_to_the_tokens_of_a_step(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+    llm = LLM("random:qwen2-tiny", device="cpu", max_num_batched_tokens=4)
+    forward, rows = llm.runtime.model.forward, []
+    monkeypatch.setattr(llm.runtime.model, "forward", lambda ids, *args: rows.append(len(ids)) or forward(ids, *args))
+    assert ids_of(llm, prompts()) == expected
+    assert max(rows) == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_requests_that_were_added_outlive_a_step_that_breaks_off(expected: list[list[int]], error: type[BaseException]):
+    llm = LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=4)
+    ids = [llm.add_request(prompt, GREEDY) for prompt in prompts()[:3]]
+    model, calls = llm.runtime.model, iter(range(100))
+    forward = model.forward
+
+    def fails_twice(*args: object) -> torch.Tensor:
+        if next(calls) in (0, 4):
+            llm.kv_cache.tensor.fill_(7.0)  # what the pool holds after a step that broke off is not known
+            raise error("stop here")
+        return forward(*args)
+
+    model.forward = fails_twice
+    outputs: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        try:
+            outputs.update(llm.step()[0])
+        except error:
+            continue
+    assert [outputs[i] for i in ids] == expected[:3]
+    assert_nothing_held(llm)
+
+
+def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    request = llm.add_request(prompts()[1], GREEDY)
+
+    def stop(index: int, piece: str) -> None:
+        raise LookupError("stop here")
+
+    with pytest.raises(LookupError, match="stop here"):
+        llm.generate(prompts()[:1], GREEDY, use_tqdm=False, on_text=stop)
+    outputs: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        outputs.update(llm.step()[0])
+    assert outputs == {request: expected[1]}
+
+
+def test_a_sampler_that_fails_drops_the_requests_that_it_was_asked_for(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    llm.sampling_fn = lambda logits, params: torch.full(logits.shape[:1], logits.shape[-1])
+    llm.add_request(prompts()[0], GREEDY)
+    llm.sampling_fn = None
+    request = llm.add_request(prompts()[1], GREEDY)
+    with pytest.raises(ValueError, match="token id 4096, outside the vocabulary of 4096"):
+        llm.step()
+    outputs: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        outputs.update(llm.step()[0])
+    assert outputs == {request: expected[1]}

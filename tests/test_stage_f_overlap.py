@@ -149,8 +149,8 @@ def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monk
             return result
 
         llm.runner.launch = logged
-        step = llm.engine.step
-        llm.engine.step = lambda step=step, log=log: (step(), log.append(" "))[0]
+        run_step = llm.engine.run_step
+        llm.engine.run_step = lambda run_step=run_step, log=log: (run_step(), log.append(" "))[0]
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), False)
         assert "".join(log).strip() == expected
 

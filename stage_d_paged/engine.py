@@ -1,0 +1,207 @@
+"""The engine of a static batch: as many requests as fit run together, step by step, until the last of them is done.
+
+    queue -> batch -> [prefill step] ... [decode step] ... -> the next batch
+
+A step runs the next tokens of the prompts, at most `max_num_batched_tokens`, or, when all prompts have been run, one
+token of every sequence. A sequence that has finished keeps its row as padding until the batch ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from stage_a_naive.logprobs import top_logprobs
+from stage_a_naive.sampling import choose_tokens
+from stage_d_paged.batch import Chunk, flat_batch
+from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.kv_cache import KVCache, MemoryReport, memory_report
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.runtime import Runtime
+from stage_d_paged.sequence import Sequence
+
+News = list[tuple[Sequence, str]]  # sequences that got a token, each with its new text
+
+
+class StaticEngine:
+    """Runs requests in static batches.
+
+    An error of the sampler, or in the text of a request, drops the requests that it is about. Whatever else breaks a
+    step off costs recomputation only: the next step starts again from the tokens known.
+
+    Args:
+        runtime, kv_cache: the model, and the pool of blocks that it writes to.
+        options: the limits of a batch and of a step.
+
+    Attributes:
+        memory: what the last batch held in blocks when it ended, next to contiguous reservations.
+    """
+
+    def __init__(self, runtime: Runtime, kv_cache: KVCache, options: EngineOptions) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.memory: MemoryReport | None = None
+        self._runtime = runtime
+        self._kv_cache = kv_cache
+        self._options = options
+        self._batch: list[Sequence] = []
+        self._to_prefill: deque[Sequence] = deque()  # those of the batch whose prompts have not been run
+        self._midway = False  # a step has begun and not ended
+        self._empty_the_pool()
+
+    def _empty_the_pool(self) -> None:
+        pool = self._kv_cache
+        self.block_manager = BlockManager(pool.num_blocks, pool.block_size, self._options.enable_prefix_caching)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All that wait or run, in order."""
+        running = [sequence for sequence in self._batch if not sequence.is_finished]
+        return list(dict.fromkeys([*running, *self.waiting]))
+
+    def drop(self, sequences: Iterable[Sequence]) -> None:
+        """Forget requests that are not done. Others of their batch start again from the tokens that they have."""
+        gone = set(sequences)
+        if gone:
+            self._midway = True
+            self._restart([sequence for sequence in self.unfinished if sequence not in gone])
+
+    def _restart(self, sequences: list[Sequence]) -> None:
+        """Begin anew with an empty pool: what a step that broke off has written is not known."""
+        self._empty_the_pool()
+        for sequence in sequences:
+            sequence.completion = sequence.completion.replayed()
+            sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
+            sequence.block_table = []
+            sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
+        self.waiting = deque(sequence for sequence in sequences if not sequence.is_finished)
+        self._batch = []
+        self._to_prefill.clear()
+        self._midway = False
+
+    @torch.inference_mode()
+    def step(self) -> tuple[News, int]:
+        """Run one step.
+
+        Returns:
+            the sequences that got a token, and the step's number of tokens: of prompts, or minus those decoded.
+
+        Raises:
+            Exception: whatever broke the step off.
+        """
+        if self._midway:
+            self._restart(self.unfinished)
+        self._midway = True
+        if not self._batch:
+            self._next_batch()
+        news, num_tokens = self._prefill() if self._to_prefill else self._decode()
+        if all(sequence.is_finished for sequence in self._batch):
+            self._end_batch()
+        self._midway = False
+        return news, num_tokens
+
+    def _next_batch(self) -> None:
+        """Take requests, in order, as long as the pool holds all of them to their full lengths."""
+        room = self.block_manager.num_blocks
+        most = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)  # one token each in a decode step
+        batch: list[Sequence] = []
+        for sequence in self.waiting:
+            # The last token generated is never run, so its K and V take no slot.
+            most_tokens = len(sequence) + sequence.completion.num_remaining_tokens - 1
+            room -= self.block_manager.blocks_for(most_tokens)
+            # One sampling_fn chooses the tokens of a whole batch.
+            alike = not batch or sequence.request.sampling_fn is batch[0].request.sampling_fn
+            if batch and (room < 0 or len(batch) == most or not alike):
+                break
+            batch.append(sequence)
+        self._batch = batch
+        self._to_prefill.extend(batch)
+        for _ in batch:
+            self.waiting.popleft()
+
+    def _end_batch(self) -> None:
+        if self._batch:
+            self.memory = memory_report(
+                self._batch, self._kv_cache.block_size, self._runtime.max_model_len, self._runtime.bytes_per_token
+            )
+        for sequence in self._batch:
+            self.block_manager.free(sequence)
+        self._batch = []
+
+    def _prefill(self) -> tuple[News, int]:
+        """Run the next `max_num_batched_tokens` prompt tokens, first come first served."""
+        chunks: list[Chunk] = []
+        budget = self._options.max_num_batched_tokens
+        while budget and self._to_prefill:
+            sequence = self._to_prefill[0]
+            if not sequence.block_table:
+                self.block_manager.allocate(sequence, len(sequence))  # fits: the batch was chosen to
+                sequence.first_scheduled_time = time.perf_counter()
+            chunks.append(self._chunk(sequence, min(budget, sequence.num_uncomputed_tokens)))
+            budget -= chunks[-1].count
+            if sequence.num_uncomputed_tokens == 0:
+                self._to_prefill.popleft()
+        return self._run(chunks), self._options.max_num_batched_tokens - budget
+
+    def _decode(self) -> tuple[News, int]:
+        """Run one token of every sequence."""
+        news: News = []
+        live = [sequence for sequence in self._batch if not sequence.is_finished]
+        for sequence in live:
+            if not self.block_manager.append(sequence):  # only a sequence that is alone can outgrow the pool
+                news.append((sequence, sequence.completion.finish("length")))
+        if len(news) < len(live):
+            news += self._run([self._chunk(sequence, 1) for sequence in self._batch])
+        return news, -len(live)
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        """Plan a sequence's next tokens. Those planned after it, even for the same step, find its blocks."""
+        start = sequence.num_computed_tokens
+        if not sequence.is_finished:
+            sequence.num_computed_tokens += count
+            self.block_manager.index_computed(sequence)
+        return Chunk(sequence, start, count)
+
+    def _run(self, chunks: list[Chunk]) -> News:
+        """Run the planned tokens; a sequence that has no more to run gets its next token."""
+        model = self._runtime.model
+        batch = flat_batch(chunks, self._kv_cache.block_size, self._runtime.device)
+        hidden = model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
+        live = [chunk.sequence for chunk in chunks if not chunk.sequence.is_finished]  # one of batch.last_rows each
+        ready = [(row, sequence) for row, sequence in enumerate(live) if sequence.num_uncomputed_tokens == 0]
+        news = self._sample(hidden, batch.last_rows, ready) if ready else []
+        self.block_manager.confirm()
+        return news
+
+    def _sample(
+        self,
+        hidden: Tensor,  # [tokens, hidden]
+        last_rows: Tensor,  # [live sequences]
+        ready: list[tuple[int, Sequence]],  # with its row in last_rows
+    ) -> News:
+        rows = last_rows[torch.tensor([row for row, _ in ready], device=last_rows.device)]
+        logits = self._runtime.model.compute_logits(hidden[rows]).float()  # [rows, vocab]
+        sequences = [sequence for _, sequence in ready]
+        generated = [sequence.completion.token_ids for sequence in sequences]
+        try:
+            ids = choose_tokens(logits, [sequence.request for sequence in sequences], generated).tolist()  # waits
+        except Exception:
+            self.drop(sequences)
+            raise
+        now = time.perf_counter()
+        news: News = []
+        for row, (token_id, sequence) in enumerate(zip(ids, sequences, strict=True)):
+            count = sequence.request.params.logprobs
+            logprobs = None if count is None else top_logprobs(logits[row], count, token_id)
+            sequence.first_token_time = sequence.first_token_time or now
+            sequence.finish_time = now
+            sequence.token_ids.append(token_id)
+            try:
+                news.append((sequence, sequence.completion.append(token_id, logprobs)))
+            except Exception:
+                self.drop([sequence])
+                raise
+        return news

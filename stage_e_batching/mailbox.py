@@ -1,0 +1,90 @@
+"""How a call hears what became of its requests.
+
+Several calls share one engine, and whichever of them runs a step runs it for all. So each call has a `Mailbox`. The
+engine only notes in it *which* requests have news; the reader takes from the request what it has not read yet. A note
+that comes twice is therefore harmless, which makes recovery from an interrupted step simple: note everybody again.
+
+A call owns its requests through its mailbox. When the call ends it closes the mailbox, and the engine drops what is not
+done. If a second Ctrl-C keeps the call from doing so, the mailbox ceases to exist with it, and as the engine refers to
+it weakly, the interpreter itself reports that to the engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Set
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from stage_a_naive.outputs import GenerationOutput
+
+
+class Event(NamedTuple):
+    """Something to tell about a request: new text, or its end."""
+
+    request_id: int
+    text: str
+    output: GenerationOutput | None = None  # the whole answer, when it is complete
+    error: Exception | None = None  # what ended the request instead
+
+
+class HasNews(Protocol):
+    """A request, as the mailbox sees it."""
+
+    def read(self) -> Event | None:
+        """What has not been read yet, if anything."""
+
+
+class Owner(weakref.ref):
+    """The engine's weak reference to a mailbox, with the requests that are to go when the mailbox goes."""
+
+    unfinished: Set[HasNews] = frozenset()  # an interrupt may come before it has a set of its own
+
+
+class Mailbox:
+    """The news of one call's requests.
+
+    Args:
+        gone: where `owner` is put when this mailbox is closed or ceases to exist.
+    """
+
+    def __init__(self, gone: deque[Owner]) -> None:
+        self._gone = gone
+        self.owner = Owner(self, gone.append)
+        self.owner.unfinished = set()
+        self._news: deque[HasNews] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def close(self) -> None:
+        """Let the requests go that have not ended; the engine drops them before its next step."""
+        self._gone.append(self.owner)
+
+    def put(self, request: HasNews) -> None:
+        """Note that there is news of a request."""
+        self._news.append(request)
+
+    def take(self) -> list[Event]:
+        """Read all news."""
+        events: list[Event] = []
+        while self._news:
+            event = self._news.popleft().read()
+            if event is not None:
+                events.append(event)
+        return events
+
+    def ring(self) -> None:
+        """Wake up the thread that waits here, or will."""
+        self._bell.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the bell; whether it rang."""
+        with suppress(Empty):
+            self._bell.get(timeout=seconds)
+            return True
+        return False

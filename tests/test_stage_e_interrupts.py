@@ -1,0 +1,224 @@
+"""An exception at any moment of a step costs other calls nothing: not a piece of text, not a logprob, not an end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from fake_model import FakeRunner, check_books, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interrupts import interrupt_after
+
+import stage_e_batching
+from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.mailbox import Mailbox
+from stage_e_batching.step import ScheduledStep
+from stage_e_batching.streaming import serve
+
+TOKENIZER = load_tokenizer(resolve("tutor"))
+POOL = {"num_blocks": 24, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 12}
+LENGTHS = (5, 1, 9, 3, 7)  # of the prompts; together with the answers more than the pool holds
+
+
+class ScoringRunner(FakeRunner):
+    """The fake model, with log-probabilities that tell each position from every other."""
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        sampled = super().run(step)
+        ends = [e.start + e.num_tokens for e in step if e.samples]
+        logprobs = [{token: -float(end)} for token, end in zip(sampled.token_ids, ends, strict=True)]
+        return Sampled(sampled.token_ids, logprobs)
+
+
+def engine_of(make: Callable[..., Engine]) -> Engine:
+    return make(**POOL, runner_class=ScoringRunner, tokenizer=TOKENIZER)
+
+
+def request(index: int) -> Request:
+    prompt = [(7 * index + i) % 50 + 3 for i in range(LENGTHS[index])]
+    params = SamplingParams(max_tokens=6 + index, ignore_eos=True, logprobs=0, stop=("zzz",) if index == 2 else ())
+    return Request(index, prompt, params, seed=index)
+
+
+def read_in_turn(engine: Engine) -> tuple[dict[int, str], dict[int, dict], set[int]]:
+    """Read five streams in turn; returns their texts, their outputs, and which of them died of an interrupt."""
+    streams = {i: serve(engine, [request(i)], streams=True) for i in range(len(LENGTHS))}
+    texts = dict.fromkeys(streams, "")
+    outputs, died = {}, set()
+    while streams:
+        for i, stream in list(streams.items()):
+            try:
+                _, event = next(stream)
+            except StopIteration:
+                del streams[i]
+            except (KeyboardInterrupt, TimeoutError):
+                del streams[i]
+                died.add(i)
+            else:
+                texts[i] += event.text
+                if event.output is not None:
+                    outputs[i] = event.output
+    return texts, outputs, died
+
+
+def undisturbed(make: Callable[..., Engine]) -> tuple[dict[int, str], dict[int, dict], int]:
+    """Texts and outputs, and how many lines of the engine's code they take."""
+    with interrupt_after(0) as countdown:
+        texts, outputs, died = read_in_turn(engine_of(make))
+    assert not died and all(outputs[i]["text"] == texts[i] for i in texts) and any(texts.values())
+    return texts, outputs, countdown.seen
+
+
+def assert_only_the_dead_lost_something(engine: Engine, expected: tuple, found: tuple) -> None:
+    texts, outputs, died = found
+    assert len(died) <= 1
+    for i in set(texts) - died:
+        assert texts[i] == expected[0][i]
+        for key in ("token_ids", "logprobs", "finish_reason", "text"):
+            assert outputs[i][key] == expected[1][i][key]
+    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+    check_books(engine)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple:
+    return undisturbed(make_engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(part=st.floats(0, 1), error=st.sampled_from([KeyboardInterrupt, TimeoutError]), late=st.booleans())
+def test_an_interrupt_at_any_line_costs_the_other_streams_nothing(expected, part, error, late):
+    engine = engine_of(lambda **options: make_engine(late=late, **options))
+    with interrupt_after(int(part * expected[2]), error):
+        found = read_in_turn(engine)
+    assert_only_the_dead_lost_something(engine, expected, found)
+
+
+SECOND = ["settle", "_begin", "_recover", "_replay", "_remove", "_tell", "scheduler.recover", "scheduler.remove"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(part=st.floats(0, 1), where=st.sampled_from(SECOND), times=st.integers(1, 3))
+def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected, part, where, times):
+    engine = engine_of(make_engine)
+    engine.longest_wait = 0.001
+    *path, name = where.split(".")
+    holder = engine.scheduler if path else engine
+    method = getattr(holder, name)
+    left = times
+
+    def interrupted(*args: object) -> object:
+        nonlocal left
+        if countdown.seen >= countdown.lines and left:
+            left -= 1
+            raise KeyboardInterrupt
+        return method(*args)
+
+    setattr(holder, name, interrupted)
+    with interrupt_after(int(part * expected[2])) as countdown:
+        texts, outputs, died = read_in_turn(engine)
+    setattr(holder, name, method)
+    assert len(died) <= 1 + times
+    for i in set(texts) - died:
+        assert (texts[i], outputs[i]["logprobs"]) == (expected[0][i], expected[1][i]["logprobs"])
+    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+
+
+def test_two_interrupts_leave_no_request_behind(monkeypatch):
+    engine = engine_of(make_engine)
+    call = serve(engine, [request(i) for i in range(5)], streams=True)
+    next(call)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", interrupted)
+        patch.setattr(engine, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(call)
+    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+
+
+@pytest.mark.parametrize("where", ["schedule", "run", "postprocess"])
+def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(expected, monkeypatch, where):
+    engine = engine_of(make_engine)
+    holder = {"schedule": engine.scheduler, "run": engine.runner, "postprocess": engine}[where]
+    method = getattr(holder, where)
+    collections = iter([gc.collect])
+    gc.disable()
+    try:
+        drop_in_a_cycle(serve(engine, [request(0)], streams=True))
+        monkeypatch.setattr(holder, where, lambda *args: (next(collections, int)(), method(*args))[1])
+        output = [event.output for _, event in serve(engine, [request(3)], streams=True)][-1]
+    finally:
+        gc.enable()
+    assert output["token_ids"] == expected[1][3]["token_ids"] and output["text"] == expected[0][3]
+    assert engine.counters.num_aborted == 1 and engine.counters.num_finished == 1
+    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+
+
+def drop_in_a_cycle(stream: Iterator) -> None:
+    """Read a stream once, then leave it where only the garbage collector finds it."""
+    next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)
+
+
+def test_a_request_that_ended_in_the_interrupted_step_still_tells_its_end(expected, monkeypatch):
+    engine = engine_of(make_engine)
+    mailbox = engine.new_mailbox()
+    engine.add_request(request(1), mailbox)
+    remove, put = engine.scheduler.remove, Mailbox.put
+    for holder, name, method in ((engine.scheduler, "remove", remove), (Mailbox, "put", put)):
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(holder, name, lambda *args, method=method: method(*args) or throw())
+            while not mailbox.has_news:
+                engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    events = mailbox.take()
+    assert "".join(event.text for event in events) == expected[0][1]
+    assert [event.output["token_ids"] for event in events if event.output] == [expected[1][1]["token_ids"]]
+
+
+def throw() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("num_prompts", [1, 2])
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(monkeypatch, error, num_prompts, fails_at):
+    llm = stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4)
+    assert_unwritten_blocks_are_not_served(llm, monkeypatch, error, num_prompts, fails_at)
+
+
+def assert_unwritten_blocks_are_not_served(llm, monkeypatch, error, num_prompts: int, fails_at: int) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = [[*range(10, 27), 100 + i] for i in range(num_prompts)]
+    calls = 0
+
+    def fail(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            llm.kv_cache.tensor.fill_(7.0)  # what was there before is not what this run should have written
+            raise error("wrote nothing")
+        return forward(*args)
+
+    forward = llm.runner.model.forward
+    with monkeypatch.context() as patch, pytest.raises(error, match="wrote nothing"):
+        patch.setattr(llm.runner.model, "forward", fail)
+        llm.generate(prompts, greedy, False)
+    outputs = llm.generate(prompts, greedy, False)
+    assert outputs[0]["metrics"]["num_cached_tokens"] == 0
+    fresh = type(llm)("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4)
+    expected = fresh.generate(prompts, greedy, False)
+    assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]
