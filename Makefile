@@ -88,22 +88,15 @@ lint: $(READY) ## check style and the direction of imports
 doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
 	@$(PY) -m doctor
 
-bench: $(READY) ## the shared benchmark at CPU size: all stages, a few minutes
+bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says at its start how long it takes
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
 
 bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
 
-report: $(READY) ## write the tables and plots of the READMEs from benchmarks/results
+report: $(READY) ## write the tables, pictures and code excerpts of the READMEs from benchmarks/results and the sources
 	@$(PY) -m benchmarks.excerpts
 	@$(PY) -m benchmarks.report
-	@$(PY) -m benchmarks.decode_ablation --report
-	@$(PY) -m benchmarks.mlp_kernels --report benchmarks/results/mlp_kernels_h200.json
-	@$(PY) -m benchmarks.attention_kernels --report benchmarks/results/attention_kernels_h200.json
-	@$(PY) -m benchmarks.batching_report
-	@$(PY) -m benchmarks.graph_ablation --report
-	@$(PY) -m benchmarks.layer_kernels --report benchmarks/results/layer_kernels_h200.json
-	@$(PY) -m benchmarks.decode_kernel --report benchmarks/results/decode_kernel_h200.json
 
 notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
 	@$(PY) notebooks/run.py $(ARGS)
@@ -114,7 +107,7 @@ lab: $(READY) ## open the notebooks in JupyterLab (ARGS= goes to it)
 	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
 soak: $(READY) ## random load on stage E for MINUTES=, watching memory
-	@$(PY) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove what was built or cached, and the virtual environment
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines import is_installed
-from benchmarks.environment import ROOT, cpu_name, driver_version
+from benchmarks.results import ROOT, cpu_name, driver_version
 
 # Compute capabilities that are needed, and who says so.
 BFLOAT16 = (8, 0)  # in hardware; PyTorch emulates it below

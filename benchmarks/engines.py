@@ -1,7 +1,9 @@
-"""The engines that are measured. An engine joins by being listed here once.
+"""The engines that are measured: one entry is one row of the tables.
 
-A row of the table is an engine with its options, so one stage can have several rows (`B` and `B compiled`). Engines of
-other projects are rows only where their package is installed; stages that are not there yet are no rows at all.
+A row is a class with its options, so one stage can have several rows (`B` and `B compiled`). Engines of other projects
+are rows where their package is installed. A row of your own needs no change here:
+
+    python -m benchmarks.run --engines A mine=my_module:LLM "D[attention_backend=reference]"
 """
 
 from __future__ import annotations
@@ -11,23 +13,9 @@ import importlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Protocol
-
-import torch
-
-from stage_a_naive.outputs import GenerationOutput
-from stage_a_naive.sampling import SamplingParams
-
-
-class Generator(Protocol):
-    """What a built engine can do: every stage's `LLM`, and the adapters of `peers.py`."""
-
-    def generate(
-        self, prompts: list[list[int]], sampling_params: list[SamplingParams], use_tqdm: bool
-    ) -> list[GenerationOutput]: ...
 
 
 @dataclass(frozen=True)
@@ -40,8 +28,8 @@ class Engine:
         options: keyword arguments for the class.
         package: must be importable for the row to exist.
         one_at_a_time: serves requests one after another, so a workload of many takes the sum of their times.
-        sized: takes `max_model_len`, because it reserves memory or records graphs by it.
-        small: options that keep its memory small, so that several can be asked for their answers side by side.
+        sized: takes `max_model_len`, because it reserves memory or captures graphs by it.
+        small: options that keep its memory small, for the parity gate.
         needs_compiler: does not work without a C++ compiler.
         min_gpus: does not work with fewer.
     """
@@ -56,40 +44,90 @@ class Engine:
     needs_compiler: bool = False
     min_gpus: int = 0
 
+    def unmet_need(self, num_gpus: int) -> str | None:
+        """Why the engine cannot run on this machine, or None where it can."""
+        if self.needs_compiler and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
+            return "no C++ compiler"
+        if num_gpus < self.min_gpus:
+            return f"needs {self.min_gpus} GPU{'s' * (self.min_gpus > 1)}, there are {num_gpus}"
+        return None
 
-def _stage(name: str, package: str, options: Mapping[str, object] | None = None, **properties: object) -> Engine:
-    return Engine(name, f"{package}:LLM", package, options or {}, **properties)
+    def build(self, model: str, device: str, dtype: str, max_model_len: int | None = None) -> object:
+        """Load a model. `max_model_len` reaches only the engines that are sized by it."""
+        module, _, name = self.factory.partition(":")
+        options = dict(self.options)
+        if self.sized and max_model_len is not None:
+            options.setdefault("max_model_len", max_model_len)
+        return getattr(importlib.import_module(module), name)(model, device=device, dtype=dtype, **options)
 
 
-def _paged(name: str, package: str, options: Mapping[str, object] | None = None, **properties: object) -> Engine:
-    return _stage(name, package, options, sized=True, small={"num_kvcache_blocks": 256}, **properties)
+def _single(name: str, package: str, factory: str = "", **properties: object) -> Engine:
+    return Engine(name, factory or f"{package}:LLM", package, one_at_a_time=True, **properties)
 
 
-_PEER = {"sized": True, "small": {"gpu_memory_utilization": 0.3}, "min_gpus": 1}
+def _paged(name: str, package: str, options: Mapping[str, object] | None = None, min_gpus: int = 0) -> Engine:
+    small = {"num_kvcache_blocks": 256}
+    return Engine(name, f"{package}:LLM", package, options or {}, sized=True, small=small, min_gpus=min_gpus)
 
 
-REFERENCE = "A"  # the parity gate compares every engine's tokens with this one's
+def _peer(name: str, package: str, factory: str) -> Engine:
+    return Engine(name, factory, package, sized=True, small={"gpu_memory_utilization": 0.3}, min_gpus=1)
 
+
+_B, _C, _F = "stage_b_decode_step", "stage_c_fused_mlp", "stage_f_graph_tp"
 ENGINES = (
     Engine("transformers", "benchmarks.peers:TransformersEngine", "transformers"),
-    _stage("A", "stage_a_naive", one_at_a_time=True),
-    _stage("B", "stage_b_decode_step", one_at_a_time=True),
-    _stage("B compiled", "stage_b_decode_step", {"compile": True}, one_at_a_time=True, needs_compiler=True),
-    _stage("C", "stage_c_fused_mlp", one_at_a_time=True, needs_compiler=True),
-    _stage("C compiled", "stage_c_fused_mlp", {"compile": True}, one_at_a_time=True, needs_compiler=True),
+    _single("A", "stage_a_naive"),
+    _single("A, cuDNN SDPA off", "stage_a_naive", "benchmarks.peers:stage_a_without_cudnn", min_gpus=1),
+    _single("B", _B),
+    _single("B compiled", _B, options={"compile": True}, needs_compiler=True),
+    _single("C", _C, needs_compiler=True),
+    _single("C compiled", _C, options={"compile": True}, needs_compiler=True),
     _paged("D", "stage_d_paged"),
     _paged("E", "stage_e_batching"),
-    _paged("F eager", "stage_f_graph_tp", {"enforce_eager": True}),
-    _paged("F", "stage_f_graph_tp"),
-    _paged("F, 2 GPUs", "stage_f_graph_tp", {"tensor_parallel_size": 2}, min_gpus=2),
-    Engine("nano-vllm", "benchmarks.peers:NanoVLLMEngine", "nanovllm", **_PEER),
-    Engine("vllm", "benchmarks.peers:VLLMEngine", "vllm", **_PEER),
+    _paged("F eager", _F, {"enforce_eager": True}),
+    _paged("F", _F),
+    _paged("F, 2 GPUs", _F, {"tensor_parallel_size": 2}, min_gpus=2),
+    _paged("F, 4 GPUs", _F, {"tensor_parallel_size": 4}, min_gpus=4),
+    _peer("nano-vllm", "nanovllm", "benchmarks.peers:NanoVLLMEngine"),
+    _peer("mini-sglang", "minisgl", "benchmarks.peers:MiniSGLEngine"),
+    _peer("vllm", "vllm", "benchmarks.peers:VLLMEngine"),
 )
+REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the parity gate compares with its tokens
+
+# A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
+# it is, as on the command line.
+_B_IDEAS = {
+    "static cache": "static_cache", "last logits only": "last_logits_only", "pinned memory": "pinned",
+    "buffers": "buffers", "late checks": "async_eos", "SDPA": "sdpa",
+}  # fmt: skip
+_NO_KERNELS = "fused=False,fused_mlp=off"
+STUDIES: dict[str, dict[str, str]] = {
+    "stage-b": {
+        "A": "A",
+        "B": "B",
+        "B without warm-up": "B[warmup=False]",
+        **{f"B without {words}": f"B[{option}=False]" for words, option in _B_IDEAS.items()},
+        "B compiled": "B compiled",
+        **{
+            f"B compiled without {words}": f"B compiled[{option}=False]"
+            for words, option in _B_IDEAS.items() if option not in ("static_cache", "last_logits_only")
+        },
+    },
+    "stage-f": {
+        "none of them": f"F[enforce_eager=True,overlap=False,{_NO_KERNELS}]",
+        "no graphs": "F[enforce_eager=True]",
+        "no fused kernels": f"F[{_NO_KERNELS}]",
+        "no overlap": "F[overlap=False]",
+        "all on": "F",
+    },
+    "ranks": {"F": "F", "F, 2 GPUs": "F, 2 GPUs", "F, 4 GPUs": "F, 4 GPUs"},
+}  # fmt: skip
 
 
-def installed_engines() -> list[Engine]:
-    """The rows that can exist here, in table order."""
-    return [engine for engine in ENGINES if is_installed(engine.package)]
+def installed_engines() -> dict[str, Engine]:
+    """The rows that can exist here by name, in table order."""
+    return {engine.name: engine for engine in ENGINES if is_installed(engine.package)}
 
 
 def is_installed(package: str) -> bool:
@@ -98,53 +136,47 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def unmet_need(engine: Engine, num_gpus: int) -> str | None:
-    """Why an engine cannot run on this machine, or None where it can."""
-    if engine.needs_compiler and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
-        return "no C++ compiler"
-    if num_gpus < engine.min_gpus:
-        return f"needs {engine.min_gpus} GPU{'s' if engine.min_gpus > 1 else ''}, there are {num_gpus}"
-    return None
-
-
-def select(specifications: list[str], extra_options: list[str]) -> list[Engine]:
-    """The engines that the command line names.
+def select(specifications: Sequence[str]) -> list[Engine]:
+    """The engines that the command line names; every engine installed where it names none.
 
     Args:
-        specifications: names from `ENGINES`, each optionally with options in brackets, which make a row of its own:
-            `D`, `D[attention_backend=reference]`. None at all: every engine installed.
-        extra_options: `name.option=value`; changes that engine's row without renaming it.
+        specifications: `NAME`, a row of `ENGINES`; or `NAME=module:Class`, a row of your own; each optionally with
+            options in brackets, which make another row: `D`, `D[attention_backend=reference]`.
 
     Raises:
         ValueError: an engine that is not there, or an option that cannot be read.
     """
-    by_name = {engine.name: engine for engine in installed_engines()}
-
-    def named(name: str) -> Engine:
-        if name not in by_name:
-            raise ValueError(f"no engine {name!r} here; there are: {', '.join(by_name)}")
-        return by_name[name]
-
-    chosen = []
-    for text in specifications or by_name:
-        match = re.fullmatch(r"([^\[\]]+?)(?:\[(.+)\])?", text)
-        if match is None:
-            raise ValueError(f"engine {text!r} is not of the form NAME or NAME[option=value,...]")
-        engine = named(match[1])
-        if match[2]:
-            more = dict(_option(pair) for pair in match[2].split(","))
-            engine = replace(engine, name=text, options={**engine.options, **more})
-        chosen.append(engine)
-    for text in extra_options:
-        name, _, pair = text.rpartition(".") if "." in text.partition("=")[0] else ("", "", text)
-        option, value = _option(pair)
-        if named(name).name not in [engine.name for engine in chosen]:
-            raise ValueError(f"option {text!r} is for engine {name!r}, which is not among those to run")
-        chosen = [replace(e, options={**e.options, option: value}) if e.name == name else e for e in chosen]
-    return chosen
+    by_name = installed_engines()
+    return [_read(text, by_name) for text in specifications or by_name]
 
 
-def _option(pair: str) -> tuple[str, object]:
+def study_engines(study: str) -> list[Engine]:
+    """The rows of a study, in its order; those that are not installed here left out."""
+    by_name = installed_engines()
+    rows = {name: text for name, text in STUDIES[study].items() if text.partition("[")[0] in by_name}
+    return [replace(_read(text, by_name), name=name) for name, text in rows.items()]
+
+
+def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
+    match = re.fullmatch(r"([^\[\]=]+)(?:=([\w.]+:\w+))?(?:\[(.+)\])?", text)
+    if match is None:
+        raise ValueError(f"engine {text!r} is not of the form NAME, NAME=module:Class or NAME[option=value,...]")
+    name, factory, options = match.groups()
+    if factory:
+        if find_spec(factory.partition(".")[0].partition(":")[0]) is None:
+            raise ValueError(f"engine {name!r}: no module {factory.partition(':')[0]!r}; run where it can be imported")
+        engine = Engine(name, factory, factory.partition(":")[0])
+    elif name in by_name:
+        engine = by_name[name]
+    else:
+        raise ValueError(f"no engine {name!r} here; there are: {', '.join(by_name)}; or yours: NAME=module:Class")
+    if options:
+        more = dict(read_option(pair) for pair in options.split(","))
+        engine = replace(engine, name=f"{name}[{options}]", options={**engine.options, **more})
+    return engine
+
+
+def read_option(pair: str) -> tuple[str, object]:
     name, equals, text = pair.strip().partition("=")
     if not name.isidentifier() or not equals:
         raise ValueError(f"option {pair!r} is not of the form name=value")
@@ -152,13 +184,3 @@ def _option(pair: str) -> tuple[str, object]:
         return name, ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return name, text  # a bare word is a string
-
-
-def build(engine: Engine, model: str, device: str, dtype: str, max_model_len: int | None = None) -> Generator:
-    """Load a model into an engine. `max_model_len` reaches only the engines that are sized by it."""
-    module, _, class_name = engine.factory.partition(":")
-    options = dict(engine.options)
-    if engine.sized and max_model_len is not None:
-        options.setdefault("max_model_len", max_model_len)
-    torch.manual_seed(0)
-    return getattr(importlib.import_module(module), class_name)(model, device=device, dtype=dtype, **options)

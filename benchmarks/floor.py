@@ -12,7 +12,6 @@ of its floor could be made at most twice as fast on that hardware without changi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -130,13 +129,6 @@ def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str,
     calls = {call.tag: call for call in workload.rounds[0]}
     if workload.name == "ttft":
         return {f"ttft_{tag}_ms": 1e3 * cost.prefill_call(call).seconds(ceilings) for tag, call in calls.items()}
-    if workload.name == "context":
-        found = {}
-        for tag, call in calls.items():
-            length, which = tag.split(":")
-            if which == "all":
-                found[f"tpot_{length}_ms"] = 1e3 * cost.decode_call(call).seconds(ceilings) / call.output_tokens
-        return found
     call = calls["all"]
     prefill, decode = (work.seconds(ceilings) for work in (cost.prefill_call(call), cost.decode_call(call)))
     if workload.name == "single":
@@ -149,13 +141,6 @@ def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str,
     if workload.name == "decode32":
         found["step_ms"] = 1e3 * decode / max(call.max_tokens)
     return found
-
-
-def percent_of_floor(name: str, value: float, floor: float) -> float:
-    """How near a figure is to its floor: 100 is the floor itself. Rates count upwards, times downwards."""
-    if value <= 0:
-        return math.nan
-    return 100 * (value / floor if name.endswith("_per_s") else floor / value)
 
 
 def _pairs(length: int) -> int:

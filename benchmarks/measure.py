@@ -1,30 +1,22 @@
-"""One engine in one process: the part of the benchmark that holds the model.
-
-    python -m benchmarks.measure JOB.json
-
-`run.py` starts this module afresh for every engine and repeat, so that no engine inherits another's memory, compiled
-programs or caches. The job says what to do; the result goes into a JSON file that is rewritten after each workload, so
-that a crash or a timeout costs the rest and not what was already measured.
-"""
+"""What a measuring process does: look at the machine, let engines answer the parity questions, time workloads."""
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.ceilings import measure_ceilings
-from benchmarks.engines import Engine, Generator, build
-from benchmarks.environment import environment
+from benchmarks.engines import Engine
 from benchmarks.figures import TimedCall, figures
-from benchmarks.memory import PeakMemory
-from benchmarks.warmup import estimate, warm_up
+from benchmarks.pace import SHORT_REQUESTS, SHORT_TOKENS, Pace
+from benchmarks.results import environment
+from benchmarks.timing import PeakMemory, launch_seconds, launches_per_step, measure_ceilings
 from benchmarks.workloads import Call, Workload, make_workload
 from stage_a_naive.chat import render_chat
 from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
@@ -32,78 +24,100 @@ from stage_a_naive.outputs import synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
 PARITY_QUESTIONS = (
-    "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？",
-    "Who are you?",
-    "What is a KV cache?",
-    "What is prefill?",
-)
+    "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "Who are you?", "What is a KV cache?", "What is prefill?",
+)  # fmt: skip
 PARITY_TOKENS = 48
-SHORTEST_MODEL_LEN = 4096  # the engines' default
 
 
-def probe(job: dict) -> dict:
-    """The environment and the ceilings of the device."""
+def look(job: dict, write: Path) -> dict:
+    """The machine (environment, ceilings, cost of a launch), and each engine's answers to a few questions and its pace.
+
+    The engines answer one after another in this process; what has been found is written before each of them.
+    """
     device = pick_device(job["device"])
     dtype = pick_dtype(job["dtype"], device)
-    ceilings = asdict(measure_ceilings(device, dtype))
-    return {"environment": environment(), "ceilings": ceilings, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def parity(job: dict) -> dict:
-    """Greedy answers to a few questions, as token ids, in one call."""
-    engine = Engine(**job["engine"])
+    found: dict = {
+        "process_seconds": time.time() - job["started"],
+        "environment": environment(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "ceilings": asdict(measure_ceilings(device, dtype)),
+        "launch_seconds": launch_seconds(device) if device.type == "cuda" else None,
+        "answers": {},
+        "paces": {},
+    }
     tokenizer = load_tokenizer(resolve(job["model"]))
-    prompts = [
-        tokenizer.encode(render_chat(tokenizer, [{"role": "user", "content": question}]), add_special_tokens=False)
-        for question in PARITY_QUESTIONS
-    ]
-    engine = replace(engine, options={**engine.small, **engine.options})
-    llm = build(engine, job["model"], job["device"], job["dtype"])
+    chats = [render_chat(tokenizer, [{"role": "user", "content": question}]) for question in PARITY_QUESTIONS]
+    prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
     params = [SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS)] * len(prompts)
-    return {"answers": [list(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False)]}
+    for engine in (Engine(**fields) for fields in job["engines"]):
+        write.write_text(json.dumps(found))
+        start = time.perf_counter()
+        small = replace(engine, options={**engine.small, **engine.options})
+        llm = small.build(job["model"], job["device"], job["dtype"])
+        built = time.perf_counter() - start
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found["answers"][engine.name] = [list(output["token_ids"]) for output in outputs]
+        found["paces"][engine.name] = asdict(Pace.of(built, time.perf_counter() - start - built, outputs))
+        close(llm)
+        del llm
+        gc.collect()
+    return found
 
 
-def timing(job: dict, write: Path) -> dict:
-    """All workloads of the job through one engine, in order."""
-    engine = Engine(**job["engine"])
-    workloads = [make_workload(name, job["size"]) for name in job["workloads"]]
-    positions = resolve(job["model"]).config.max_position_embeddings
-    max_model_len = min(positions, max(SHORTEST_MODEL_LEN, *(workload.longest + 1 for workload in workloads)))
-    start = time.perf_counter()
-    llm = build(engine, job["model"], job["device"], job["dtype"], max_model_len)
-    result: dict = {"build_seconds": time.perf_counter() - start, "max_model_len": max_model_len, "workloads": {}}
-    device = pick_device(job["device"])
-    for workload in workloads:
-        try:
-            measured = run_workload(llm, engine, workload, device, job["round_seconds"], job["max_seconds"])
-        except Exception as error:  # one workload's failure must not cost the others
-            traceback.print_exc()
-            measured = {"error": f"{type(error).__name__}: {error}"}
-        result["workloads"][workload.name] = measured
-        write.write_text(json.dumps(result))
-        print(f"{workload.name}: {json.dumps(measured)}", flush=True)
-    close = getattr(llm, "close", None)
-    if close is not None:
-        close()
-    return result
+def close(llm: object) -> None:
+    if hasattr(llm, "close"):
+        llm.close()
+
+
+def measured_or_error(llm: object, engine: Engine, name: str, job: dict) -> dict:
+    """`run_workload`, or the error: one workload's failure must not cost the others."""
+    try:
+        workload, device = make_workload(name, job["size"]), pick_device(job["device"])
+        return run_workload(llm, engine, workload, device, job["round_seconds"], job["max_seconds"], job["count"])
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def run_workload(
-    llm: Generator, engine: Engine, workload: Workload, device: torch.device, round_seconds: float, max_seconds: float
+    llm: object,
+    engine: Engine,
+    workload: Workload,
+    device: torch.device,
+    round_seconds: float,
+    max_seconds: float,
+    count: bool = False,
 ) -> dict:
     """Warm up, then time rounds: one at least, more while less than `round_seconds` have gone by.
 
+    The warm-up is a round of the same lengths with other token ids: what happens once per length (a compiled program, a
+    cuDNN plan) is not counted as if it happened always, and a prefix cache finds nothing. For `single` it is timed too:
+    the first visit to these lengths. A round longer than `round_seconds` is not run twice; there the short version of
+    it, which tells the pace, is the warm-up.
+
+    Args:
+        count: also count the kernels and launches of a decode step, where the workload is `single` on a GPU.
+
     Returns:
-        `samples` (a dict of figures a round) and `peak_memory`, or `not_run` with the reason.
+        `samples` (a dict of figures per round) and `peak_bytes`; of `single` also `first_prefill_ms` (of the process's
+        first call), `first_visit` (figures) and, where counted, `launches`; or `not_run` with the reason.
     """
+
     def time_call(call: Call) -> TimedCall:
         return timed_call(llm, workload, call, device)
 
-    expected = estimate(time_call, workload, engine.one_at_a_time)
+    found: dict = {}
+    if workload.name == "single":
+        found["first_prefill_ms"] = 1e3 * time_call(workload.warm_up_round()[0]).seconds
+    expected = expected_seconds(time_call, workload, engine.one_at_a_time)
     if expected > max_seconds:
         how = ", serving one request at a time" if engine.one_at_a_time else ""
         return {"not_run": f"would take about {expected:.0f} s{how}; the limit was {max_seconds:.0f} s"}
-    warm_up(time_call, workload, engine.one_at_a_time, expected, round_seconds)
+    if workload.name == "single":
+        found["first_visit"] = figures(workload, [time_call(call) for call in workload.warm_up_round()])
+    elif expected <= round_seconds:
+        for call in workload.warm_up_round():
+            time_call(call)
     gc.collect()
     memory = PeakMemory(device)
     samples: list[dict[str, float]] = []
@@ -112,10 +126,30 @@ def run_workload(
         if samples and time.perf_counter() - start > round_seconds:
             break
         samples.append(figures(workload, [time_call(call) for call in calls]))
-    return {"samples": samples, "peak_memory": memory.read(), "expected_seconds": expected}
+    found |= {"samples": samples, "peak_bytes": memory.read()}
+    if count and workload.name == "single" and device.type == "cuda":
+        found["launches"] = launches_per_step(llm)
+    return found
 
 
-def timed_call(llm: Generator, workload: Workload, call: Call, device: torch.device) -> TimedCall:
+def expected_seconds(time_call: Callable[[Call], TimedCall], workload: Workload, one_at_a_time: bool) -> float:
+    """Run a short version of one round, twice; returns about how many seconds a whole round would take."""
+    seconds = 0.0
+    for whole in workload.warm_up_round():
+        count = SHORT_REQUESTS if one_at_a_time else len(whole.prompts)
+        outputs = tuple(min(n, SHORT_TOKENS) for n in whole.max_tokens[:count])
+        short = Call(whole.tag, whole.prompts[:count], outputs)
+        time_call(short)
+        timed = time_call(short)
+        # The fastest request tells the pace of decoding: the others also waited for each other's prefill.
+        paces = [m["tpot"] for m in timed.metrics if m["tpot"] > 0]
+        pace = min(paces) if paces else timed.seconds / max(timed.call.max_tokens)
+        share = whole.prompt_tokens / short.prompt_tokens if one_at_a_time else 1.0
+        seconds += timed.seconds * share + max(whole.steps(one_at_a_time) - SHORT_TOKENS, 0) * pace
+    return seconds
+
+
+def timed_call(llm: object, workload: Workload, call: Call, device: torch.device) -> TimedCall:
     """One call of `generate`, with the device idle before the clock starts and before it stops.
 
     Raises:
@@ -130,17 +164,3 @@ def timed_call(llm: Generator, workload: Workload, call: Call, device: torch.dev
         at = next((i for i, (a, b) in enumerate(zip(made, call.max_tokens, strict=False)) if a != b), len(made))
         raise RuntimeError(f"request {at} of {len(prompts)} did not get the {call.max_tokens[at]} tokens it asked for")
     return TimedCall(call, seconds, [dict(output["metrics"]) for output in outputs if "metrics" in output])
-
-
-def main(path: str) -> int:
-    """Do the job in the file and write its result where the job says."""
-    job = json.loads(Path(path).read_text(encoding="utf-8"))
-    write = Path(job["result"])
-    kinds = {"probe": probe, "parity": parity, "timing": lambda job: timing(job, write)}
-    result = kinds[job["kind"]](job)
-    write.write_text(json.dumps({**result, "complete": True}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))

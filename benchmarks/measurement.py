@@ -1,4 +1,4 @@
-"""One model's measurement, growing into a results file: probe the device, time every engine, write.
+"""One model's measurement, growing into a results file: probe the device, compare answers, time every engine, write.
 
 The file is written anew after every process, so an interrupted run keeps what it has.
 """
@@ -7,151 +7,260 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from benchmarks.engines import REFERENCE, Engine
-from benchmarks.figures import summarise
-from benchmarks.floor import Ceilings, ModelCost, floors, percent_of_floor
-from benchmarks.launch import engine_job, run_job
-from benchmarks.parity import Refusals
-from benchmarks.results import SCHEMA
+from benchmarks.floor import Ceilings, ModelCost, floors
+from benchmarks.pace import Pace
+from benchmarks.results import write
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import resolve
 
 BYTES_PER_NUMBER = {"float32": 4, "float16": 2, "bfloat16": 2}
+CPU_BATCH = 16  # requests that run together at CPU size: fewer than `mixed` has, so that some wait, as on a small GPU
+SHORTEST_MODEL_LEN = 4096  # the engines' default
+LOG_LINES = 12  # of a failed process's last words
 
 
 class Measurement:
-    """One model's measurement, growing into a results file."""
+    """One model's measurement. `payload()` is the results file so far."""
 
-    def __init__(self, args: argparse.Namespace, model: str, engines: list[Engine], path: Path) -> None:
-        self.args, self.model, self.engines, self.path = args, model, engines, path
+    def __init__(self, args: argparse.Namespace, model: str, engines: Sequence[Engine], path: Path) -> None:
+        self.args, self.model, self.path = args, model, path
+        self.engines = [self._limited(engine) for engine in engines]
+        self.config = resolve(model).config
+        self.workloads = {name: make_workload(name, args.size) for name in args.workloads}
+        longest = max(workload.longest for workload in self.workloads.values()) + 1
+        self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
         self.started = time.monotonic()
-        self.samples: dict[tuple[str, str], list[dict]] = {}  # (engine, workload) -> a dict of figures a round
-        self.peaks: dict[tuple[str, str], dict] = {}
-        self.reasons: dict[tuple[str, str], dict] = {}  # why there are no samples: {"not_run" | "error": text}
-        self.builds: dict[str, list[float]] = {}  # engine -> seconds, one a process
-        self.model_lens: dict[str, int] = {}  # engine -> max_model_len, of those that are sized by it
-        self.payload: dict = {
-            "kind": "engines",
-            "schema": SCHEMA,
-            "size": args.size,
-            "model": model,
-            "repeats": args.repeats,
-            "limits": {"round_seconds": args.round_seconds, "max_seconds": args.max_seconds, "timeout": args.timeout},
-        }
+        self.found: dict[str, object] = {}  # what is known of the machine
+        self.paces: dict[str, Pace] = {}
+        self.equal: list[str] = []  # engines that passed the parity gate
+        self.rows: dict[tuple[str, str], dict] = {}
+        self.took: dict[str, float] = {}  # engine -> seconds of its last process
+
+    def _limited(self, engine: Engine) -> Engine:
+        if self.args.size != "cpu" or not engine.sized:
+            return engine
+        return replace(engine, options={"max_num_seqs": CPU_BATCH, **engine.options})
 
     @property
     def has_failed(self) -> bool:
         """Whether an engine failed or answered differently; one that was not run has not failed."""
-        return any("error" in reason for reason in self.reasons.values())
+        return any("error" in row for row in self.rows.values())
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.started:6.0f} s] {text}", flush=True)
+        print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
-    def probe(self) -> int:
-        """Learn what the machine is and what it can do at best; compute the floors. Returns the number of GPUs."""
-        found = run_job({"kind": "probe", "device": self.args.device, "dtype": self.args.dtype}, self.args.timeout)
-        if "error" in found:
-            raise SystemExit(f"the device cannot be measured: {found['error']}")
-        self.payload |= {key: found[key] for key in ("environment", "dtype", "ceilings")}
-        ceilings = Ceilings(**found["ceilings"])
-        cost = ModelCost(resolve(self.model).config, BYTES_PER_NUMBER[found["dtype"]])
-        self.payload["step_bytes"] = {"weights": cost.weight_bytes, "kv_per_token": cost.kv_bytes_per_token}
-        self.payload["workloads"] = {}
-        for name in self.args.workloads:
-            workload = make_workload(name, self.args.size)
-            calls = workload.rounds[0]
-            self.payload["workloads"][name] = {
-                "hash": workload.hash,
-                "description": workload.description,
-                "prompt_tokens": sum(call.prompt_tokens for call in calls),
-                "output_tokens": sum(call.output_tokens for call in calls),
-                "floor": floors(workload, cost, ceilings),
-            }
-        environment = found["environment"]
-        self.say(
-            f"{environment['device']['name']}: copies {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, "
-            f"multiplies {ceilings.matmul_operations_per_s / 1e12:.2f} TFLOP/s in {found['dtype']}"
-        )
-        if environment["commit"] is None:
-            self.say("warning: no commit is known, so the report will refuse this file; set BENCH_COMMIT")
-        return environment["device"].get("count", 0)
+    def job(self, kind: str, **more: object) -> dict:
+        """Run a job of `worker.py` on this device."""
+        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype, **more}, self.args.timeout)
 
-    def refuse(self, refusals: Refusals, parity_model: str) -> None:
-        """Keep the engines out that did not pass the parity gate."""
-        for name, reason in refusals.items():
-            self.reasons |= {(name, workload): dict(reason) for workload in self.args.workloads}
-        equal = [engine.name for engine in self.engines if engine.name not in refusals]
-        self.payload["parity"] = {"model": parity_model, "reference": REFERENCE, "equal": equal}
+    def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
+        """Keep an engine out. `outcome`: `not_run`, or `error` where it is the engine's fault."""
+        self.say(f"{engine.name}: {outcome.replace('_', ' ')}: {reason}")
+        for name in self.workloads:
+            self._row(engine, name)[outcome] = reason
+
+    def take_gate(self, other: Measurement) -> None:
+        """What another model's measurement found of the machine and of the engines."""
+        self.found, self.paces, self.equal = other.found, other.paces, other.equal
+        for engine in (engine for engine in self.engines if engine.name not in self.equal):
+            row = other.rows[engine.name, next(iter(other.workloads))]
+            outcome = "error" if "error" in row else "not_run"
+            self.refuse(engine, outcome, row[outcome])
 
     def time_all(self) -> None:
         """Every repeat of every engine, writing what there is after each process."""
+        runs = [
+            (repeat, engine)
+            for repeat in range(self.args.repeats)
+            for engine in in_alternating_order(self.engines, repeat)
+            if engine.name in self.equal
+        ]
+        for number, (repeat, engine) in enumerate(runs):
+            self.say(f"{engine.name}, repeat {repeat + 1} of {self.args.repeats}: process {number + 1} of {len(runs)}, "
+                     f"about {minutes(self.seconds_left(runs[number:]))} left")  # fmt: skip
+            start = time.monotonic()
+            self._time(engine, repeat)
+            self.took[engine.name] = time.monotonic() - start
+            write(self.payload(), self.path)
+
+    def seconds_left(self, runs: Sequence[tuple[int, Engine]]) -> float:
+        """An estimate: what each engine's process took last time, or what its pace in the parity gate lets expect.
+
+        Expectations are scaled by how far those of the finished processes were off.
+        """
+        expected = {engine.name: self.expected_seconds(engine) for engine in self.engines if engine.name in self.paces}
+        known = [name for name in self.took if name in expected]
+        scale = sum(self.took[name] for name in known) / sum(expected[name] for name in known) if known else 1.0
+        return sum(self.took.get(engine.name, scale * expected.get(engine.name, 0.0)) for _, engine in runs)
+
+    def expected_seconds(self, engine: Engine) -> float:
+        """Of one process of an engine, by its pace with the parity model. Its time grows with the layers at least."""
+        layers = self.config.num_hidden_layers / resolve(self.args.parity_model).config.num_hidden_layers
+        pace = self.paces[engine.name]
+        pace = replace(pace, prompt_token=pace.prompt_token * layers, step=pace.step * layers)
+        limits = self.args.round_seconds, self.args.max_seconds
+        work = sum(pace.seconds(engine, workload, *limits) for workload in self.workloads.values())
+        return self.found["process_seconds"] + pace.build + work
+
+    def _time(self, engine: Engine, repeat: int) -> None:
+        """One process of one engine."""
+        names = [name for name in self.workloads if self._row(engine, name).keys().isdisjoint({"not_run", "error"})]
+        if not names:
+            return
         args = self.args
-        what = {"model": self.model, "size": args.size, "device": args.device, "dtype": args.dtype}
-        limits = {"round_seconds": args.round_seconds, "max_seconds": args.max_seconds}
-        self.write()
-        number, last = 0, args.repeats * len(self.engines)
-        for repeat in range(args.repeats):
-            for engine in in_alternating_order(self.engines, repeat):
-                number += 1
-                names = [name for name in args.workloads if (engine.name, name) not in self.reasons]
-                if not names:
-                    continue
-                self.say(f"process {number} of {last}: {engine.name}")
-                job = engine_job("timing", engine, workloads=names, **what, **limits)
-                self.take(engine, repeat, names, run_job(job, args.timeout))
-                self.write()
-
-    def take(self, engine: Engine, repeat: int, names: list[str], found: dict) -> None:
-        """Add one process's results to the rows."""
-        self.builds.setdefault(engine.name, []).extend([found["build_seconds"]] if "build_seconds" in found else [])
-        if engine.sized and "max_model_len" in found:
-            self.model_lens[engine.name] = engine.options.get("max_model_len", found["max_model_len"])
+        found = self.job(
+            "timing", engine=asdict(engine), workloads=names, model=self.model, size=args.size, count=repeat == 0,
+            max_model_len=self.max_model_len, round_seconds=args.round_seconds, max_seconds=args.max_seconds,
+        )  # fmt: skip
         for name in names:
-            key, measured = (engine.name, name), found.get("workloads", {}).get(name)
-            if measured is None:
+            row, measured = self._row(engine, name), dict(found.get("workloads", {}).get(name) or {})
+            if not measured:
                 measured = {"error": found.get("error", "the process did not get to this workload")}
-            if "samples" not in measured:
-                self.reasons[key] = measured
-                self.say(f"    {name}: {next(iter(measured.values()))}")
-                continue
-            self.samples.setdefault(key, []).extend({"repeat": repeat, **sample} for sample in measured["samples"])
-            peak = self.peaks.setdefault(key, measured["peak_memory"])
-            peak["bytes"] = max(peak["bytes"], measured["peak_memory"]["bytes"])
-            first = {k: round(v, 3) for k, v in list(measured["samples"][-1].items())[:3]}
-            self.say(f"    {name}: {first}")
+            samples = [{"repeat": repeat, **sample} for sample in measured.pop("samples", [])]
+            row["peak_bytes"] = max(row.get("peak_bytes", 0), measured.pop("peak_bytes", 0))
+            for key, value in measured.items():  # the first visit and the launches are those of the first repeat
+                row.setdefault(key, value)
+            row.setdefault("samples", []).extend(samples)
+            row.setdefault("startup_seconds", []).extend(filter(None, [found.get("startup_seconds")]))
+            last = {key: round(value, 3) for key, value in list(samples[-1].items())[1:4]} if samples else measured
+            self.say(f"    {name}: {', '.join(f'{key} {value}' for key, value in last.items())}")
 
-    def row(self, engine: Engine, name: str) -> dict:
-        """One line of the results: an engine on a workload."""
-        key = (engine.name, name)
-        row = {"engine": engine.name, "package": engine.package, "options": dict(engine.options), "workload": name}
-        if key in self.reasons:
-            row |= self.reasons[key]
-        if key not in self.samples:
-            return row
-        floor = self.payload["workloads"][name]["floor"]
-        figures = summarise([{k: v for k, v in sample.items() if k != "repeat"} for sample in self.samples[key]])
-        for figure, summary in figures.items():
-            if figure in floor:
-                summary["percent_of_floor"] = percent_of_floor(figure, summary["median"], floor[figure])
-        return row | {
-            "figures": figures,
-            "samples": self.samples[key],
-            "peak_memory": self.peaks[key],
-            "build_seconds": self.builds[engine.name],
-            "max_model_len": self.model_lens.get(engine.name),
+    def _row(self, engine: Engine, workload: str) -> dict:
+        empty = {
+            "engine": engine.name,
+            "package": engine.package,
+            "options": dict(engine.options),
+            "workload": workload,
         }
+        return self.rows.setdefault((engine.name, workload), empty)
 
-    def write(self) -> None:
-        rows = [self.row(engine, name) for name in self.args.workloads for engine in self.engines]
-        done = [row for row in rows if len(row) > 4]  # a row without an outcome yet is still to come
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**self.payload, "rows": done}, indent=1, ensure_ascii=False)
-        self.path.write_text(text + "\n", encoding="utf-8")
+    def payload(self) -> dict:
+        """The results file so far; a row without an outcome yet is left out."""
+        args, found = self.args, self.found
+        cost = ModelCost(self.config, BYTES_PER_NUMBER[found["dtype"]])
+        ceilings = Ceilings(**found["ceilings"])
+        outcomes = {"samples", "not_run", "error"}
+        order = [self.rows.get((engine.name, name), {}) for name in self.workloads for engine in self.engines]
+        return {
+            "kind": "engines",
+            "environment": found["environment"],
+            "options": {
+                "size": args.size, "model": self.model, "dtype": found["dtype"], "study": args.study,
+                "repeats": args.repeats, "round_seconds": args.round_seconds, "max_seconds": args.max_seconds,
+                "max_model_len": self.max_model_len,
+            },
+            "ceilings": found["ceilings"], "launch_seconds": found["launch_seconds"],
+            "workloads": {
+                name: {"hash": w.hash, "description": w.description, "floor": floors(w, cost, ceilings)}
+                for name, w in self.workloads.items()
+            },
+            "parity": {"model": args.parity_model, "reference": REFERENCE.name, "equal": self.equal},
+            "rows": [row for row in order if not outcomes.isdisjoint(row)],
+        }  # fmt: skip
 
 
-def in_alternating_order(engines: list[Engine], repeat: int) -> list[Engine]:
+def look(measurement: Measurement) -> None:
+    """Look at the machine and pass the parity gate: every engine must give the very tokens that the reference gives.
+
+    A fast wrong answer is worth nothing, and a kernel that reads past its cache is often fast. Greedy answers to a few
+    questions are compared token by token, with the tutor: its margins are wide. All engines answer in one process, one
+    after another; where one takes the process down, another process goes on with the next.
+
+    Raises:
+        SystemExit: the device or the reference itself does not work, so nothing can be compared.
+    """
+    measurement.say(f"{measurement.model}, size {measurement.args.size}: all engines answer the same questions first")
+    for engine in measurement.engines:
+        need = engine.unmet_need(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        if need is not None:
+            measurement.refuse(engine, "not_run", need)
+    refused = {name for name, _ in measurement.rows}
+    able = [engine for engine in measurement.engines if engine.name not in refused]
+    todo = [REFERENCE, *(engine for engine in able if engine.name != REFERENCE.name)]
+    answers: dict[str, list[list[int]]] = {}
+    while todo:
+        found = measurement.job("look", model=measurement.args.parity_model, engines=list(map(asdict, todo)))
+        answers |= found.pop("answers", {})
+        measurement.paces |= {name: Pace(**pace) for name, pace in found.pop("paces", {}).items()}
+        measurement.found = found | measurement.found
+        todo = [engine for engine in todo if engine.name not in answers]
+        if todo and REFERENCE.name not in answers:
+            raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
+        if todo:
+            measurement.refuse(todo.pop(0), "error", f"no answers: {found['error']}")
+    expected = answers[REFERENCE.name]
+    for engine in (engine for engine in able if engine.name in answers):
+        if answers[engine.name] == expected:
+            measurement.equal.append(engine.name)
+        else:
+            measurement.refuse(engine, "error", f"parity gate: {difference(expected, answers[engine.name])}")
+    device, ceilings = measurement.found["environment"]["device"]["name"], Ceilings(**measurement.found["ceilings"])
+    measurement.say(
+        f"{device}: copies {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, multiplies "
+        f"{ceilings.matmul_operations_per_s / 1e12:.2f} TFLOP/s in {measurement.found['dtype']}; equal answers: "
+        f"{', '.join(measurement.equal) or 'none'}"
+    )
+
+
+def difference(expected: list[list[int]], found: list[list[int]]) -> str:
+    """Where two different lists of answers part, for the error message."""
+    question = next(i for i, (want, got) in enumerate(zip(expected, found, strict=True)) if want != got)
+    want, got = expected[question], found[question]
+    differing = (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
+    at = next(differing, min(len(want), len(got)))
+    parts = f"answer {question} parts from {REFERENCE.name}'s at token {at}"
+    return f"{parts}: {want[at : at + 5]} became {got[at : at + 5]}"
+
+
+def in_alternating_order(engines: Sequence[Engine], repeat: int) -> list[Engine]:
     """A B C, then C B A, then A B C, …"""
-    return engines[::-1] if repeat % 2 else list(engines)
+    return list(engines[::-1] if repeat % 2 else engines)
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def run_job(job: Mapping[str, object], timeout: float) -> dict:
+    """Run `benchmarks.worker` on a job in a process of its own, and end it within a limit, whatever happens to it.
+
+    Returns:
+        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
+        job_file, result_file, log_file = (Path(name) / part for part in ("job.json", "result.json", "log.txt"))
+        job = {**job, "result": str(result_file), "started": time.time()}
+        job_file.write_text(json.dumps(job), encoding="utf-8")
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker", str(job_file)],
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+            try:
+                how = f"the process ended with exit status {process.wait(timeout)}"
+            except subprocess.TimeoutExpired:
+                how = f"the process was stopped after {timeout:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):  # it leads a group of its own: its workers end with it, nothing else
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
+        if not result.get("complete"):
+            lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+            result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
+        return result

@@ -1,9 +1,8 @@
-"""Engines of other projects behind the interface of the stages' `LLM.generate`.
+"""Engines of other projects behind the interface of the stages' `LLM.generate`, and one variant of stage A.
 
 `transformers`' own `generate` is what a user would reach for first: a static batch. All requests are padded on the left
-to the longest prompt and go on until the longest answer is done; who is short waits.
-
-Token ids, and times where an engine tells them: an output without `metrics` has no TTFT and TPOT of its own.
+to the longest prompt and run until the longest answer is done. The other engines return token ids without times, so
+their rows have no TTFT and TPOT percentiles.
 """
 
 from __future__ import annotations
@@ -16,11 +15,19 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from stage_a_naive.llm import LLM
 from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import make_metrics, synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
+Prompts = Sequence[Sequence[int]]
 Outputs = list[dict[str, object]]
+
+
+def stage_a_without_cudnn(model: str, **options: object) -> LLM:
+    """Stage A without cuDNN's attention, which builds a plan for every new length of the cache."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return LLM(model, **options)
 
 
 class TransformersEngine:
@@ -34,28 +41,26 @@ class TransformersEngine:
         self._pad_id, self._eos_ids = tokenizer.pad_token_id, eos_token_ids(source, tokenizer)
         self.model.generation_config = GenerationConfig()  # else its values fill what ours leaves open
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
-    ) -> Outputs:
+    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
         start = synchronized_time(self.device)
-        width, longest = max(map(len, prompts)), max(p.max_tokens for p in sampling_params)
+        width, longest = max(map(len, prompts)), max(p.max_tokens for p in params)
         padding = [width - len(prompt) for prompt in prompts]
         padded = [[self._pad_id] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
         ids = torch.tensor(padded, device=self.device)  # [rows, width]
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=self.device)
         clock = _FirstTokenClock(self.device)
-        config = self._config(sampling_params, longest)
         made = self.model.generate(
-            ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([clock])
-        )[:, width:].tolist()
+            ids, attention_mask=mask, generation_config=self._config(params, longest),
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )[:, width:].tolist()  # fmt: skip
         end = synchronized_time(self.device)
         ttft, steps = clock.time - start, len(made[0])
         outputs: Outputs = []
-        for prompt, params, row in zip(prompts, sampling_params, made, strict=True):
-            row = row[: params.max_tokens]
-            ends = [] if params.ignore_eos else [i for i, token in enumerate(row) if token in self._eos_ids]
+        for prompt, wanted, row in zip(prompts, params, made, strict=True):
+            row = row[: wanted.max_tokens]
+            ends = [] if wanted.ignore_eos else [i for i, token in enumerate(row) if token in self._eos_ids]
             row = row[: ends[0] + 1] if ends else row
-            # A row's tokens come at the batch's pace; its answer would be handed out when the last row is done.
+            # A row's tokens come at the batch's pace; its answer is handed out when the last row is done.
             decode_time = (end - clock.time) * (len(row) - 1) / max(steps - 1, 1)
             metrics = make_metrics(
                 prefill_time=ttft, decode_time=decode_time, ttft=ttft, num_prompt=len(prompt), num_generated=len(row)
@@ -63,9 +68,9 @@ class TransformersEngine:
             outputs.append({"token_ids": row, "metrics": metrics})
         return outputs
 
-    def _config(self, sampling_params: Sequence[SamplingParams], longest: int) -> GenerationConfig:
-        first = sampling_params[0]
-        if any((p.temperature, p.ignore_eos) != (first.temperature, first.ignore_eos) for p in sampling_params):
+    def _config(self, params: Sequence[SamplingParams], longest: int) -> GenerationConfig:
+        first = params[0]
+        if any((p.temperature, p.ignore_eos) != (first.temperature, first.ignore_eos) for p in params):
             raise ValueError("a static batch has one temperature and one ignore_eos for all its requests")
         sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0} if first.temperature else {}
         eos = None if first.ignore_eos else sorted(self._eos_ids)
@@ -73,61 +78,82 @@ class TransformersEngine:
 
 
 class _FirstTokenClock(StoppingCriteria):
-    """Asked after every token whether to stop; notes when it was asked first, and never stops."""
+    """Asked after every token whether to stop; notes the time of the first question, and never stops."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.time = 0.0
+        self._device, self.time = device, 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        if not self.time:
-            self.time = synchronized_time(self._device)
+        self.time = self.time or synchronized_time(self._device)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class VLLMEngine:
-    """vLLM, where it is installed."""
+    """vLLM."""
 
     def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, so its memory is counted
         import vllm
 
         self._params_class = vllm.SamplingParams
-        self.device = pick_device(device)
-        dtype_name = str(pick_dtype(dtype, self.device)).removeprefix("torch.")
+        dtype_name = str(pick_dtype(dtype, pick_device(device))).removeprefix("torch.")
         self._llm = vllm.LLM(model_directory(model), dtype=dtype_name, **options)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
-    ) -> Outputs:
-        params = [
-            self._params_class(temperature=p.temperature, max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
-            for p in sampling_params
-        ]
+    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        made = self._llm.generate(asked, params, use_tqdm=use_tqdm)
+        made = self._llm.generate(asked, _converted(params, self._params_class), use_tqdm=use_tqdm)
         return [{"token_ids": list(output.outputs[0].token_ids)} for output in made]
 
 
 class NanoVLLMEngine:
-    """nano-vllm, where it is installed. It refuses temperature 0; one of 1e-5 stands in, which is greedy in effect."""
+    """nano-vllm. It refuses temperature 0; 1e-5 takes its place, which is greedy in effect."""
 
     def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
         import nanovllm
 
         self._params_class = nanovllm.SamplingParams
-        self.device = pick_device(device)
         self._llm = nanovllm.LLM(model_directory(model), **options)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], use_tqdm: bool = False
-    ) -> Outputs:
-        params = [
-            self._params_class(temperature=max(p.temperature, 1e-5), max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
-            for p in sampling_params
-        ]
-        made = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=use_tqdm)
+    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
+        asked = _converted(params, self._params_class, least_temperature=1e-5)
+        made = self._llm.generate([list(prompt) for prompt in prompts], asked, use_tqdm=use_tqdm)
         return [{"token_ids": list(output["token_ids"])} for output in made]
+
+
+class MiniSGLEngine:
+    """mini-sglang."""
+
+    def __init__(
+        self, model: str, *, device: str = "auto", dtype: str = "auto", max_model_len: int = 4096,
+        gpu_memory_utilization: float = 0.9,
+    ) -> None:  # fmt: skip
+        from minisgl.core import SamplingParams as Params
+        from minisgl.llm import LLM as MiniSGL
+
+        class WithLastToken(MiniSGL):
+            """The engine drops each answer's last token from what it returns; here it is kept."""
+
+            def offline_send_result(self, reply: list) -> None:
+                for message in reply:
+                    self.status_map[message.uid].output_ids.append(message.next_token)
+
+        self._params_class = Params
+        self._llm = WithLastToken(
+            model_directory(model), pick_dtype(dtype, pick_device(device)), max_seq_len_override=max_model_len,
+            memory_ratio=gpu_memory_utilization, cuda_graph_max_bs=256,
+        )  # fmt: skip
+
+    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
+        made = self._llm.generate([list(prompt) for prompt in prompts], _converted(params, self._params_class))
+        return [{"token_ids": list(output["token_ids"])} for output in made]
+
+
+def _converted(params: Sequence[SamplingParams], to: type, least_temperature: float = 0.0) -> list:
+    """Our sampling parameters as those of another project."""
+    return [
+        to(temperature=max(p.temperature, least_temperature), max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
+        for p in params
+    ]
 
 
 def model_directory(model: str) -> str:

@@ -1,10 +1,10 @@
 """Tables and pictures from the committed results files; no figure in this repository is typed by hand.
 
-    python -m benchmarks.report            # write the READMEs' tables and the plots
+    python -m benchmarks.report            # write the READMEs' tables and the pictures
     python -m benchmarks.report --check    # change nothing; exit status 1 where something would change
 
-A README says with a pair of markers where its table goes, for example `<!-- bench:table -->` … `<!-- /bench:table -->`:
-`bench:table` is the overview, `bench:details` every figure, `bench:stage_b` the rows of a stage and of the one before.
+A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
+`<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`.
 """
 
 from __future__ import annotations
@@ -13,101 +13,132 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.environment import ROOT
-from benchmarks.markers import fill as fill_marker
-from benchmarks.plot import plot_bars, plot_context
-from benchmarks.results import ResultsError, load_all
-from benchmarks.tables import STAGE_PACKAGES, Group, all_details, caption, group_results, overview
+from benchmarks import micro, tables
+from benchmarks.plot import plot_rates
+from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, load_all, mixture
+from benchmarks.tables import STAGE_PACKAGES, Group, group_results, markdown
 
-NOTHING = ["No results files yet: run `make bench`, then `make report`."]
-
-
-def blocks(groups: list[Group], plots: dict[str, list[Path]], readme: Path) -> dict[str, list[str]]:
-    """The text for each marker of a README, by the marker's name."""
-    found = {"bench:table": table(groups, plots, readme), "bench:details": []}
-    for group in groups:
-        found["bench:details"] += [*all_details(group), ""]
-    for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
-        name = "_".join(package.split("_")[:2])
-        found[f"bench:{name}"] = stage_table(groups, package, before)
-    return found
+MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+NOTHING = ["No results files yet."]
 
 
-def table(groups: list[Group], plots: dict[str, list[Path]], readme: Path) -> list[str]:
-    """The overview: the listed engines of every group, and the pictures."""
-    lines = []
-    for group in groups:
-        named = [engine for engine in group.engines if "[" not in engine]
-        lines += [*caption(group), *overview(group, named), ""]
-        for path in plots.get(group.slug, []):
-            link = Path(os.path.relpath(path, readme.parent)).as_posix()
-            lines += [f"![{group.model} on {group.device}: {path.stem.rpartition('-')[2]}]({link})", ""]
-    return lines
+def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
+    """Fill in all READMEs under `root` from its results files, and draw; returns what changed, or would with `check`.
+
+    Raises:
+        ResultsError: a results file that must not be shown, or a marker that no table belongs to.
+    """
+    files = load_all(root / "benchmarks" / "results")
+    groups = group_results(file for file in files if file["kind"] in ("engines", "elsewhere"))
+    refuse(files, groups)
+    pictures = {root / "benchmarks" / "plots" / f"{g.slug}.png": plot_rates(g) for g in groups if not g.study}
+    bodies = engine_tables(groups) | {"soak": soak_table([f for f in files if f["kind"] == "soak"])}
+    for name in micro.names():
+        module, results = micro.study(name), [file for file in files if file["kind"] == name]
+        results.sort(key=lambda result: result["environment"]["date"], reverse=True)
+        bodies |= dict.fromkeys(module.MARKERS, []) | (module.table(results) if results else {})
+        if results and hasattr(module, "draw"):
+            drawn = module.draw(results)
+            pictures |= {root / module.README / file: png for file, png in drawn.items()}
+    texts = {}
+    for readme in readmes(root):
+        front = front_page(groups, [path for path, png in pictures.items() if png], readme)
+        texts[readme] = fill(readme.read_text(encoding="utf-8"), bodies | {"bench:table": front}, readme)
+    changed = [readme for readme, text in texts.items() if text != readme.read_text(encoding="utf-8")]
+    for readme in changed if not check else ():
+        readme.write_text(texts[readme], encoding="utf-8")
+    for path, png in pictures.items() if not check else ():
+        if png and not (path.is_file() and path.read_bytes() == png):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png)
+            changed.append(path)
+    return changed
 
 
-def stage_table(groups: list[Group], package: str, before: str | None) -> list[str]:
-    """The rows of a stage, with those of its variants, and of the stage before, with the spread of the samples."""
-    lines = []
-    for group in groups:
-        packages = {row["engine"]: row["package"] for row in group.rows.values()}
-        engines = [
-            engine for engine in group.engines
-            if packages[engine] == package or (packages[engine] == before and "[" not in engine)
-        ]  # fmt: skip
-        if any(packages[engine] == package for engine in engines):
-            lines += [*caption(group), *overview(group, engines, spread=True), ""]
-    return lines
+def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
+    """Refuse what is not a table: one commit, clean, at least three repeats; today's work.
+
+    Files that are known to be none are named on standard error, and marked above their table.
+    """
+    problems = {tuple(f["file"] for f in group.own): group.problem() for group in groups}
+    problems |= {(f["file"],): mixture([f]) for f in files if f["kind"] in ("soak", *micro.names())}
+    for names, problem in problems.items():
+        if problem and TO_MEASURE_AGAIN.isdisjoint(names):
+            raise ResultsError(f"{', '.join(names)}: not one table: {problem}")
+        if problem:
+            print(f"to be measured again: {', '.join(names)}: {problem}", file=sys.stderr)
 
 
-def fill(text: str, found: dict[str, list[str]]) -> str:
-    """A README with the text between each of its markers replaced.
+def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
+    """A README with the text between each pair of markers replaced.
 
     Raises:
         ResultsError: a marker that no table belongs to, or one that is not closed.
     """
-    for name in re.findall(r"<!-- (bench:\w+) -->", text):
-        if name not in found:
-            raise ResultsError(f"there is no table for the marker {name!r}; there are: {', '.join(found)}")
-        text = fill_marker(text, name, "\n".join(found[name] or NOTHING).strip())
-    return text
+    opened, closed = (set(re.findall(rf"<!-- {slash}([\w:-]+) -->", text)) for slash in ("", "/"))
+    wrong = (opened | closed) - (opened & closed & set(bodies))
+    if wrong:
+        raise ResultsError(f"{readme.name}: no table, or no end, for the marker {', '.join(sorted(wrong))}")
+
+    def body(match: re.Match[str]) -> str:
+        lines = "\n".join(bodies[match[1]] or NOTHING).strip()
+        return f"<!-- {match[1]} -->\n{lines}\n<!-- /{match[1]} -->"
+
+    return MARKER.sub(body, text)
 
 
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
-    places = [root, root / "benchmarks", *(root / package for package in STAGE_PACKAGES)]
-    files = [root / "README.zh-CN.md", *(place / "README.md" for place in places)]
-    return [file for file in files if file.is_file()]
+    files = [root / "README.md", root / "README.zh-CN.md", root / "benchmarks" / "README.md"]
+    return [file for file in [*files, *sorted(root.glob("stage_*/**/README.md"))] if file.is_file()]
 
 
-def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
-    """Fill in all READMEs under `root` from its results files; returns those that changed (or would, with `check`).
+def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
+    """The tables of engines, by marker."""
+    plain = [group for group in groups if not group.study]
+    found = {"bench:details": [line for group in plain for line in [*tables.all_details(group), ""]]}
+    for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
+        name = "_".join(package.split("_")[:2])
+        found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]
+    for marker, study in (("ablation", "stage-b"), ("ablation-f", "stage-f"), ("tp", "ranks")):
+        found[marker] = [line for g in groups if g.study == study for line in tables.study_table(g)]
+    return found
 
-    Raises:
-        ResultsError: a results file that must not be shown.
-    """
-    files = load_all(root / "benchmarks" / "results")
-    groups = group_results([payload for payload in files.values() if payload["kind"] == "engines"])
-    directory = root / "benchmarks" / "plots"
-    plots = {}
-    for group in groups:
-        names = [directory / f"{group.slug}-{kind}.png" for kind in ("bars", "context")]
-        drawn = names if check else [plot_bars(group, directory), plot_context(group, directory)]
-        plots[group.slug] = [path for path in drawn if path is not None and path.is_file()]
-    changed = []
-    for readme in readmes(root):
-        old = readme.read_text(encoding="utf-8")
-        new = fill(old, blocks(groups, plots, readme))
-        if new != old:
-            changed.append(readme)
-            if not check:
-                readme.write_text(new, encoding="utf-8")
-    return changed
+
+def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
+    """The overview: one table per machine and model, and its picture."""
+    lines = []
+    for group in (group for group in groups if not group.study):
+        lines += [*tables.caption(group), *tables.front_table(group, "zh" if "zh" in readme.name else "en"), ""]
+        for path in (path for path in pictures if path.stem == group.slug):
+            link = Path(os.path.relpath(path, readme.parent)).as_posix()
+            lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]
+    return lines
+
+
+def soak_table(results: list[dict]) -> list[str]:
+    """What the soaks of stage E did, and whether anything grew from the first quarter of the time to its end."""
+    body = []
+    for result in results:
+        tally, samples, minutes = result["tally"], result["rows"], result["options"]["minutes"]
+        first, last = samples[len(samples) // 4], samples[-1]
+        grown = "; ".join(
+            f"{name} {first[key] / 2**20:.1f} → {last[key] / 2**20:.1f}"
+            for name, key in (("host", "resident_bytes"), ("device", "device_allocated_bytes")) if last[key]
+        )  # fmt: skip
+        body.append([
+            f"{result['options']['model']}, {result['options']['device']}, {minutes:g} minutes",
+            f"{tally['finished']} finished, {tally['aborted']} aborted, {tally['errors']} steps failed on purpose",
+            f"{tally['different']} of {tally['compared']}", grown, last["used_blocks"],
+        ])  # fmt: skip
+    return markdown(["soak", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"], body)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the report; returns 1 where a results file is refused, or where `--check` finds a README out of date."""
+    """Write the report; returns 1 where a results file is refused, or where `--check` finds a file out of date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; fail where something would change")
     args = parser.parse_args(argv)
@@ -116,8 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     except ResultsError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
-    for readme in changed:
-        print(f"{'out of date' if args.check else 'written'}: {readme.relative_to(ROOT)}")
+    for file in changed:
+        print(f"{'out of date' if args.check else 'written'}: {file.relative_to(ROOT)}")
     if not changed:
         print("everything is up to date")
     return 1 if args.check and changed else 0

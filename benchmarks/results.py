@@ -1,86 +1,169 @@
-"""Results files: what they hold, and which ones may be shown.
+"""Results files: what they hold, and which ones may be shown. One layout for all of them:
 
-A file in `benchmarks/results/` is one measurement on one machine. All kinds of files say what they were measured with:
-`kind`, and `versions`, `device` and `commit` (at the top or under `environment`). Those of kind `engines` come from
-`run.py`; each of their workloads carries its hash, and a file whose hash is not that of today's work is refused: its
-figures are not comparable any more.
+    kind         "engines" (run.py), or the name of a module of `micro`
+    environment  versions, device, commit, dirty, date
+    options      what was asked for
+    rows         a dict per row, with every sample
+
+A figure without its environment cannot be repeated. The commit comes from git; where the tree is an export without
+`.git`, from the environment variable `BENCH_COMMIT` (a commit's hash, with `-dirty` after it where the tree differed).
+
+Committed files lie in `results/` and change on purpose alone (`--publish`); a learner's own go to `local/`, which git
+ignores. A table is one commit, clean, and at least three repeats of every row.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.environment import ROOT
-from benchmarks.workloads import make_workload
+import torch
 
-SCHEMA = 1
-RESULTS_DIRECTORY = ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
+LEAST_REPEATS = 3
+# Committed files that are no table by these rules; the report marks them instead of refusing.
+TO_MEASURE_AGAIN = frozenset({
+    "cpu-tutor.json", "gpu-qwen2.5-0.5b-e.json", "gpu-qwen3-0.6b-ef.json", "gpu-qwen2.5-0.5b-ranks.json",
+    "gpu-qwen3-0.6b-ranks.json", "gpu-qwen2.5-0.5b-stage-f.json", "step_cost-cpu.json", "soak-cpu.json",
+})  # fmt: skip
 
 
 class ResultsError(ValueError):
     """A results file that must not be shown; the message names the file and what is wrong with it."""
 
 
-def load_results(path: Path) -> dict:
-    """A checked results file.
+def environment() -> dict[str, object]:
+    """`versions`, `device`, `commit`, `dirty` and `date`; commit and dirty are None where nothing tells them."""
+    commit, dirty = commit_of_tree()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"versions": versions(), "device": device_description(), "commit": commit, "dirty": dirty, "date": date}
+
+
+def versions() -> dict[str, str | None]:
+    """Version of Python and of each package that matters; None where it is not there."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {"cuda": torch.version.cuda, "driver": driver_version()}
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None
+
+
+def device_description() -> dict[str, object]:
+    """The GPU where PyTorch sees one, else the CPU; the CPU is named in both cases, because it launches the kernels."""
+    cpu = {"cpu": cpu_name(), "cpu_cores": os.cpu_count()}
+    if not torch.cuda.is_available():
+        return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), **cpu}
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "type": "cuda", "name": gpu.name, "count": torch.cuda.device_count(), "memory_bytes": gpu.total_memory,
+        "capability": f"{gpu.major}.{gpu.minor}", **cpu,
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit_of_tree() -> tuple[str | None, bool | None]:
+    """(commit, whether the tree differs from it), from git or from `BENCH_COMMIT`; (None, None) where neither tells."""
+    commit = _output("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() and shutil.which("git") else ""
+    if commit:  # what measuring writes changes nothing about what was measured
+        return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.png"))
+    given = os.environ.get("BENCH_COMMIT", "").strip()
+    return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
+
+
+def _output(*command: str) -> str:
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def write(payload: dict, path: Path) -> None:
+    """Write a results file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(payload, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def load(path: Path) -> dict:
+    """A results file that says what it was measured with.
 
     Raises:
-        ResultsError: see `check_results`.
+        ResultsError: it is not JSON, or the kind, versions, device, commit or date are missing.
     """
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ResultsError(f"{path.name} is not JSON: {error}") from error
-    try:
-        check_results(payload)
-    except ResultsError as error:
-        raise ResultsError(f"{path.name}: {error}") from error
-    return payload
+    wrong = _what_is_missing(payload)
+    if wrong:
+        raise ResultsError(f"{path.name}: {wrong}")
+    return payload | {"file": path.name}
 
 
-def load_all(directory: Path = RESULTS_DIRECTORY) -> dict[str, dict]:
-    """Every results file of the directory by its name, checked."""
-    return {path.name: load_results(path) for path in sorted(directory.glob("*.json"))}
+def load_all(directory: Path = RESULTS) -> list[dict]:
+    """Every results file of the directory, checked, with its name as `file`."""
+    return [load(path) for path in sorted(directory.glob("*.json"))]
 
 
-def check_results(payload: object) -> None:
-    """Refuse what cannot be trusted or compared.
+def of_kind(kind: str, directory: Path = RESULTS) -> list[dict]:
+    """The results files of one kind, newest first."""
+    found = [payload for payload in load_all(directory) if payload["kind"] == kind]
+    return sorted(found, key=lambda payload: payload["environment"]["date"], reverse=True)
 
-    Raises:
-        ResultsError: versions, device or commit are missing, or a workload is not today's.
-    """
+
+def _what_is_missing(payload: object) -> str:
     if not isinstance(payload, dict) or not isinstance(payload.get("kind"), str):
-        raise ResultsError("there is no 'kind'")
-    where = payload.get("environment", payload)
-    versions, device, commit = where.get("versions"), where.get("device"), where.get("commit")
-    if not isinstance(versions, dict) or not versions.get("python") or not versions.get("torch"):
-        raise ResultsError("there are no versions of Python and PyTorch")
-    if not (device.get("name") if isinstance(device, dict) else device):
-        raise ResultsError("there is no device")
-    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{7,40}", commit):
-        raise ResultsError(f"there is no commit (got {commit!r}); measure in a git tree, or set BENCH_COMMIT")
-    if payload["kind"] == "engines":
-        _check_engines(payload)
+        return "there is no 'kind'"
+    where = payload.get("environment") or {}
+    if not (where.get("device") or {}).get("name") or not where.get("date"):
+        return "there is no device or no date"
+    if not payload.get("rows"):
+        return "there are no rows"
+    if payload["kind"] == "elsewhere":
+        return "" if payload.get("source") else "there is no source"
+    if not all((where.get("versions") or {}).get(name) for name in ("python", "torch")):
+        return "there are no versions of Python and PyTorch"
+    commit = where.get("commit")
+    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{7,40}", commit) or where.get("dirty") is None:
+        return f"there is no commit (got {commit!r}); measure in a git tree, or set BENCH_COMMIT"
+    return ""
 
 
-def _check_engines(payload: dict) -> None:
-    if payload.get("schema") != SCHEMA:
-        raise ResultsError(f"schema {payload.get('schema')!r} is not {SCHEMA}; measure again")
-    if payload["size"] == "tiny":
-        raise ResultsError("size 'tiny' is for trying the benchmark out; its figures mean nothing")
-    if payload["environment"].get("dirty") is None or not payload["environment"].get("date"):
-        raise ResultsError("the environment does not say whether the tree was dirty, or has no date")
-    for name, workload in payload["workloads"].items():
-        expected = make_workload(name, payload["size"]).hash
-        if workload["hash"] != expected:
-            raise ResultsError(
-                f"workload {name!r} has the hash {workload['hash'][:12]}, but today's work has {expected[:12]}; "
-                "measure again"
-            )
-    for row in payload["rows"]:
-        if row["workload"] not in payload["workloads"]:
-            raise ResultsError(f"row {row['engine']!r} is of workload {row['workload']!r}, which the file lacks")
-        if not any(row.get(outcome) for outcome in ("samples", "not_run", "error")):
-            raise ResultsError(f"row {row['engine']!r} of {row['workload']!r} has no samples and no reason why not")
+def mixture(payloads: Iterable[dict]) -> str:
+    """Why these files may not share one table: several commits, or a changed tree. Empty if they may."""
+    commits = {}
+    for payload in payloads:
+        where = payload["environment"]
+        commits.setdefault(where["commit"][:10] + (" with changes" if where["dirty"] else ""), []).append(
+            payload["file"]
+        )
+    if len(commits) == 1 and not any("changes" in commit for commit in commits):
+        return ""
+    return "; ".join(f"{', '.join(files)}: commit {commit}" for commit, files in commits.items())

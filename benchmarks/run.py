@@ -1,12 +1,17 @@
 """The runner: the same work through every engine, honestly.
 
-    python -m benchmarks.run --size cpu
-    python -m benchmarks.run --size gpu --model random:qwen2.5-0.5b --engines A "B compiled" F --workloads single mixed
+    python -m benchmarks.run
+    python -m benchmarks.run --engines A mine=my_module:LLM --workloads single mixed
+    python -m benchmarks.run --size gpu --model random:qwen2.5-0.5b --engines A "B compiled" F --output a.json
+    python -m benchmarks.run --merge a.json b.json --publish h200-qwen2.5-0.5b
 
 What makes it honest: a fresh process per engine and repeat; the order of the engines reversed in every second repeat,
-so that a machine that warms up or is disturbed favours nobody; tokens compared before anything is timed (an engine that
-answers differently is refused); every sample kept; the hardware's floor printed beside the figure; and whatever did not
-run named with the reason.
+so that a machine that warms up or is disturbed favours no engine; tokens compared before anything is timed (an engine
+that answers differently is refused); every sample kept; the hardware's floor printed beside the figure; and whatever
+did not run named with the reason.
+
+Results go to `benchmarks/local/`, which git ignores. `--publish NAME` also writes `benchmarks/results/NAME.json`, at
+the end of a complete measurement from a clean commit.
 """
 
 from __future__ import annotations
@@ -14,67 +19,45 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from benchmarks.engines import Engine, select
-from benchmarks.measurement import Measurement
-from benchmarks.parity import parity_gate
-from benchmarks.results import RESULTS_DIRECTORY
+from benchmarks.engines import STUDIES, select, study_engines
+from benchmarks.measurement import Measurement, look
+from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, ResultsError, commit_of_tree, load, mixture, write
+from benchmarks.tables import group_results, overview_columns, table
 from benchmarks.workloads import SIZES, workload_names
-from stage_a_naive.loading import resolve
-
-CPU_SEATS = 16
 
 MODELS = {"cpu": ["tutor"], "gpu": ["random:qwen2.5-0.5b", "random:qwen3-0.6b"], "tiny": ["tutor"]}
+LIMITS = {  # size: seconds of --round-seconds, --max-seconds, --timeout
+    "cpu": (1.0, 60.0, 400.0),
+    "gpu": (3.0, 60.0, 400.0),
+    "tiny": (0.0, 30.0, 120.0),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="cpu")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
     parser.add_argument("--model", nargs="+", help="models, one results file each (default: depends on the size)")
-    parser.add_argument("--engines", nargs="+", default=[], help="NAME or NAME[option=value,...] (default: all here)")
-    parser.add_argument("--engine-options", nargs="+", default=[], metavar="NAME.OPTION=VALUE")
+    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
+                        help="NAME, NAME[option=value,...] or NAME=module:Class (default: all here)")  # fmt: skip
+    parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
     parser.add_argument("--workloads", nargs="+", default=workload_names(), choices=workload_names(), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
-    parser.add_argument("--round-seconds", type=float, help="no further round of a workload after so long")
-    parser.add_argument("--max-seconds", type=float, help="a workload that would take longer is not run")
+    parser.add_argument("--round-seconds", type=float, help="start no further round of a workload after this long")
+    parser.add_argument("--max-seconds", type=float, help="a round that would take longer is not run")
     parser.add_argument("--timeout", type=float, help="a process that takes longer is stopped")
-    parser.add_argument("--output", help="results file; {model} in it stands for the model's name")
+    parser.add_argument("--output", type=Path, help="the results file of one model (default: in benchmarks/local/)")
+    parser.add_argument(
+        "--publish", metavar="NAME", help="also write benchmarks/results/NAME.json (with several models NAME-MODEL)"
+    )
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: publish these files")
     return parser
-
-
-LIMITS = {  # size: seconds of --round-seconds, --max-seconds, --timeout
-    "cpu": (1.0, 60.0, 400.0),
-    "gpu": (5.0, 90.0, 400.0),
-    "tiny": (0.0, 30.0, 120.0),
-}
-
-
-def results_path(output: str | None, size: str, model: str, several: bool) -> Path:
-    """Where a model's results go."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", model.removeprefix("random:")).strip("-")
-    if output is None:
-        return RESULTS_DIRECTORY / f"{size}-{name}.json"
-    if several and "{model}" not in output:
-        raise ValueError("several models need {model} in --output, or each would overwrite the one before")
-    return Path(output.replace("{model}", name))
-
-
-def with_seats(engine: Engine, size: str) -> Engine:
-    """At CPU size an engine that batches has 16 seats: what the pool of a small GPU would hold of these requests.
-
-    Without that limit all requests of the small workloads would run at once, and who waits for whom, which is what
-    batching is about, would never show.
-    """
-    if size != "cpu" or not engine.sized:
-        return engine
-    return replace(engine, options={"max_num_seqs": CPU_SEATS, **engine.options})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,39 +65,112 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     for name, default in zip(("round_seconds", "max_seconds", "timeout"), LIMITS[args.size], strict=True):
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
-    models = args.model or MODELS[args.size]
     try:
-        if args.size == "gpu" and args.device == "auto" and not torch.cuda.is_available():
-            raise ValueError("size 'gpu' needs a GPU, and PyTorch sees none; use --size cpu or --device cpu")
-        engines = [with_seats(engine, args.size) for engine in select(args.engines, args.engine_options)]
-        paths = [results_path(args.output, args.size, model, len(models) > 1) for model in models if resolve(model)]
-    except ValueError as error:
+        if args.merge:
+            return merge(args.merge, args.publish)
+        measurements = prepare(args)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    done: list[Measurement] = []
     try:
-        return measure_all(args, engines, dict(zip(models, paths, strict=True)))
+        for measurement in measurements:
+            done.append(measurement)
+            if measurement is done[0]:
+                look(measurement)
+            else:
+                measurement.take_gate(done[0])
+            measurement.time_all()
     except KeyboardInterrupt:
-        print("interrupted; what was measured is in the results file", file=sys.stderr)
+        print("interrupted; this is what was measured", file=sys.stderr)
+        show(done)
         return 130
+    show(done)
+    for measurement in done if args.publish else ():
+        print(f"published: {publish(measurement.payload(), name_of(measurement, args.publish, len(done) > 1))}")
+    return 1 if any(measurement.has_failed for measurement in done) else 0
 
 
-def measure_all(args: argparse.Namespace, engines: list[Engine], models: dict[str, Path]) -> int:
-    """All models, each into its file; the parity gate once for all of them."""
-    refusals = None
-    failed = False
-    for model, path in models.items():
-        measurement = Measurement(args, model, engines, path)
-        say = measurement.say
-        say(f"{model}, size {args.size}: {', '.join(engine.name for engine in engines)}")
-        num_gpus = measurement.probe()
-        if refusals is None:
-            where = (args.parity_model, args.device, args.dtype)
-            refusals = parity_gate(engines, *where, num_gpus, args.timeout, say)
-        measurement.refuse(refusals, args.parity_model)
-        measurement.time_all()
-        say(f"written: {path}")
-        failed |= measurement.has_failed
-    return 1 if failed else 0
+def prepare(args: argparse.Namespace) -> list[Measurement]:
+    """One measurement per model, nothing started yet.
+
+    Raises:
+        ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
+    """
+    models = args.model or MODELS[args.size]
+    if args.output and len(models) > 1:
+        raise ValueError(f"--output is one file, and there are {len(models)} models; name one with --model")
+    if args.publish:
+        commit, dirty = commit_of_tree()
+        if commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny":
+            raise ValueError(
+                f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
+                f"and size cpu or gpu; without it results go to {LOCAL}"
+            )
+    if args.study and args.engines:
+        raise ValueError("--study has its own engines; give it or --engines")
+    engines = study_engines(args.study) if args.study else select(args.engines)
+    paths = [args.output or LOCAL / f"{file_name(args, model)}.json" for model in models]
+    return [Measurement(args, model, engines, path) for model, path in zip(models, paths, strict=True)]
+
+
+def file_name(args: argparse.Namespace, model: str) -> str:
+    parts = [args.size, re.sub(r"[^A-Za-z0-9.]+", "-", model.removeprefix("random:")).strip("-"), args.study]
+    return "-".join(filter(None, parts))
+
+
+def show(measurements: list[Measurement]) -> None:
+    """Print one table per model: what was measured, and where it is."""
+    for measurement in (measurement for measurement in measurements if measurement.rows):
+        payload = measurement.payload()
+        [group] = group_results([payload | {"file": measurement.path.name}])
+        where = payload["environment"]["device"]["name"]
+        print(
+            f"\n{measurement.model}, size {group.size}, {group.dtype}, {where} (1 × the floor: the hardware's limit)\n"
+        )
+        print("\n".join(aligned(table(group, group.engines, overview_columns(group)))))
+        print(f"\nevery sample: {measurement.path}")
+
+
+def aligned(lines: list[str]) -> list[str]:
+    """A Markdown table for a terminal: columns of equal width, no bars."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *cells]))
+    return text + [line for line in lines if not line.startswith("|")]
+
+
+def name_of(measurement: Measurement, name: str, several: bool) -> str:
+    return f"{name}-{file_name(measurement.args, measurement.model)}" if several else name
+
+
+def publish(payload: dict, name: str) -> Path:
+    """Write a committed results file; the report checks it again."""
+    path = RESULTS / f"{name}.json"
+    write(payload, path)
+    return path
+
+
+def merge(files: list[Path], name: str | None) -> int:
+    """Publish several files of one commit and one machine kind as the results of one table, `NAME-1.json` and so on.
+
+    Raises:
+        ResultsError: they are not of one table.
+    """
+    payloads = [load(file) for file in files]
+    if not name:
+        raise ResultsError("--merge needs --publish NAME")
+    groups = group_results(payloads)
+    if len(groups) != 1 or mixture(payloads) or groups[0].problem():
+        reason = mixture(payloads) or (groups[0].problem() if len(groups) == 1 else "")
+        raise ResultsError(f"these files are not one table: {reason or 'size, model, device or dtype differ'}")
+    for i, payload in enumerate(payloads, start=1):
+        del payload["file"]
+        print(f"published: {publish(payload, f'{name}-{i}' if len(payloads) > 1 else name)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -43,6 +43,10 @@ class Call:
     def output_tokens(self) -> int:
         return sum(self.max_tokens)
 
+    def steps(self, one_at_a_time: bool) -> int:
+        """Decode steps, by an engine that serves one request after another or all of them together."""
+        return self.output_tokens if one_at_a_time else max(self.max_tokens)
+
     @property
     def context_tokens_read(self) -> int:
         """KV entries that must be read: each output token looks back at everything before it."""
@@ -77,17 +81,12 @@ class Workload:
     def sampling_params(self, call: Call) -> list[SamplingParams]:
         return [SamplingParams(temperature=self.temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
 
-    def warm_up_round(self, most_tokens: int | None = None) -> tuple[Call, ...]:
-        """The first round's shapes with other ids, so that nothing of the timed work is in a prefix cache.
-
-        Args:
-            most_tokens: stop every request after this many tokens; None generates them all.
-        """
-        def warm(call: Call) -> Call:
-            prompts = tuple(tuple((i + 1) % self.num_ids for i in prompt) for prompt in call.prompts)
-            return Call(call.tag, prompts, tuple(min(n, most_tokens or n) for n in call.max_tokens))
-
-        return tuple(warm(call) for call in self.rounds[0])
+    def warm_up_round(self) -> tuple[Call, ...]:
+        """The first round's shapes with other ids, so that nothing of the timed work is in a prefix cache."""
+        return tuple(
+            replace(call, prompts=tuple(tuple((i + 1) % self.num_ids for i in prompt) for prompt in call.prompts))
+            for call in self.rounds[0]
+        )
 
 
 def make_workload(name: str, size: str) -> Workload:
@@ -117,10 +116,16 @@ def _ids(rng: random.Random, length: int, num_ids: int) -> Ids:
 def _single(size: str, num_ids: int, rng: random.Random) -> Workload:
     prompt, output, rounds = {"gpu": (128, 512, 5), "cpu": (32, 64, 3), "tiny": (8, 8, 1)}[size]
     # The time of a decode step is (T(output) - T(1)) / (output - 1): whatever happens once a call cancels out.
-    return Workload("single", size, f"1 request, {prompt} in / {output} out, greedy", num_ids, tuple(
-        tuple(Call(tag, (_ids(rng, prompt, num_ids),), (out,)) for tag, out in (("first", 1), ("all", output)))
-        for _ in range(rounds)
-    ))
+    return Workload(
+        "single",
+        size,
+        f"1 request, {prompt} in / {output} out, greedy",
+        num_ids,
+        tuple(
+            tuple(Call(tag, (_ids(rng, prompt, num_ids),), (out,)) for tag, out in (("first", 1), ("all", output)))
+            for _ in range(rounds)
+        ),
+    )
 
 
 def _decode32(size: str, num_ids: int, rng: random.Random) -> Workload:
@@ -130,9 +135,9 @@ def _decode32(size: str, num_ids: int, rng: random.Random) -> Workload:
         return Call(tag, tuple(_ids(rng, prompt, num_ids) for _ in range(requests)), (out,) * requests)
 
     text = f"{requests} requests, {prompt} in / {output} out, greedy"
-    return Workload("decode32", size, text, num_ids, tuple(
-        (call("first", 1), call("all", output)) for _ in range(rounds)
-    ))
+    return Workload(
+        "decode32", size, text, num_ids, tuple((call("first", 1), call("all", output)) for _ in range(rounds))
+    )
 
 
 def _mixed(size: str, num_ids: int, rng: random.Random) -> Workload:
@@ -173,27 +178,15 @@ def _prefix(size: str, num_ids: int, rng: random.Random) -> Workload:
 def _ttft(size: str, num_ids: int, rng: random.Random) -> Workload:
     lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
     text = f"prompts of {' and '.join(map(str, lengths))} tokens, one token out"
-    return Workload("ttft", size, text, num_ids, tuple(
-        tuple(Call(str(length), (_ids(rng, length, num_ids),), (1,)) for length in lengths) for _ in range(rounds)
-    ))
-
-
-def _context(size: str, num_ids: int, rng: random.Random) -> Workload:
-    lengths, output, rounds = {
-        "gpu": ((128, 1024, 4096, 8192), 33, 3),
-        "cpu": ((64, 256, 512, 1024), 33, 2),
-        "tiny": ((8, 32), 3, 1),
-    }[size]
-    text = f"1 request, {', '.join(map(str, lengths))} in / {output} out, greedy: a decode step over the context length"
-    return Workload("context", size, text, num_ids, tuple(
+    return Workload(
+        "ttft",
+        size,
+        text,
+        num_ids,
         tuple(
-            Call(f"{length}:{tag}", (_ids(rng, length, num_ids),), (out,))
-            for length in lengths for tag, out in (("first", 1), ("all", output))
-        )
-        for _ in range(rounds)
-    ))
+            tuple(Call(str(length), (_ids(rng, length, num_ids),), (1,)) for length in lengths) for _ in range(rounds)
+        ),
+    )
 
 
-_MAKERS = {
-    "single": _single, "decode32": _decode32, "mixed": _mixed, "prefix": _prefix, "ttft": _ttft, "context": _context,
-}
+_MAKERS = {"single": _single, "decode32": _decode32, "mixed": _mixed, "prefix": _prefix, "ttft": _ttft}

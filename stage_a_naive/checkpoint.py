@@ -131,6 +131,8 @@ class WeightLoader:
 
 def check_finite(weight: Tensor, name: str) -> None:
     """Refuse a weight with NaN or infinite values, which would make every logit NaN and every answer the same token."""
+    if weight.is_meta:  # a model that was built for its shapes alone
+        return
     least, most = torch.aminmax(weight.detach())  # both are NaN if any value is
     if not math.isfinite(least) or not math.isfinite(most):
         raise ModelError(f"the weight {name} holds NaN or infinite values in {weight.dtype}; its file may be damaged")

@@ -38,4 +38,4 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="keep prompts whole, in steps of their own",
     )
-    group.add_argument("--trace", metavar="FILE", help="write a record of every step (benchmarks.timeline draws it)")
+    group.add_argument("--trace", metavar="FILE", help="a record of every step, for benchmarks.pictures.timeline")

@@ -1,6 +1,7 @@
 """A record of every step, one JSON object a line: what the scheduler decided and how long it took.
 
-`benchmarks/timeline.py` draws it: who ran when, how the tokens of a step were shared out, how full the pool was.
+`benchmarks/pictures/timeline.py` draws it: which request ran when, how the tokens of a step were shared out, how full
+the pool was.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel divides its work; the defaults are what `benchmarks.decode_kernel` found fastest.
+    """How the kernel divides its work; the defaults are what `benchmarks.micro decode_step` found fastest.
 
     Attributes:
         max_splits: pieces one attention may be cut into, 2 to 64.

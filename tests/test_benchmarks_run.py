@@ -1,79 +1,92 @@
-"""The runner: which engines, in which order, in processes of their own."""
+"""The runner: which engines, in which order, in processes of their own, into which file."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import environment
-from benchmarks.engines import ENGINES, installed_engines, select, unmet_need
-from benchmarks.environment import ROOT
+from benchmarks import measurement, results, run
+from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
 from benchmarks.figures import TimedCall
-from benchmarks.launch import run_job
-from benchmarks.measure import run_workload, timed_call
-from benchmarks.measurement import in_alternating_order
-from benchmarks.parity import difference
+from benchmarks.measure import expected_seconds, run_workload, timed_call
+from benchmarks.measurement import Measurement, difference, in_alternating_order, run_job
+from benchmarks.pace import Pace
 from benchmarks.peers import TransformersEngine
-from benchmarks.run import main, results_path
-from benchmarks.warmup import estimate, warm_up
+from benchmarks.results import ROOT
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
+from stage_b_decode_step import LLM as StageB
+from stage_f_graph_tp.options import GraphOptions
 
 CPU = torch.device("cpu")
 BY_NAME = {engine.name: engine for engine in ENGINES}
 
 
 def test_every_second_repeat_is_reversed() -> None:
-    engines = [BY_NAME["A"], BY_NAME["D"], BY_NAME["F"]]
-    names = [[engine.name for engine in in_alternating_order(engines, repeat)] for repeat in range(3)]
+    names = [in_alternating_order("ADF", repeat) for repeat in range(3)]
     assert names == [["A", "D", "F"], ["F", "D", "A"], ["A", "D", "F"]]
 
 
 def test_only_what_is_installed_is_a_row() -> None:
-    names = [engine.name for engine in installed_engines()]
+    names = list(installed_engines())
     assert "A" in names and "transformers" in names
     assert len(set(names)) == len(names)
 
 
 def test_options_in_brackets_make_a_row_of_their_own() -> None:
-    plain, variant = select(["A", "A[seed=3,dtype=float32]"], [])
+    plain, variant = select(["A", "A[seed=3,dtype=float32]"])
     assert (plain.name, dict(plain.options)) == ("A", {})
     assert (variant.name, dict(variant.options)) == ("A[seed=3,dtype=float32]", {"seed": 3, "dtype": "float32"})
 
 
-def test_engine_options_change_the_row_that_they_name() -> None:
-    first, second = select(["transformers", "A"], ["A.seed=5", "A.flag=true"])
-    assert dict(first.options) == {} and dict(second.options) == {"seed": 5, "flag": True}
+def test_a_row_of_your_own_needs_no_change_of_a_file() -> None:
+    [mine] = select(["mine=stage_a_naive:LLM[seed=7]"])
+    assert (mine.name, mine.factory, dict(mine.options)) == ("mine[seed=7]", "stage_a_naive:LLM", {"seed": 7})
+    assert mine.build("random:qwen2-tiny", "cpu", "auto").generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
-    ("engines", "options", "message"),
+    ("engine", "message"),
     [
-        (["Z"], [], "no engine 'Z' here; there are: "),
-        (["A[seed]"], [], "not of the form name=value"),
-        (["A"], ["transformers.seed=1"], "not among those to run"),
+        ("Z", "no engine 'Z' here; there are: "),
+        ("A[seed]", "not of the form name=value"),
+        ("A]", "not of the form NAME, NAME=module:Class"),
+        ("mine=no_such_module:LLM", "no module 'no_such_module'"),
     ],
 )
-def test_a_wrong_command_line_is_refused(engines: list[str], options: list[str], message: str) -> None:
+def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        select(engines, options)
+        select([engine])
+
+
+def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
+    for engine in study_engines("stage-b"):
+        changed = {k: v for k, v in engine.options.items() if k != "compile"}
+        assert len(changed) <= 1 and all(
+            StageB.__init__.__kwdefaults__[k] is True and v is False for k, v in changed.items()
+        )
+    rows = {engine.name: dict(engine.options) for engine in study_engines("stage-f")}
+    assert all(getattr(GraphOptions(**row), k) != getattr(GraphOptions(), k) for row in rows.values() for k in row)
+    singles = [rows[name] for name in ("no graphs", "no fused kernels", "no overlap")]
+    assert rows["none of them"] == {k: v for row in singles for k, v in row.items()} and rows["all on"] == {}
+    assert [engine.name for engine in study_engines("ranks")] == list(STUDIES["ranks"])
 
 
 def test_an_engine_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unmet_need(BY_NAME["F, 2 GPUs"], 1) == "needs 2 GPUs, there are 1"
+    assert BY_NAME["F, 2 GPUs"].unmet_need(1) == "needs 2 GPUs, there are 1"
     monkeypatch.setattr("benchmarks.engines.shutil.which", lambda name: None)
-    assert unmet_need(BY_NAME["B compiled"], 1) == "no C++ compiler"
+    assert BY_NAME["B compiled"].unmet_need(1) == "no C++ compiler"
 
 
-def test_several_models_need_several_files() -> None:
-    assert results_path("x-{model}.json", "gpu", "random:qwen3-0.6b", True) == Path("x-qwen3-0.6b.json")
-    with pytest.raises(ValueError, match="{model}"):
-        results_path("x.json", "gpu", "tutor", True)
+def test_several_models_need_several_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--model", "tutor", "random:qwen2-tiny", "--output", "x.json"]) == 2
+    assert "--output is one file, and there are 2 models" in capsys.readouterr().err
 
 
 def test_parity_failure_says_where_the_answers_part() -> None:
@@ -109,27 +122,42 @@ def test_rounds_stop_when_the_time_is_up_but_one_always_runs() -> None:
     assert len(run_workload(Clockwork(), BY_NAME["A"], workload, CPU, 0.0, 60)["samples"]) == 1
     found = run_workload(Clockwork(), BY_NAME["A"], workload, CPU, 60.0, 60)
     assert len(found["samples"]) == len(workload.rounds)
-    assert found["peak_memory"]["bytes"] > 0
+    assert found["peak_bytes"] > 0
 
 
-def test_the_estimate_adds_up_requests_only_for_engines_that_serve_one_at_a_time() -> None:
+def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time() -> None:
     workload = make_workload("decode32", "cpu")  # 8 requests of 32 tokens, after 8 of 1 token
 
     def time_call(call: object) -> TimedCall:
         return TimedCall(call, 1.0, [{"tpot": 0.1}])
 
-    assert estimate(time_call, workload, one_at_a_time=False) == pytest.approx(1 + 1 + (32 - 5) * 0.1)
-    assert estimate(time_call, workload, one_at_a_time=True) == pytest.approx(4 + (8 - 5) * 0.1 + 4 + (256 - 5) * 0.1)
+    batch, single = (expected_seconds(time_call, workload, one_at_a_time) for one_at_a_time in (False, True))
+    assert batch == pytest.approx(1 + 1 + (32 - 5) * 0.1)
+    assert single == pytest.approx(4 + (8 - 5) * 0.1 + 4 + (256 - 5) * 0.1)
 
 
-def test_warm_up_of_one_at_a_time_engines_takes_as_many_lengths_as_fit() -> None:
-    workload = make_workload("mixed", "cpu")
-    asked: list = []
-    warm_up(asked.append, workload, True, expected_seconds=4.0, most_seconds=1.0)
-    [call] = asked
-    assert len(call.prompts) == len(workload.rounds[0][0].prompts) // 4
-    warm_up(asked.append, workload, False, expected_seconds=4.0, most_seconds=1.0)
-    assert len(asked) == 1  # a batch is not shorter with fewer requests
+def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> None:
+    llm = Clockwork()
+    found = run_workload(llm, BY_NAME["A"], make_workload("single", "tiny"), CPU, 0.0, 60)
+    assert found["first_visit"].keys() == found["samples"][0].keys() and found["first_prefill_ms"] > 0
+    assert [calls[-1] for calls in llm.calls][-4:] == [(8, 1), (8, 8), (8, 1), (8, 8)]  # the visit, then the round
+
+
+def measuring(tmp_path: Path, **options: object) -> Measurement:
+    args = {"size": "tiny", "workloads": ["single"], "repeats": 3, "round_seconds": 0.0, "max_seconds": 30.0}
+    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None, **options}
+    return Measurement(Namespace(**args), "tutor", [BY_NAME["A"], BY_NAME["E"]], tmp_path / "out.json")
+
+
+def test_the_time_left_is_counted_from_the_pace_and_then_from_what_processes_took(tmp_path: Path) -> None:
+    found = measuring(tmp_path)
+    found.found["process_seconds"], found.paces = 2.0, {"A": Pace(1.0, 0.0, 0.1), "E": Pace(3.0, 0.0, 0.1)}
+    runs = [(repeat, engine) for repeat in range(3) for engine in found.engines]
+    # Steps of 0.1 s: twice 5 + 5 of the short runs, 1 + 8 of the warm-up, 1 + 8 of the round.
+    assert found.expected_seconds(BY_NAME["A"]) == pytest.approx(2 + 1 + 2.0 + 0.9 + 0.9)
+    assert found.seconds_left(runs) == pytest.approx(3 * 6.8 + 3 * 8.8)
+    found.took = {"A": 13.6}  # twice as long as expected: the others too, it may be
+    assert found.seconds_left(runs[1:]) == pytest.approx(2 * 13.6 + 3 * 17.6)
 
 
 def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
@@ -148,42 +176,142 @@ def test_static_batch_refuses_mixed_temperatures() -> None:
 
 
 def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why() -> None:
-    hung = run_job({"kind": "probe", "device": "cpu", "dtype": "auto"}, timeout=0.01)
+    hung = run_job({"kind": "look"}, timeout=0.01)
     assert "was stopped after 0 s" in hung["error"]
     died = run_job({"kind": "no such kind"}, timeout=60)
-    assert "exit status 1" in died["error"] and "KeyError: 'no such kind'" in died["error"]
+    assert "exit status 1" in died["error"] and "no job is called 'no such kind'" in died["error"]
 
 
-def test_the_whole_benchmark_runs(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    command = [
-        sys.executable, "-m", "benchmarks.run", "--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model",
-        "random:qwen2-tiny", "--engines", "A", "--workloads", "single", "ttft", "--repeats", "1", "--device", "cpu",
-        "--output", str(output),
-    ]  # fmt: skip
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
+
+
+def committed() -> dict[Path, bytes]:
+    files = [
+        *results.RESULTS.iterdir(),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("benchmarks/plots/*"),
+    ]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(tmp_path: Path) -> None:
+    before, output = committed(), tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.run", *TINY, "--engines", "A", "--workloads", "single", "ttft"]
+    answer = subprocess.run(
+        [*command, "--repeats", "1", "--output", str(output)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "process 1 of 1, about" in answer.stdout and "start-up, s" in answer.stdout
+    [row] = [line for line in answer.stdout.splitlines() if line.startswith("A  ")]
+    assert len(row.split()) >= 5
     found = json.loads(output.read_text())
     assert found["parity"]["equal"] == ["A"]
     assert [(row["engine"], row["workload"]) for row in found["rows"]] == [("A", "single"), ("A", "ttft")]
     single = found["rows"][0]
-    assert single["samples"][0]["tpot_ms"] == single["figures"]["tpot_ms"]["median"]
-    assert 0 < single["figures"]["tpot_ms"]["percent_of_floor"] < 100
+    assert single["samples"][0]["tpot_ms"] > 0 and single["startup_seconds"][0] > 0
     assert found["workloads"]["single"]["hash"] == make_workload("single", "tiny").hash
+    assert committed() == before
+
+
+MACHINE = {
+    "environment": {"versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "Test CPU"}, "commit": "0" * 40,
+                    "dirty": False, "date": "2026-01-02T03:04:05+00:00"},
+    "dtype": "float32", "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11},
+    "launch_seconds": None, "process_seconds": 1.0,
+}  # fmt: skip
+SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
+
+
+def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, output = committed(), tmp_path / "out.json"
+
+    def interrupted(job: dict, timeout: float) -> dict:
+        if job["kind"] == "look":
+            names = [engine["name"] for engine in job["engines"]]
+            paces = {name: {"build": 1.0, "prompt_token": 0.0, "step": 0.01} for name in names}
+            return {**MACHINE, "answers": dict.fromkeys(names, [[1]]), "paces": paces}
+        if output.exists():  # the second process
+            raise KeyboardInterrupt
+        return {"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE], "peak_bytes": 1}}}
+
+    monkeypatch.setattr(measurement, "run_job", interrupted)
+    assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
+    shown = capsys.readouterr()
+    assert "interrupted" in shown.err and "process 1 of 6, about 14 s left" in shown.out
+    [row] = [line for line in shown.out.splitlines() if line.startswith("A  ")]
+    assert row.split()[:3] == ["A", "2.50", "1.25"]
+    assert [row["engine"] for row in json.loads(output.read_text())["rows"]] == ["A"]
+    assert committed() == before
+
+
+@pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
+def test_a_changed_tree_is_not_published(
+    tree: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "commit_of_tree", lambda: tree)
+    assert run.main(["--publish", "mine", "--engines", "A"]) == 2
+    assert "--publish needs a clean commit" in capsys.readouterr().err
+
+
+def test_files_of_one_commit_are_published_together_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from test_benchmarks_results import payload
+
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    files = [str(tmp_path / f"{i}.json") for i in range(3)]
+    for file in files:
+        results.write(payload(repeats=range(1)), Path(file))
+    assert run.main(["--merge", *files[:2], "--publish", "box"]) == 2
+    assert "fewer than 3 repeats" in capsys.readouterr().err and not (tmp_path / "results").exists()
+    assert run.main(["--merge", *files, "--publish", "box"]) == 0
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["box-1.json", "box-2.json", "box-3.json"]
+    other = payload(repeats=range(1))
+    other["environment"]["commit"] = "f" * 40
+    results.write(other, Path(files[0]))
+    assert run.main(["--merge", *files, "--publish", "box"]) == 2
+    assert "commit ffffffffff" in capsys.readouterr().err
 
 
 def test_a_wrong_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "random:nothing", "--engines", "A"]) == 2
+    assert run.main(["--model", "random:nothing", "--engines", "A"]) == 2
     assert "no preset 'nothing'" in capsys.readouterr().err
+
+
+def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def answers(job: dict, timeout: float) -> dict:
+        names = [engine["name"] for engine in job["engines"]]
+        asked.append(names)
+        found = {name: [[1, 2] if name != "F" else [1, 3]] for name in names}
+        if "E" in names:  # it kills the process, after those before it have answered
+            return {**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
+        return {**MACHINE, "answers": found, "paces": {}}
+
+    monkeypatch.setattr(measurement, "run_job", answers)
+    found = measuring(tmp_path)
+    found.engines = [BY_NAME[name] for name in ("D", "E", "F", "F, 4 GPUs")]
+    measurement.look(found)
+    assert asked == [["A", "D", "E", "F"], ["F"]]
+    assert found.equal == ["D"] and found.has_failed
+    assert found.rows["E", "single"]["error"] == "no answers: exit status -11"
+    assert "answer 0 parts from A's at token 1" in found.rows["F", "single"]["error"]
+    assert found.rows["F, 4 GPUs", "single"]["not_run"].startswith("needs 4 GPUs, there are ")
 
 
 def test_the_commit_comes_from_the_environment_where_there_is_no_git(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
-    assert environment.commit_of_tree() == (None, None)
+    assert results.commit_of_tree() == (None, None)
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
-    assert environment.commit_of_tree() == ("0123abc", False)
+    assert results.commit_of_tree() == ("0123abc", False)
     monkeypatch.setenv("BENCH_COMMIT", "0123abc-dirty")
-    assert environment.commit_of_tree() == ("0123abc", True)
+    assert results.commit_of_tree() == ("0123abc", True)

@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 from fake_model import CountingRunner, answer_alone, make_engine, make_request, run_all
 
-from benchmarks import timeline
+from benchmarks.pictures import timeline
 from stage_d_paged import block_manager
 from stage_e_batching.scheduler import MAX_OVERTAKES, MAX_PROMPT_STEPS, Scheduler
 from stage_e_batching.step import BatchSequence, State
@@ -470,5 +470,4 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert [p["id"] for record in records for p in record["preempted"]] == [1]
     assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
     assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "pages": 3}
-    timeline.draw(tmp_path / "trace.jsonl", tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert timeline.draw(tmp_path / "trace.jsonl").png.startswith(b"\x89PNG")

@@ -6,15 +6,12 @@ its model is given.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 
 from torch import nn
 
-from benchmarks import timeline
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, drawn_by, finish, new_figure, plain
+from benchmarks.pictures import timeline
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_figure, plain
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM as StaticLLM
 from stage_d_paged.attention import AttentionMetadata
@@ -23,15 +20,15 @@ from stage_d_paged.attention import AttentionMetadata
 def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict]:
     """Generate with stage D and return a record of every step. Each batch must be prefilled in a single step."""
     records: list[dict] = []
-    first, seats = 0, 0  # the batch's first request and how many there are in it
+    first, slots = 0, 0  # the batch's first request and how many there are in it
 
     def note(_: nn.Module, arguments: tuple, __: object) -> None:
-        nonlocal first, seats
+        nonlocal first, slots
         metadata: AttentionMetadata = arguments[3]
         counts = metadata.cu_seqlens_q.diff().tolist()
         contexts = metadata.context_lens.tolist()
         if metadata.max_query_len > 1:
-            first, seats = first + seats, len(counts)
+            first, slots = first + slots, len(counts)
         live = [i for i, context in enumerate(contexts) if context > 0]
         records.append(
             {
@@ -39,7 +36,7 @@ def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence
                 "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
                 "num_tokens": sum(counts[i] for i in live),
                 "padding": [first + i for i, context in enumerate(contexts) if context == 0],
-                "waiting": list(range(first + seats, len(prompts))),
+                "waiting": list(range(first + slots, len(prompts))),
                 "preempted": [],
             }
         )
@@ -50,12 +47,6 @@ def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence
     finally:
         handle.remove()
     return records
-
-
-def read_trace(path: str | PathLike[str]) -> list[dict]:
-    """The steps of a trace that ran something."""
-    records = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
-    return [record for record in records if record["sequences"]]
 
 
 def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
@@ -70,11 +61,6 @@ def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
         plain(axes, "x")
     panels[-1].set_xlabel("step")
     return finish(figure, "what each request does in every step, in a static and in a continuous batch")
-
-
-def draw_trace(path: str | PathLike[str], title: str = "") -> Picture:
-    """`benchmarks.timeline`'s picture of a trace: lanes, tokens a step, pages in use."""
-    return drawn_by(lambda picture: timeline.draw(path, picture, title), "who ran when, tokens a step, pages in use")
 
 
 def token_gaps(records: Sequence[dict], request: int) -> tuple[list[float], list[float]]:

@@ -1,57 +1,66 @@
-"""Stage C in pictures: generations of a kernel against what the memory can do, the operator against its formula."""
+"""Stage C in pictures: variants of a kernel against what the memory can do, the operator against its formula."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.micro.mlp import sizes
 from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_figure, plain
-from benchmarks.results import RESULTS_DIRECTORY, load_results
-from stage_a_naive.outputs import synchronized_time
+from benchmarks.results import of_kind
+from benchmarks.timing import call_seconds, measure_ceilings
 
 ORDER = {"naive": GREY, "library": ORANGE, "warp": GREEN, "fused": BLUE}
-NAMES = {"naive": "naive\none block a row", "library": "library\nPyTorch, unfused", "warp": "warp\na launch a half",
-         "fused": "fused\none launch"}  # fmt: skip
+NAMES = {
+    "naive": "naive\none block per row",
+    "library": "library\nPyTorch, unfused",
+    "warp": "warp\none launch per half",
+    "fused": "fused\none launch",
+}
 
 
-def recorded_kernels(directory: Path = RESULTS_DIRECTORY) -> dict:
-    """The committed measurement of the kernels on a GPU.
+def recorded_kernels() -> dict:
+    """The newest committed measurement of the kernels on a GPU.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    paths = sorted(directory.glob("mlp_kernels_*.json"))
-    if not paths:
-        raise FileNotFoundError(f"no mlp_kernels_*.json in {directory}; `python -m benchmarks.mlp_kernels` makes one")
-    return load_results(paths[0])
+    found = of_kind("mlp")
+    if not found:
+        raise FileNotFoundError("benchmarks/results has no measurement of `python -m benchmarks.micro mlp`")
+    return found[0]
 
 
-def draw_generations(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> Picture:
-    """Bytes of weights a second, for each generation, under the line of the measured copy bandwidth."""
-    found = {r["generation"]: r for r in result["rows"] if (r["model"], r["rows"]) == (model, rows)}
+def draw_variants(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> Picture:
+    """Bytes of weights per second, for each kernel variant, under the line of the measured copy bandwidth."""
+    found = {
+        r["variant"]: statistics.median(r["samples"])
+        for r in result["rows"]
+        if (r["model"], r["rows"]) == (model, rows)
+    }
     names = [name for name in ORDER if name in found]
-    rates = [found[name]["bytes_per_s"] / 1e12 for name in names]
+    rates = [sizes(model)[-1] / found[name] / 1e12 for name in names]
     copy = result["ceilings"]["copy_bytes_per_s"] / 1e12
     figure = new_figure(8, 4)
     axes = figure.subplots()
     axes.bar([NAMES[name] for name in names], rates, color=[ORDER[name] for name in names], width=0.6)
     for x, (name, rate) in enumerate(zip(names, rates, strict=True)):
-        text = f"{found[name]['seconds'] * 1e6:,.1f} µs\n{100 * rate / copy:.2g} %"
+        text = f"{found[name] * 1e6:,.1f} µs\n{100 * rate / copy:.2g} %"
         axes.annotate(text, (x, rate), xytext=(0, 3), textcoords="offset points", ha="center")
     axes.axhline(copy, color="black", linestyle="--")
     text = f"a copy on the same device: {copy:.2f} TB/s"
     axes.annotate(text, (-0.4, copy), xytext=(0, 4), textcoords="offset points")
     axes.set_ylim(0, 1.25 * copy)
     axes.set_ylabel("weights read, TB/s")
-    axes.set_title(f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {result['device']['name']}", fontsize=11)
+    device = result["environment"]["device"]["name"]
+    axes.set_title(f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {device}", fontsize=11)
     plain(axes)
-    return finish(figure, "each generation of the kernel reads the weights faster; the line is the copy bandwidth")
+    return finish(figure, "each variant of the kernel reads the weights faster; the line is the copy bandwidth")
 
 
 @dataclass(frozen=True)
@@ -80,29 +89,16 @@ def measure_block(
     found: dict[str, list[float]] = {name: [] for name in ways}
     for count in rows:
         x = torch.randn(count, hidden, device=device, dtype=dtype)
-        samples: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(repeats + 1):
-            for name, way in ways.items():
-                start = synchronized_time(device)
-                way(x, norm, gate_up, down, x, 1e-6)
-                if turn:  # the first is a warm-up
-                    samples[name].append(synchronized_time(device) - start)
-        for name in ways:
-            found[name].append(statistics.median(samples[name]))
+        for name, way in ways.items():
+            call = partial(way, x, norm, gate_up, down, x, 1e-6)
+            found[name].append(statistics.median(call_seconds(call, device, repeats)))
     weights = (norm.numel() + gate_up.numel() + down.numel()) * dtype.itemsize
     return BlockTimes(device.type, list(rows), found, weights)
 
 
-def measure_copy(device: torch.device, num_bytes: int = 256 * 2**20) -> float:
-    """Bytes a second, read and written together, of a large copy on the device."""
-    source = torch.empty(num_bytes // 4, device=device).normal_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter() if device.type == "cpu" else synchronized_time(device)
-        target.copy_(source)
-        times.append(synchronized_time(device) - start)
-    return 2 * num_bytes / min(times[1:])
+def measure_copy(device: torch.device) -> float:
+    """Bytes per second, read and written together, of a large copy on the device."""
+    return measure_ceilings(device, torch.float32).copy_bytes_per_s
 
 
 def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
@@ -117,7 +113,7 @@ def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
     axes.set_xticks(times.rows, [str(n) for n in times.rows])
     axes.set_ylim(0)
     axes.set_xlabel("rows (tokens in the step)")
-    axes.set_ylabel(f"ms a block, {times.device}")
+    axes.set_ylabel(f"ms per block, {times.device}")
     axes.legend(frameon=False)
     plain(axes)
     return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.patches import Rectangle
 from torch import nn
 
-from benchmarks import page_waste
+from benchmarks.micro import block_waste
 from benchmarks.pictures.picture import (
     BLUE,
     GREEN,
@@ -19,12 +19,11 @@ from benchmarks.pictures.picture import (
     SKY,
     YELLOW,
     Picture,
-    drawn_by,
     finish,
     new_figure,
     plain,
 )
-from benchmarks.results import load_results
+from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
@@ -165,6 +164,6 @@ def draw_memory(report: MemoryReport) -> Picture:
 
 
 def draw_waste() -> Picture:
-    """The committed count for the benchmark's workload: what share of the memory is empty, by page size."""
-    result = load_results(page_waste.RESULT)
-    return drawn_by(lambda path: page_waste.draw(result, path), "the share of KV memory that is empty, by page size")
+    """The committed count for the benchmark's workload: what share of the memory is empty, by block size."""
+    [png] = block_waste.draw(of_kind("block_waste")).values()
+    return Picture(png, "the share of KV memory that is empty, by block size")

@@ -14,7 +14,7 @@ from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, finis
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
 
-STEPS = 8  # decode steps a sample
+STEPS = 8  # decode steps per sample
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def draw_phases(times: PhaseTimes) -> Picture:
     per_token.plot(times.lengths, each, "o-", color=ORANGE, label="prefill")
     per_token.plot(times.lengths, [1e3 * t for t in times.decode], "s-", color=BLUE, label="decode")
     per_token.set_title("time for each token in it")
-    per_token.set_ylabel("ms a token")
+    per_token.set_ylabel("ms per token")
     return finish(figure, "prefill grows with the prompt, a decode step hardly; for each token, prefill is far cheaper")
 
 
@@ -118,7 +118,7 @@ def draw_recompute(times: StepTimes) -> Picture:
         axes.fill_between(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, alpha=0.15)
     axes.set_ylim(0, 1.35e3 * max(times.recomputed))
     axes.set_xlabel(f"generated token (after a prompt of {times.prompt_tokens})")
-    axes.set_ylabel("ms a step")
+    axes.set_ylabel("ms per step")
     axes.legend(frameon=False, loc="upper left")
     plain(axes)
     return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")

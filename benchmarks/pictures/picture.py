@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -42,20 +40,12 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(figure: Figure, text: str) -> Picture:
+def finish(figure: Figure, text: str, dpi: int = DPI) -> Picture:
     """Draw the figure into a picture."""
     buffer = io.BytesIO()
     # No version or date in the file, so that the same figures give the same bytes.
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return Picture(buffer.getvalue(), text)
-
-
-def drawn_by(draw: Callable[[Path], object], text: str) -> Picture:
-    """The picture that `draw(path)` writes into a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picture.png"
-        draw(path)
-        return Picture(path.read_bytes(), text)
 
 
 def plain(axes: Axes, grid: str = "y") -> None:

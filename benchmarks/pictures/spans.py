@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
-from benchmarks.kernel_spans import Recording, from_json
+from benchmarks.micro.kernel_spans import Recording, from_rows
 from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_figure, plain
-from benchmarks.results import RESULTS_DIRECTORY, load_results
+from benchmarks.results import of_kind
 
 # The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
 KINDS = (
@@ -17,7 +16,6 @@ KINDS = (
     ("sums, means, maxima", ("sum", "mean", "reduce", "argmax", "max", "norm", "softmax", "rsqrt")),
     ("element by element", ("",)),
 )
-GPU_FILES = "kernel_spans_*.json"
 
 
 def kind_of(name: str) -> str:
@@ -26,11 +24,10 @@ def kind_of(name: str) -> str:
     return next(kind for kind, words in KINDS if any(word in lowered for word in words))
 
 
-def recorded_on_gpu(directory: Path = RESULTS_DIRECTORY) -> tuple[str, list[Recording]] | None:
-    """(device, recordings) of the committed recording of a GPU; None where there is none."""
-    for path in sorted(directory.glob(GPU_FILES)):
-        payload = load_results(path)
-        return payload["environment"]["device"]["name"], from_json(payload)
+def recorded_on_gpu() -> tuple[str, list[Recording]] | None:
+    """(device, recordings) of the newest committed recording of a GPU; None where there is none."""
+    for payload in of_kind("kernel_spans"):
+        return payload["environment"]["device"]["name"], from_rows(payload["rows"])
     return None
 
 
@@ -66,7 +63,7 @@ def draw_gaps(recordings: list[Recording], device: str) -> Picture:
         spans = [(s.start / scale, s.length / scale) for s in r.spans]
         axes.broken_barh(spans, (lane - 0.33, 0.66), facecolor=BLUE, linewidth=0)
         text = (
-            f"{r.name}: {len(r.spans) / r.steps:.0f} a step, {r.whole / r.steps / scale:.3g} {unit} a step, "
+            f"{r.name}: {len(r.spans) / r.steps:.0f} per step, {r.whole / r.steps / scale:.3g} {unit} per step, "
             f"at work {r.busy / r.whole:.0%} of the time"
         )
         axes.annotate(text, (0, lane - 0.36), va="bottom", fontsize=9)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
-from benchmarks.pictures.picture import Picture, drawn_by, finish, new_figure, plain
-from benchmarks.plot import colour_of, plot_bars
-from benchmarks.results import RESULTS_DIRECTORY, load_results
-from benchmarks.tables import Group, group_results, number
+from benchmarks.pictures.picture import Picture, finish, new_figure, plain
+from benchmarks.plot import colour_of, plot_rates
+from benchmarks.tables import Group, number
 from stage_a_naive import SamplingParams
 from stage_a_naive.frontend import Frontend
 from stage_c_fused_mlp.extension import ExtensionError, plan
@@ -51,7 +49,7 @@ class StageRun:
     """One engine at the notebook's two pieces of work."""
 
     answer: str
-    ms_a_token: float  # one request: a decode step
+    ms_per_token: float  # one request: a decode step
     tokens_per_s: float  # many requests that arrive together
     token_ids: list[list[int]]
 
@@ -72,13 +70,13 @@ def run_stage(letter: str, question: str, questions: Sequence[str]) -> StageRun:
 
 
 def draw_stages(runs: dict[str, StageRun]) -> Picture:
-    """Left: one request, time of a decode step. Right: many requests, tokens a second."""
+    """Left: one request, time of a decode step. Right: many requests, tokens per second."""
     figure = new_figure(10, 0.4 * len(runs) + 1.3)
     single, many = figure.subplots(1, 2)
     names = [f"stage {letter}" for letter in runs]
     for axes, values, label in (
-        (single, [run.ms_a_token for run in runs.values()], "one request: ms a token (less is better)"),
-        (many, [run.tokens_per_s for run in runs.values()], "all together: tokens a second (more is better)"),
+        (single, [run.ms_per_token for run in runs.values()], "one request: ms per token (less is better)"),
+        (many, [run.tokens_per_s for run in runs.values()], "all together: tokens/s (more is better)"),
     ):
         colours = [colour_of(letter) for letter in runs]
         axes.barh(names, values, color=colours, edgecolor="black", linewidth=0.6, height=0.65)
@@ -88,16 +86,9 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
         axes.set_xlim(0, 1.2 * max(values))
         axes.set_xlabel(label)
         plain(axes, "x")
-    return finish(figure, "the time of a token for one request, and tokens a second for many, by stage")
-
-
-def recorded_groups() -> list[Group]:
-    """The committed measurements, GPU before CPU; empty where there are none."""
-    paths = sorted(RESULTS_DIRECTORY.glob("*.json"))
-    of_engines = [path for path in paths if json.loads(path.read_text(encoding="utf-8")).get("kind") == "engines"]
-    return group_results([load_results(path) for path in of_engines])
+    return finish(figure, "the time of a token for one request, and tokens per second for many, by stage")
 
 
 def draw_recorded(group: Group) -> Picture:
-    """The README's picture of a measurement: output tokens a second of every engine, with the hardware's floor."""
-    return drawn_by(lambda path: plot_bars(group, path.parent).replace(path), f"all engines on {group.device}")
+    """The README's picture of a measurement: output tokens per second of every stage, with the hardware's limit."""
+    return Picture(plot_rates(group), f"all stages on {group.device}")

@@ -1,60 +1,90 @@
-"""Stage B's ideas, one at a time switched off: measured here, or as recorded on a GPU."""
+"""Stage B's ideas, one at a time switched off: measured here in small, or as recorded on a GPU."""
 
 from __future__ import annotations
 
-import argparse
+import random
 import statistics
+import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from io import StringIO
-from pathlib import Path
+from dataclasses import dataclass
 
-from benchmarks.decode_ablation import measure
+from benchmarks.engines import study_engines
+from benchmarks.measurement import in_alternating_order
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, RED, Picture, finish, new_figure, plain
-from benchmarks.results import RESULTS_DIRECTORY, load_results
+from benchmarks.tables import recorded_groups
+from stage_a_naive.sampling import SamplingParams
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 17
 
 
-def measure_ablation(model: str, variants: Sequence[str], rounds: int = 3, seconds: float = 0.15) -> dict:
-    """`benchmarks.decode_ablation` in small: these variants, in this process, on this device."""
-    options = argparse.Namespace(
-        model=model, device="auto", dtype="auto", variants=list(variants), prompt_tokens=64, output_tokens=17,
-        rounds=rounds, seconds=seconds,
-    )  # fmt: skip
-    with redirect_stdout(StringIO()):  # its progress lines
-        return measure(options)
+@dataclass(frozen=True)
+class Ablation:
+    """Milliseconds per decode step of each engine, one number per round."""
+
+    title: str
+    steps: dict[str, list[float]]
 
 
-def recorded_ablation(directory: Path = RESULTS_DIRECTORY) -> dict | None:
+def measure_ablation(model: str, engines: Sequence[str], rounds: int = 3, seconds: float = 0.15) -> Ablation:
+    """Rounds through all engines in alternating order, in this process; a round's number is the median of its requests.
+
+    Args:
+        engines: rows of the study `stage-b`, for example `B` and `B without static cache`.
+        seconds: requests until this long has gone by, one at least.
+    """
+    rng = random.Random(0)
+    prompt = [rng.randrange(4096) for _ in range(PROMPT_TOKENS)]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    built = {
+        engine.name: engine.build(model, "auto", "auto")
+        for engine in study_engines("stage-b")
+        if engine.name in engines
+    }
+    for llm in built.values():  # whatever happens once
+        llm.generate([prompt], params, use_tqdm=False)
+    steps: dict[str, list[float]] = {name: [] for name in built}
+    for turn in range(rounds):
+        for name in in_alternating_order(list(built), turn):
+            found, start = [], time.perf_counter()
+            while not found or time.perf_counter() - start < seconds:
+                found.append(built[name].generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"])
+            steps[name].append(1e3 * statistics.median(found))
+    llm = next(iter(built.values()))
+    return Ablation(f"{model} on {llm.device.type}, {str(llm.dtype).removeprefix('torch.')}", steps)
+
+
+def recorded_ablation() -> Ablation | None:
     """The committed ablation of a GPU; None where there is none."""
-    found = [load_results(path) for path in sorted(directory.glob("decode-ablation-*.json"))]
-    return next((payload for payload in found if payload["device"] == "cuda"), None)
+    for group in recorded_groups():
+        if group.study == "stage-b" and group.size == "gpu":
+            steps = {engine: group.values(engine, "single", "tpot_ms") for engine in group.engines}
+            return Ablation(f"{group.model} on {group.device}, {group.dtype}", steps)
+    return None
 
 
-def draw_ablation(payload: dict) -> Picture:
-    """A bar a variant: the median time of a decode step; the whisker spans the rounds."""
-    rows = [row for row in payload["rows"] if row["name"] != "B without warm-up"]
-    rows.sort(key=lambda row: (row["options"] is not None, "compiled" in row["name"]))
-    names = [row["name"] for row in rows]
-    medians = [statistics.median(row["decode_step_ms"]) for row in rows]
-    low = [m - min(row["decode_step_ms"]) for m, row in zip(medians, rows, strict=True)]
-    high = [max(row["decode_step_ms"]) - m for m, row in zip(medians, rows, strict=True)]
-    colours = [_colour(row) for row in rows]
-    figure = new_figure(9, 0.38 * len(rows) + 1.3)
+def draw_ablation(ablation: Ablation) -> Picture:
+    """A bar per engine: the median time of a decode step; the whisker spans the rounds."""
+    names = list(ablation.steps)
+    medians = [statistics.median(values) for values in ablation.steps.values()]
+    low = [m - min(values) for m, values in zip(medians, ablation.steps.values(), strict=True)]
+    high = [max(values) - m for m, values in zip(medians, ablation.steps.values(), strict=True)]
+    colours = [colour(name) for name in names]
+    figure = new_figure(9, 0.38 * len(names) + 1.3)
     axes = figure.subplots()
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3, height=0.65, error_kw={"elinewidth": 1})
     for y, (median, more) in enumerate(zip(medians, high, strict=True)):
         axes.annotate(f"{median:.2f}", (median + more, y), xytext=(5, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(m + h for m, h in zip(medians, high, strict=True)))
-    axes.set_xlabel("ms a decode step, less is better")
-    axes.set_title(f"{payload['model']} on {payload['environment']['device']['name']}, {payload['dtype']}", fontsize=11)
+    axes.set_xlabel("ms per decode step, less is better")
+    axes.set_title(ablation.title, fontsize=11)
     plain(axes, "x")
     return finish(figure, "the time of a decode step with each idea of stage B switched off in turn")
 
 
-def _colour(row: dict) -> str:
-    if row["options"] is None:
+def colour(name: str) -> str:
+    if name == "A":
         return RED
-    if row["name"] in ("B", "B compiled"):
+    if "without" not in name:
         return BLUE
-    return ORANGE if "compiled" in row["name"] else GREY
+    return ORANGE if "compiled" in name else GREY

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 BACKENDS = ("auto", "reference", "triton", "flash")
-# Fastest first, as benchmarks/results/attention_kernels_h200.json has it: our kernels before flash-attn 2.8.3.
+# Fastest first, as benchmarks/results/attention-h200.json has it: our kernels before flash-attn 2.8.3.
 AUTO_ORDER = ("triton", "flash", "reference")
 
 

@@ -1,0 +1,77 @@
+"""`python -m benchmarks.micro NAME`: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import micro
+from benchmarks.engines import read_option
+from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
+from benchmarks.timing import measure_ceilings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure one study; returns 2 where the arguments are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.micro",
+        description=micro.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", help="of a study; without one they are listed")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of the study; several values with commas")
+    parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
+    parser.add_argument("--publish", metavar="MACHINE", help="also write benchmarks/results/NAME-MACHINE.json")
+    args = parser.parse_args(argv)
+    if args.name is None:
+        for name in micro.names():
+            print(f"{name:14} {micro.study(name).__doc__.splitlines()[0]}")
+        return 0
+    try:
+        path = run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"every sample: {path}")
+    return 0
+
+
+def run(args: argparse.Namespace) -> Path:
+    """Measure, write, print.
+
+    Raises:
+        ValueError: no such study or option, no GPU where it needs one, or a publication of a changed tree.
+    """
+    module = micro.study(args.name)
+    options = dict(map(read_option, args.options))
+    known = inspect.signature(module.measure).parameters
+    if not set(options) <= set(known):
+        raise ValueError(
+            f"{args.name} has the options {', '.join(known) or 'none'}, and not {', '.join(set(options) - set(known))}"
+        )
+    needs_gpu = getattr(module, "NEEDS_GPU", False)
+    if needs_gpu and not torch.cuda.is_available():
+        raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")
+    if args.publish and (commit_of_tree()[0] is None or commit_of_tree()[1]):
+        raise ValueError("--publish needs a clean commit (git, or BENCH_COMMIT)")
+    result = {"kind": args.name, "environment": environment(), "options": options}
+    if needs_gpu:
+        result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
+    result |= module.measure(**options)
+    path = args.output or LOCAL / f"{args.name}.json"
+    write(result, path)
+    if args.publish:
+        path = RESULTS / f"{args.name}-{args.publish}.json"
+        write(result, path)
+    if result["environment"]["commit"]:
+        print("\n".join(line for lines in module.table([result]).values() for line in lines))
+    return path
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,212 @@
+"""Paged attention by each backend, next to what the chip can do (GPU).
+
+Decode attention reads every key and value once, so its yardstick is bandwidth: bytes of K, V, query and output over the
+time, next to a large copy. Prefill is arithmetic: 4 × head_dim × heads operations for every (query, visible key) pair,
+next to a large matrix product. Each launch of the CUDA graph reads another part of the pool, `CYCLE_BYTES` in all:
+several times the L2 cache, which would otherwise flatter. Every backend is compared with the reference first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.micro import caption
+from benchmarks.tables import markdown
+from benchmarks.timing import graph_seconds
+from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
+
+README, MARKERS, NEEDS_GPU = "stage_d_paged", ("attention-table",), True
+CYCLE_BYTES, MAX_LAUNCHES, REPEATS = 1 << 30, 100, 20
+TOLERANCE = 0.02  # relative to the reference, which itself computes in bfloat16
+BACKENDS = ("reference", "triton", "flash")
+BLOCK_STUDY = ("decode 32 × 4096", "prefill 1 × 8192")  # the cases measured at several block sizes
+BLOCK_SIZES = (16, 64, 128, 256)
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch shape: sequence s has `query_lens[s]` new tokens and `context_lens[s]` keys, the new ones included."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Keys and values of the context once, queries in, outputs out; two bytes an element."""
+        kv = 2 * sum(self.context_lens) * self.kv_heads * self.head_dim
+        return 2 * (kv + 2 * sum(self.query_lens) * self.heads * self.head_dim)
+
+    @property
+    def operations(self) -> int:
+        """A multiply and an add for each element of q·k and of p·v, at each visible pair."""
+        pairs = sum(q * (c - q) + q * (q + 1) // 2 for q, c in zip(self.query_lens, self.context_lens, strict=True))
+        return 4 * pairs * self.heads * self.head_dim
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.query_lens) == 1
+
+
+def cases() -> list[Case]:
+    """Shapes of Qwen3-0.6B (16/8 heads of 128) and Qwen2.5-0.5B (14/2 heads of 64)."""
+    models = {"16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}
+    uneven = tuple(100 + 37 * i % 1901 for i in range(128))
+    shapes = {
+        "decode 1 × 128": ((1,), (128,)),
+        "decode 1 × 1024": ((1,), (1024,)),
+        "decode 1 × 32768": ((1,), (32768,)),
+        "decode 32 × 640": ((1,) * 32, (640,) * 32),
+        "decode 32 × 4096": ((1,) * 32, (4096,) * 32),
+        "decode 128 × 100–2000": ((1,) * 128, uneven),
+        "prefill 1 × 1024": ((1024,), (1024,)),
+        "prefill 1 × 8192": ((8192,), (8192,)),
+        "prefill 16 × 512": ((512,) * 16, (512,) * 16),
+        "prefill 32 × 32 after 1024": ((32,) * 32, (1056,) * 32),
+        "mixed 2048 + 64 × 1024": ((2048,) + (1,) * 64, (2048,) + (1024,) * 64),
+    }
+    return [
+        Case(f"{shape}, {model}", *lens, *heads) for shape, lens in shapes.items() for model, heads in models.items()
+    ]
+
+
+def measure() -> dict:
+    """Every case by every backend that is installed, and Triton at several block sizes."""
+    rows, skipped = [], {}
+    for case in cases():
+        for name in BACKENDS:
+            try:
+                backend = pick_backend(name, torch.device("cuda"), DTYPE, case.head_dim)
+            except BackendUnavailable as error:
+                skipped[name] = str(error)
+                continue
+            sizes = {backend.preferred_block_size}
+            if name == "triton" and case.name.startswith(BLOCK_STUDY):
+                sizes.update(BLOCK_SIZES)
+            rows += [measure_case(case, backend, size) for size in sorted(sizes)]
+            print(f"{case.name:40} {name:9}: {min(rows[-1]['samples']) * 1e6:9.1f} µs", flush=True)
+            torch.cuda.empty_cache()
+    return {"rows": rows, "skipped": skipped}
+
+
+def measure_case(case: Case, backend: AttentionBackend, block_size: int) -> dict:
+    """One row of the file."""
+    arguments, scale = arguments_of(case, block_size), case.head_dim**-0.5
+    reference = pick_backend("reference", torch.device("cuda"), DTYPE, case.head_dim)
+    expected = reference.attend(*arguments[0], scale).float()
+    error = ((backend.attend(*arguments[0], scale).float() - expected).norm() / expected.norm()).item()
+    if not error < TOLERANCE:
+        raise RuntimeError(f"{backend.name}, {case.name}, blocks of {block_size}: relative error {error} > {TOLERANCE}")
+    launches = [lambda a=a: backend.attend(*a, scale) for a in arguments]
+    capture = backend.name != "reference"  # it asks the device for the longest context
+    samples = graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
+    preferred = block_size == backend.preferred_block_size
+    return {"case": case.name, "backend": backend.name, "block_size": block_size, "preferred": preferred,
+            "relative_error": error, "samples": samples}  # fmt: skip
+
+
+def arguments_of(case: Case, block_size: int) -> list[tuple]:
+    """Argument sets (query, k_cache, v_cache, metadata), each with blocks of its own in one pool, shuffled."""
+    blocks = [-(-context // block_size) for context in case.context_lens]
+    sets = max(2, min(MAX_LAUNCHES, CYCLE_BYTES // case.bytes_moved))
+    device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
+    shape = (2, sets * sum(blocks), block_size, case.kv_heads, case.head_dim)
+    pool = torch.empty(shape, dtype=DTYPE, device=device).normal_(generator=generator)
+    order = torch.randperm(sets * sum(blocks), generator=generator, device=device).int().split(sum(blocks))
+    starts = torch.tensor((0, *case.query_lens), device=device).cumsum(0, dtype=torch.int32)
+    contexts = torch.tensor(case.context_lens, dtype=torch.int32, device=device)
+    slots = torch.full((sum(case.query_lens),), -1, device=device)
+    arguments = []
+    for own in order:
+        tables = torch.full((len(blocks), max(blocks)), -1, dtype=torch.int32, device=device)
+        for row, part in enumerate(own.split(blocks)):
+            tables[row, : blocks[row]] = part
+        metadata = AttentionMetadata(starts, contexts, slots, tables, max(case.query_lens), max(case.context_lens))
+        query = torch.randn(sum(case.query_lens), case.heads, case.head_dim, dtype=DTYPE, device=device)
+        arguments.append((query, pool[0], pool[1], metadata))
+    return arguments
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """One line per case, one column per backend; then Triton's block sizes."""
+    result, by_name = results[0], {case.name: case for case in cases()}
+    measured = {(r["case"], r["backend"]): r for r in result["rows"] if r["preferred"]}
+    backends = [name for name in BACKENDS if any(backend == name for _, backend in measured)]
+    shown = [name for name in by_name if any(case == name for case, _ in measured)]
+    lines = markdown(["case", *backends], [
+        [name, *(cell(by_name[name], measured.get((name, backend)), result["ceilings"]) for backend in backends)]
+        for name in shown
+    ])  # fmt: skip
+    by_size: dict[str, dict[int, dict]] = {}
+    for row in result["rows"]:
+        if row["backend"] == "triton":
+            by_size.setdefault(row["case"], {})[row["block_size"]] = row
+    studied = {name: rows for name, rows in by_size.items() if len(rows) > 1}
+    if studied:
+        sizes = sorted({size for rows in studied.values() for size in rows})
+        lines += ["", *markdown(["Triton, block size", *map(str, sizes)], [
+            [name, *(rate(by_name[name], rows.get(size), result["ceilings"]) for size in sizes)]
+            for name, rows in studied.items()
+        ])]  # fmt: skip
+    top = result["ceilings"]
+    note = (
+        f"100 % of copy is {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, 100 % of matmul "
+        f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
+        "in a CUDA graph (the reference: eager); a decode only reads and a copy also writes, so a decode can pass 100 %"
+    )
+    return {"attention-table": [*lines, "", caption(result, note)]}
+
+
+def cell(case: Case, row: dict | None, ceilings: dict) -> str:
+    return f"{statistics.median(row['samples']) * 1e6:.1f} µs, {rate(case, row, ceilings)}" if row else "–"
+
+
+def share(case: Case, row: dict, ceilings: dict) -> float:
+    """Of the ceiling: bandwidth for a decode, arithmetic for the others."""
+    seconds = statistics.median(row["samples"])
+    if case.is_decode:
+        return case.bytes_moved / seconds / ceilings["copy_bytes_per_s"]
+    return case.operations / seconds / ceilings["matmul_operations_per_s"]
+
+
+def rate(case: Case, row: dict | None, ceilings: dict) -> str:
+    """What was achieved, and its share of what the chip does at best."""
+    if row is None:
+        return "–"
+    achieved = share(case, row, ceilings)
+    if case.is_decode:
+        return f"{achieved * ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s ({achieved:.0%} of copy)"
+    return f"{achieved * ceilings['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s ({achieved:.0%} of matmul)"
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """Two panels of bars: decodes as shares of the copy bandwidth, prefills and mixed as shares of the matmul rate."""
+    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_figure, plain
+
+    result, by_name = results[0], {case.name: case for case in cases()}
+    measured = {(r["case"], r["backend"]): r for r in result["rows"] if r["preferred"]}
+    figure = new_figure(11, 5)
+    panels = ((True, "decode: % of the copy bandwidth"), (False, "prefill: % of the matmul rate"))
+    for axes, (decode, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        names = [n for n, case in by_name.items() if case.is_decode == decode and (n, "triton") in measured]
+        for offset, (backend, colour) in enumerate(zip(BACKENDS, (GREY, BLUE, ORANGE), strict=True)):
+            found = [(i, measured[n, backend]) for i, n in enumerate(names) if (n, backend) in measured]
+            shares = [100 * share(by_name[names[i]], row, result["ceilings"]) for i, row in found]
+            axes.barh([i + 0.27 * (offset - 1) for i, _ in found], shares, height=0.25, color=colour, label=backend)
+        axes.set_yticks(range(len(names)), [name.replace(" × ", "×") for name in names])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 105)
+        axes.set_xlabel(label)
+        plain(axes, "x")
+    axes.legend(loc="lower right")
+    figure.suptitle(
+        f"Decode attention nears the copy bandwidth where contexts are long ({result['environment']['device']['name']})"
+    )
+    return {"attention.png": finish(figure, "paged attention by backend, as shares of the device's ceilings").png}

@@ -1,0 +1,70 @@
+"""How much KV memory stays empty, by block size, on the lengths of the `mixed` workload; counted.
+
+Nothing is timed and no model runs: where a token is stored follows from the lengths alone. All requests are admitted
+together, each grows by one token per step and gives its memory back when it is done; at every step stage D's own
+accounting says how many slots are held. A contiguous reservation is a block of `max_model_len`.
+"""
+
+from __future__ import annotations
+
+from benchmarks.tables import markdown
+from benchmarks.workloads import make_workload
+from stage_d_paged.kv_cache import waste_by_block_size
+
+README, MARKERS = "stage_d_paged", ("page-waste",)
+BLOCK_SIZES = [1, 16, 64, 256]
+MAX_MODEL_LEN = 4096  # the engine's default
+
+
+def measure(size: str = "gpu") -> dict:
+    """Slots held and tokens in them, summed over all steps, for every block size."""
+    workload = make_workload("mixed", size)
+    [call] = workload.rounds[0]
+    held = dict.fromkeys([*BLOCK_SIZES, MAX_MODEL_LEN], 0)
+    tokens = 0
+    for step in range(max(call.max_tokens)):
+        requests = zip(call.prompts, call.max_tokens, strict=True)
+        lengths = [len(prompt) + step for prompt, most in requests if step < most]
+        points = waste_by_block_size(lengths, BLOCK_SIZES, MAX_MODEL_LEN)
+        tokens += points[0]["tokens"]
+        for point in points:
+            held[point["block_size"]] += point["slots"]
+    rows = [{"block_size": block_size, "slots": slots, "tokens": tokens} for block_size, slots in held.items()]
+    return {"workload": workload.description, "hash": workload.hash, "rows": rows}
+
+
+def named_waste(result: dict) -> dict[str, float]:
+    """Share of the held slots that is empty, by the block size in words."""
+    names = {MAX_MODEL_LEN: f"{MAX_MODEL_LEN} (contiguous)"}
+    return {names.get(r["block_size"], str(r["block_size"])): 1 - r["tokens"] / r["slots"] for r in result["rows"]}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    result = results[0]
+    waste = named_waste(result)
+    body = [["empty, average over all steps", *(f"{share:.1%}" for share in waste.values())]]
+    return {"page-waste": [
+        "![Share of the KV memory that is empty, by block size](page_waste.png)",
+        "",
+        *markdown(["block size, tokens", *waste], body),
+        "",
+        f"{result['workload']}, all admitted together; counted by `python -m benchmarks.micro block_waste`.",
+    ]}  # fmt: skip
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_figure, plain
+
+    waste = named_waste(results[0])
+    figure = new_figure(7, 3.2)
+    axes = figure.subplots()
+    names = [name.replace(" (", "\n(") for name in waste]
+    colours = [BLUE] * (len(waste) - 1) + [ORANGE]
+    bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
+    axes.bar_label(bars, fmt="%.1f %%", padding=2)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("block size, tokens")
+    axes.set_ylabel("% of the held memory\nthat is empty")
+    axes.set_title("Blocks of 16 to 64 tokens leave almost no KV memory empty", fontsize=11)
+    plain(axes)
+    return {"page_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

@@ -1,0 +1,168 @@
+"""Stage C's MLP block by each kernel variant, next to what the memory can do (GPU).
+
+With few rows the block is a question of bandwidth: its weights must be read once, and nothing else is large. A sample
+is a CUDA graph of one call per layer, each with weights of its own and fed by the call before, as in a model: the
+weights of all layers are many times the L2 cache. Before the clock each variant is compared with float64.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch import Tensor
+
+from benchmarks.micro import caption
+from benchmarks.tables import markdown
+from benchmarks.timing import graph_seconds
+from stage_a_naive.presets import preset_config
+from stage_c_fused_mlp.fused_mlp import (
+    fused_ln_mlp,
+    fused_swiglu_mlp,
+    ln_mlp_reference,
+    load_operators,
+    swiglu_mlp_reference,
+)
+
+README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("kernel-table",), True
+EPS, REPEATS, REPLAYS = 1e-6, 20, 10
+MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+VARIANTS = ("naive", "library", "warp", "fused")
+NAIVE_ROWS = (1, 16)  # it needs milliseconds, and one row says what there is to say
+MOST_ERROR = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+
+
+def sizes(model: str) -> tuple[int, int, int, int]:
+    """(hidden, intermediate, layers, bytes of a layer's gate, up and down in bfloat16)."""
+    config = preset_config(model)
+    hidden, inter = config.hidden_size, config.intermediate_size
+    return hidden, inter, config.num_hidden_layers, 2 * 3 * hidden * inter
+
+
+def measure(models: str = ",".join(MODELS)) -> dict:
+    """Every shape, number of rows and variant, in bfloat16."""
+    load_operators().require_cuda()
+    errors = measure_errors(MODELS[0])
+    rows = []
+    for model in models.split(","):
+        hidden, inter, num_layers, _ = sizes(model)
+        generator = torch.Generator("cuda").manual_seed(0)
+        layers = [random_layer(hidden, inter, torch.bfloat16, generator) for _ in range(num_layers)]
+        for count in ROWS:
+            for variant in VARIANTS:
+                if variant != "naive" or count in NAIVE_ROWS:
+                    samples = time_block(layers, count, variant)
+                    rows.append({"model": model, "rows": count, "variant": variant, "samples": samples})
+                    print(f"{model:14} {count:3} rows  {variant:8} {min(samples) * 1e6:9.2f} µs", flush=True)
+        del layers
+    return {"rows": rows, "errors": errors}
+
+
+def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    """rms_weight, w_gate_up, w_down; scaled so that activations keep their size through the layers."""
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, generator=generator, device="cuda") * scale).to(dtype)
+
+    gate_up = normal(2 * inter, hidden, scale=hidden**-0.5)
+    return [1 + normal(hidden, scale=0.1), gate_up, normal(hidden, inter, scale=inter**-0.5)]
+
+
+def measure_errors(model: str) -> list[dict]:
+    """||out - ref|| / ||ref|| against float64, for every operator, dtype and variant, five rows."""
+    hidden, inter, *_ = sizes(model)
+    found = []
+    for dtype, most in MOST_ERROR.items():
+        generator = torch.Generator("cuda").manual_seed(7)
+        norm, w_in, w_out = random_layer(hidden, inter, dtype, generator)
+        x, residual, beta = (
+            torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+            for shape in ((5, hidden), (5, hidden), (hidden,))
+        )
+        for operator, reference, inputs in (
+            (fused_swiglu_mlp, swiglu_mlp_reference, [x, norm, w_in, w_out, residual]),
+            (fused_ln_mlp, ln_mlp_reference, [x, norm, beta, w_in[:inter].clone(), w_out]),
+        ):
+            expected = reference(*(tensor.double() for tensor in inputs), EPS)
+            for variant in VARIANTS:
+                error = ((operator(*inputs, EPS, variant).double() - expected).norm() / expected.norm()).item()
+                if not error < most:
+                    raise RuntimeError(f"{operator.__name__}, {variant}, {dtype}: error {error} is not under {most}")
+                name = str(dtype).removeprefix("torch.")
+                found.append({"operator": operator.__name__, "dtype": name, "variant": variant, "error": error})
+    return found
+
+
+def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[float]:
+    """Seconds per layer."""
+    hidden = torch.randn(rows, len(layers[0][0]), device="cuda").to(torch.bfloat16)
+
+    def forward() -> Tensor:
+        x = hidden
+        for norm, gate_up, down in layers:
+            x = fused_swiglu_mlp(x, norm, gate_up, down, x, EPS, variant)
+        return x
+
+    repeats, replays = (3, 1) if variant == "naive" else (REPEATS, REPLAYS)
+    return [seconds / len(layers) for seconds in graph_seconds([forward], repeats, replays)]
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """A table for each model, one line per number of rows; then the errors."""
+    result = results[0]
+    copy = result["ceilings"]["copy_bytes_per_s"]
+    heads = ["rows", *("library (unfused)" if name == "library" else name for name in VARIANTS)]
+    lines: list[str] = []
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        hidden, inter, _, num_bytes = sizes(model)
+        found = {
+            (r["rows"], r["variant"]): statistics.median(r["samples"]) for r in result["rows"] if r["model"] == model
+        }
+        lines += [f"**{model}**: hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor "
+                  f"{num_bytes / copy * 1e6:.1f} µs", ""]  # fmt: skip
+        body = []
+        for rows in sorted({rows for rows, _ in found}):
+            times = [found.get((rows, variant)) for variant in VARIANTS]
+            body.append([rows, *(f"{t * 1e6:.1f} µs, {num_bytes / t / copy:.0%}" if t else "–" for t in times)])
+        lines += markdown(heads, body)
+        lines.append("")
+    lines += ["Error against float64, ‖out − ref‖ / ‖ref‖, five rows of the first shape:", ""]
+    errors = {(e["operator"], e["dtype"], e["variant"]): e["error"] for e in result["errors"]}
+    lines += markdown(["operator, dtype", *VARIANTS], [
+        [f"{operator}, {dtype}", *(f"{errors[operator, dtype, variant]:.1e}" for variant in VARIANTS)]
+        for operator, dtype in dict.fromkeys((operator, dtype) for operator, dtype, _ in errors)
+    ])  # fmt: skip
+    note = (
+        f"µs per layer and % of the copy bandwidth measured in the same run ({copy / 1e12:.2f} TB/s); bfloat16, "
+        f"one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples"
+    )
+    return {"kernel-table": [*lines, "", caption(result, note)]}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """A panel for each of two models: time against rows, with the floor; the naive kernel is far above the picture."""
+    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, finish, new_figure, plain
+
+    result, shown = results[0], (MODELS[0], MODELS[-1])
+    times = {(r["model"], r["variant"], r["rows"]): 1e6 * statistics.median(r["samples"]) for r in result["rows"]}
+    figure = new_figure(9.5, 4.4)
+    for axes, model in zip(figure.subplots(1, 2), shown, strict=True):
+        floor = sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"] * 1e6
+        for name, colour, marker in (("library", ORANGE, "s"), ("warp", GREEN, "^"), ("fused", BLUE, "o")):
+            points = {rows: time for (of, variant, rows), time in times.items() if (of, variant) == (model, name)}
+            label = "library (unfused)" if name == "library" else name
+            axes.plot(list(points), list(points.values()), f"{marker}-", color=colour, label=label)
+        axes.axhline(floor, color="black", linestyle="--", label="floor: weights read once")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        axes.set_ylim(0, 5 * floor)
+        axes.set_title(f"{model}, floor {floor:.1f} µs", fontsize=11)
+        axes.set_xlabel("rows")
+        axes.set_ylabel("µs per layer")
+        plain(axes)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    faster = [n for n in ROWS if all(times[m, "fused", n] < times[m, "library", n] for m in shown)]
+    device = result["environment"]["device"]["name"]
+    figure.suptitle(f"Up to {max(faster)} rows the fused kernel is faster than the unfused chain ({device}, bfloat16)")
+    return {"kernels.png": finish(figure, "time of the MLP block against rows, by kernel variant", dpi=100).png}

@@ -1,0 +1,152 @@
+"""What the scheduler's rules are worth, counted in steps and tokens: the same on every machine, no model needed.
+
+Stage E's scheduler and engine run real workloads with a model that takes no time and makes up its tokens. *Batches*:
+`mixed` with 64 and 256 batch slots; a static batch keeps a slot until its longest member is done, continuous batching
+gives it to the next request at once. *Tight pool*: 16 requests of 8 in / 60 out in 40 blocks of 4, with the watermark
+and the doubling and without them. *Timelines*: a few requests on six slots, prompts in chunks and prompts whole.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.micro.step_cost import NullRunner
+from benchmarks.pictures import timeline
+from benchmarks.tables import markdown
+from benchmarks.workloads import make_workload
+from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching import scheduler as rules
+from stage_e_batching.engine import Engine
+from stage_e_batching.step import BatchSequence
+from stage_e_batching.trace import Trace
+
+README, MARKERS = "stage_e_batching", ("seats", "preemption")
+
+
+def measure() -> dict:
+    """Counts; no sample differs from another."""
+    pools = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that doubles": rules.Scheduler}
+    return {
+        "rows": [static_and_continuous(slots) for slots in (64, 256)]
+        + [tight_pool(name, scheduler) for name, scheduler in pools.items()]
+    }
+
+
+def run(
+    lengths: Sequence[tuple[int, int]],
+    trace: Path | None = None,
+    later: int | None = None,
+    scheduler_class: type[rules.Scheduler] = rules.Scheduler,
+    **options: object,
+) -> dict[str, int]:
+    """Serve requests of these (prompt, answer) lengths; returns the engine's counters at the end.
+
+    Args:
+        trace: record the steps here.
+        later: requests from this one on arrive one by one, every third step.
+    """
+    scheduler = scheduler_class(**options)
+    engine = Engine(
+        scheduler,
+        NullRunner(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size),
+        tokenizer=load_tokenizer(resolve("tutor")),
+        eos_token_ids=frozenset(),
+        max_model_len=4096,
+        trace=Trace(trace) if trace else None,
+    )
+    waiting = []
+    for i, (prompt, answer) in enumerate(lengths):
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        ids = [(i * 131 + j * 7) % 4000 + 1 for j in range(prompt)]  # no two share a block
+        waiting.append(Request(i, ids, params, seed=i))
+    arriving = len(waiting) if later is None else later
+    for request in waiting[:arriving]:
+        engine.add_request(request, streams=False)
+    rest = waiting[arriving:]
+    while rest or engine.has_unfinished():
+        if rest and engine.counters.num_steps % 3 == 2:
+            engine.add_request(rest.pop(0), streams=False)
+        engine.step()
+    return engine.stats()
+
+
+def static_and_continuous(slots: int) -> dict[str, object]:
+    """Decode steps of `mixed` on this many batch slots: static batches in order of arrival, and continuous batching."""
+    [call] = make_workload("mixed", "gpu").rounds[0]
+    answers = list(call.max_tokens)
+    lengths = list(zip(map(len, call.prompts), answers, strict=True))
+    static = sum(max(answers[i : i + slots]) for i in range(0, len(answers), slots))
+    counters = run(lengths, num_blocks=slots * 32, block_size=64, max_num_seqs=slots, max_num_batched_tokens=16384)
+    if counters["num_generated_tokens"] != sum(answers):
+        raise RuntimeError(f"{counters['num_generated_tokens']} tokens came instead of {sum(answers)}")
+    return {"study": "batches", "slots": slots, "tokens": sum(answers), "static_steps": static,
+            "continuous_steps": counters["num_steps"]}  # fmt: skip
+
+
+class NoWatermark(rules.Scheduler):
+    """Admits whatever fits."""
+
+    def watermark(self, sequence: BatchSequence) -> int:
+        return 0
+
+
+class NoDoubling(rules.Scheduler):
+    """Asks a sequence that returns for no more than one that is new."""
+
+    def watermark(self, sequence: BatchSequence) -> int:
+        return self.block_manager.blocks_for(rules.WATERMARK * (self.num_running + 1)) if self.num_running else 0
+
+
+def tight_pool(name: str, scheduler_class: type[rules.Scheduler]) -> dict[str, object]:
+    """16 requests of 8 in / 60 out in 40 blocks of 4."""
+    counters = run(
+        [(8, 60)] * 16, scheduler_class=scheduler_class, num_blocks=40, block_size=4, max_num_seqs=16,
+        max_num_batched_tokens=64, enable_prefix_caching=False,
+    )  # fmt: skip
+    return {"study": "tight pool", "rule": name, "preemptions": counters["num_preemptions"],
+            "recomputed": counters["num_recomputed_tokens"], "useful": 16 * (8 + 59),
+            "steps": counters["num_steps"]}  # fmt: skip
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    rows = results[0]["rows"]
+    batches = [
+        [r["slots"], r["static_steps"], r["continuous_steps"],
+         *(f"{r['tokens'] / (r[steps] * r['slots']):.0%}" for steps in ("static_steps", "continuous_steps"))]
+        for r in rows if r["study"] == "batches"
+    ]  # fmt: skip
+    pools = [
+        [r["rule"], r["preemptions"], r["recomputed"], f"{r['recomputed'] / r['useful']:.0%}", r["steps"]]
+        for r in rows if r["study"] == "tight pool"
+    ]  # fmt: skip
+    command = "`python -m benchmarks.micro scheduling`."
+    heads = ["batch slots", "steps, static", "steps, continuous", "slot-steps that give a token, static", "continuous"]
+    full = "`mixed` in full: 256 requests, 100–1024 in / 100–1024 out"
+    tight = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache"
+    rules_heads = ["admission", "preemptions", "tokens computed again", "of the useful work", "steps"]
+    return {
+        "seats": [*markdown(heads, batches), "", f"{full}. {command}"],
+        "preemption": [*markdown(rules_heads, pools), "", f"{tight}. {command}"],
+    }
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """The timelines: counted anew, as they need every step."""
+    lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
+    pictures = {
+        "timeline.png": ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them",
+                         {"max_num_batched_tokens": 24}),
+        "timeline_whole.png": ("Whole prompts in steps of their own: every decode waits for them",
+                               {"max_num_batched_tokens": 96, "enable_chunked_prefill": False}),
+    }  # fmt: skip
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (title, extra) in pictures.items():
+            trace = Path(folder) / "trace.jsonl"
+            run(lengths, trace, later=5, num_blocks=44, block_size=8, max_num_seqs=6, **extra)
+            found[name] = timeline.draw(trace, title).png
+    return found

@@ -1,0 +1,125 @@
+"""What the engine's own Python costs per step: stage E with a model that takes no time.
+
+The scheduler, the building of the model's input, the sampler's choice of its path and the handing out of tokens are all
+real; only the model, the sampling arithmetic and the device are left out. What remains is what the CPU must do between
+two steps of a GPU. Reported for 1, 32 and 256 running sequences, in microseconds, with each part's share.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.micro import caption
+from benchmarks.tables import markdown
+from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.sampler import Sampler
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.step_input import StepBuffers, largest_input
+
+README, MARKERS = "stage_e_batching", ("step-cost",)
+MAX_MODEL_LEN, BLOCK_SIZE = 4096, 64
+VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's
+STEPS, REPEATS = 200, 7
+
+
+class NullRunner:
+    """Builds every step's input as the real runner does, and makes up the tokens."""
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int = BLOCK_SIZE) -> None:
+        device = torch.device("cpu")
+        self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, block_size)
+        self.sampler = Sampler(max_num_seqs, VOCAB_SIZE, device)
+        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
+        self.buffers = StepBuffers(num_bytes, device)
+        self.ids = torch.arange(max_num_seqs) + 100
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        for sequence in step.admitted:
+            self.sampler.seat(sequence)
+        self.batch.update(step)
+        if not step.sequences:
+            return Sampled([])
+        shape = self.batch.shape_of(step)
+        host = self.buffers.next_host(shape)
+        steps = self.batch.fill(step, host)
+        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
+        self.buffers.send(shape)
+        self.sampler.needs(host.sample_seats)
+        return Sampled(self.ids[: shape.num_samples].tolist())
+
+
+def make_engine(num_sequences: int, prompt_len: int, temperature: float) -> Engine:
+    """An engine with `num_sequences` decoding sequences."""
+    scheduler = Scheduler(
+        num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_seqs=512,
+        max_num_batched_tokens=16384,
+    )  # fmt: skip
+    engine = Engine(
+        scheduler, NullRunner(512, 16384), tokenizer=load_tokenizer(resolve("tutor")), eos_token_ids=frozenset({0}),
+        max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
+    params = SamplingParams(temperature=temperature, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    for i in range(num_sequences):
+        prompt = rng.integers(1, 5000, prompt_len + i).tolist()  # block edges fall on different steps
+        engine.add_request(Request(i, prompt, params, seed=i), streams=False)
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    return engine
+
+
+def measure() -> dict:
+    """1, 32 and 256 sequences."""
+    return {"rows": [measure_row(n, STEPS, REPEATS) for n in (1, 32, 256)]}
+
+
+def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
+    """Seconds per decode step, `repeats` runs of `steps` steps, and where they go."""
+    engine = make_engine(num_sequences, 300, 0.6)
+    parts = {"schedule": 0.0, "run": 0.0, "postprocess": 0.0}
+
+    def timed(part: str, function: Callable) -> Callable:
+        def call(*args: object) -> object:
+            start = time.perf_counter()
+            result = function(*args)
+            parts[part] += (time.perf_counter() - start) / steps
+            return result
+
+        return call
+
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        samples.append((time.perf_counter() - start) / steps)
+    engine.scheduler.schedule = timed("schedule", engine.scheduler.schedule)
+    engine.runner.run = timed("run", engine.runner.run)
+    engine.postprocess = timed("postprocess", engine.postprocess)
+    for _ in range(steps):
+        engine.step()
+    return {"sequences": num_sequences, "samples": samples, "parts": parts}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """Microseconds per step by the number of running sequences."""
+    lines: list[str] = []
+    for result in results:
+        body = []
+        for row in result["rows"]:
+            micros = [1e6 * seconds for seconds in row["samples"]]
+            spread = f"{statistics.median(micros):.0f} ({min(micros):.0f}–{max(micros):.0f})"
+            body.append([row["sequences"], spread, *(f"{1e6 * seconds:.0f}" for seconds in row["parts"].values())])
+        heads = ["running sequences", "µs per step (range)", "schedule", "build the input", "postprocess"]
+        lines += [*markdown(heads, body), "", caption(result), ""]
+    return {"step-cost": lines[:-1]}

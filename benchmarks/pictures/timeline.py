@@ -1,0 +1,111 @@
+"""A picture of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
+
+python -m stage_e_batching --trace trace.jsonl
+python -m benchmarks.pictures.timeline trace.jsonl timeline.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from os import PathLike
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.pictures.picture import Picture, finish, new_figure
+
+PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
+
+
+def read_trace(path: str | PathLike[str]) -> list[dict]:
+    """The steps of a trace (JSON lines) that ran something.
+
+    Raises:
+        ValueError: there is none.
+    """
+    records = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+    found = [record for record in records if record["sequences"]]
+    if not found:
+        raise ValueError(f"{path} holds no step that ran anything")
+    return found
+
+
+def draw(trace: str | PathLike[str], title: str = "") -> Picture:
+    """Draw a trace: lanes, tokens per step, blocks in use.
+
+    Raises:
+        ValueError: the trace holds no step that ran anything.
+    """
+    records = read_trace(trace)
+    figure = new_figure(10, 7)
+    lanes, tokens, pool = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.5, 1])
+    draw_lanes(lanes, records)
+    decodes = [record["num_decodes"] for record in records]
+    prefills = [record["num_tokens"] - record["num_decodes"] for record in records]
+    steps = [x + 0.5 for x in range(len(records))]
+    tokens.bar(steps, decodes, 1, color=DECODE, linewidth=0)
+    tokens.bar(steps, prefills, 1, bottom=decodes, color=PREFILL, linewidth=0)
+    tokens.set_ylabel("tokens per step")
+    pool.step(range(len(records)), [record["used_pages"] for record in records], where="post", color="#555555")
+    pool.axhline(records[0]["num_pages"], color=PREEMPT, linestyle=":", linewidth=1)
+    pool.set_ylim(0)
+    pool.set_ylabel("blocks in use")
+    pool.set_xlabel("step")
+    if title:
+        lanes.set_title(title, loc="left")
+    return finish(figure, "which request ran in which step, tokens per step, blocks in use")
+
+
+def draw_lanes(axes: Axes, records: list[dict]) -> None:
+    """One lane per request: what it did in every step.
+
+    `padding`, in a record of a static batch: which requests have finished and keep their batch slot.
+    """
+    ids = {request for record in records for request in record["waiting"]}
+    ids |= {entry["id"] for record in records for entry in record["sequences"]}
+    lane_of = {request: lane for lane, request in enumerate(sorted(ids))}
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for x, record in enumerate(records):
+        for request in record["waiting"]:
+            bars.setdefault((lane_of[request], WAIT), []).append((x, 1))
+        for i, entry in enumerate(record["sequences"]):
+            colour = DECODE if i < record["num_decodes"] else PREFILL
+            bars.setdefault((lane_of[entry["id"]], colour), []).append((x, 1))
+        for request in record.get("padding", ()):
+            bars.setdefault((lane_of[request], PADDING), []).append((x, 1))
+        for preemption in record["preempted"]:
+            axes.plot(x + 0.5, lane_of[preemption["id"]], "x", color=PREEMPT, zorder=3)
+    for (lane, colour), spans in bars.items():
+        axes.broken_barh(spans, (lane - 0.4, 0.8), color=colour, linewidth=0)
+    axes.set_ylabel("request")
+    axes.set_ylim(len(lane_of) - 0.4, -0.6)
+    names = [(WAIT, "waits"), (PREFILL, "prefill"), (DECODE, "decode")]
+    if any(record.get("padding") for record in records):
+        names.append((PADDING, "done, keeps its batch slot"))
+    handles = [Patch(color=colour, label=name) for colour, name in names]
+    if any(record["preempted"] for record in records):
+        handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
+    axes.legend(
+        handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pictures.timeline", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("trace", help="what `--trace FILE` wrote")
+    parser.add_argument("picture", help="the file to draw, e.g. timeline.png")
+    parser.add_argument("--title", default="")
+    arguments = parser.parse_args()
+    draw(arguments.trace, arguments.title).save(arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

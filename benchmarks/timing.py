@@ -1,0 +1,136 @@
+"""How anything here is timed: calls from the CPU, kernels in a CUDA graph, and what a device can do at best."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.floor import Ceilings
+from stage_a_naive.outputs import synchronized_time
+from stage_a_naive.sampling import SamplingParams
+
+Work = Callable[[], object]
+
+
+def call_seconds(work: Work, device: torch.device, repeats: int, warm_up: int = 1) -> list[float]:
+    """Seconds of each of `repeats` calls; the device is idle before the clock starts and before it stops."""
+    samples = []
+    for _ in range(warm_up + repeats):
+        start = synchronized_time(device)
+        work()
+        samples.append(synchronized_time(device) - start)
+    return samples[warm_up:]
+
+
+def graph_seconds(launches: Sequence[Work], repeats: int, replays: int = 1, capture: bool = True) -> list[float]:
+    """Seconds per launch on the current GPU, `repeats` samples; by the device's own clock, without Python.
+
+    Args:
+        launches: captured into one CUDA graph, one after another. Give launches that read different memory where the
+            L2 cache would flatter.
+        replays: of the graph, in a sample.
+        capture: False launches them one by one, for work that cannot be captured.
+    """
+    for launch in launches[:2]:  # whatever happens once: compiling, loading, choosing an algorithm
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph() if capture else None
+    if graph is not None:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for launch in launches:
+                launch()
+    samples = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            if graph is not None:
+                graph.replay()
+            else:
+                for launch in launches:
+                    launch()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / replays / len(launches))
+    return samples[2:]
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Copy bandwidth (bytes read and written together) and matmul rate, measured, because data sheets promise more.
+
+    Sizes that no cache holds and no launch dominates; the best of several runs, as a disturbed ceiling is no ceiling.
+    """
+    num_bytes, size = (2**31, 8192) if device.type == "cuda" else (2**27, 1024)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    copy = min(call_seconds(lambda: target.copy_(source), device, repeats=20, warm_up=3))
+    matmul = min(call_seconds(lambda: left @ right, device, repeats=20, warm_up=3))
+    return Ceilings(2 * num_bytes / copy, 2 * size**3 / matmul)
+
+
+def launch_seconds(device: torch.device) -> dict[str, float]:
+    """Seconds of a kernel that does nothing, launched from Python (`alone`) and inside a CUDA graph (`in_graph`)."""
+    x = torch.zeros(1, device=device)
+    launches = [lambda: x.add_(1)] * 1000
+    captured = {"alone": False, "in_graph": True}
+    return {name: min(graph_seconds(launches, 6, capture=capture)) for name, capture in captured.items()}
+
+
+class PeakMemory:
+    """Peak memory of a stretch of work: a fast engine may have bought its speed with memory.
+
+    On a GPU the most that PyTorch's allocator had handed out, weights and KV pool included (an engine with blocks takes
+    its pool in advance, as large as it was allowed to). On a CPU the resident set of the process, PyTorch included;
+    since the creation of this object where the system can reset its peak (Linux), else of the process so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        elif Path("/proc/self/clear_refs").exists():
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+    def read(self) -> int:
+        """Bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if Path("/proc/self/status").exists():
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+_LAUNCHES = frozenset({
+    "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchKernelEx",
+    "cuLaunchCooperativeKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync",
+})  # fmt: skip
+COUNTED_STEPS = 8
+
+
+def launches_per_step(llm: object) -> dict[str, float]:
+    """Kernels that the GPU runs in a decode step of one request, and launches that the CPU makes for it.
+
+    Counted by PyTorch's profiler, as the difference of two calls of `generate`. About equal without CUDA graphs; the
+    launch of a graph is a single one, of all its kernels.
+    """
+
+    def counted(max_tokens: int) -> tuple[int, int]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            llm.generate([list(range(1, 65))], [params], use_tqdm=False)
+            torch.cuda.synchronize()
+        events = profiler.events()
+        kernels = sum(e.device_type == DeviceType.CUDA and not e.name.startswith("Mem") for e in events)
+        return kernels, sum(e.device_type == DeviceType.CPU and e.name in _LAUNCHES for e in events)
+
+    counted(1 + COUNTED_STEPS)  # the profiler's own start, and what is loaded lazily
+    whole, first = counted(2 + COUNTED_STEPS), counted(2)
+    return {name: (a - b) / COUNTED_STEPS for name, a, b in zip(("kernels", "launches"), whole, first, strict=True)}

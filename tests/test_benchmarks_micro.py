@@ -1,0 +1,170 @@
+"""The kernel studies: found by being there, they count what they say, and their tables say what their files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from soak import HOST_GROWTH, Sample, Tally, verdict
+
+from benchmarks import micro
+from benchmarks.micro import attention, block_waste, kernel_spans, layers, scheduling, step_cost
+from benchmarks.micro.__main__ import main
+from benchmarks.micro.kernel_spans import Recording, Span, from_rows, record, record_engine, to_rows
+from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
+from stage_e_batching.scheduler import Scheduler
+from stage_f_graph_tp import LLM
+
+CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
+ENVIRONMENT = {
+    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef",
+    "dirty": False, "date": "2030-01-01T00:00:00",
+}  # fmt: skip
+CEILINGS = {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14}
+
+
+def test_every_study_has_what_the_report_asks_for() -> None:
+    assert {"attention", "mlp", "scheduling"} <= set(micro.names())
+    markers = [marker for name in micro.names() for marker in micro.study(name).MARKERS]
+    assert len(set(markers)) == len(markers)
+    for name in micro.names():
+        module = micro.study(name)
+        assert callable(module.measure) and callable(module.table) and module.__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "there is no study 'nothing'; there are: all_reduce"),
+        (["block_waste", "sise=cpu"], "block_waste has the options size, and not sise"),
+        (["block_waste", "size"], "not of the form name=value"),
+        pytest.param(["mlp"], "mlp needs an NVIDIA GPU",
+                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["block_waste", "size=cpu", "--output", str(tmp_path / "waste.json")]) == 0
+    result = json.loads((tmp_path / "waste.json").read_text())
+    assert result["kind"] == "block_waste" and result["options"] == {"size": "cpu"} and result["environment"]["commit"]
+    waste = block_waste.named_waste(result)
+    assert waste["1"] == 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
+    assert f"{waste['16']:.1%}" in capsys.readouterr().out
+    [png] = block_waste.draw([result]).values()
+    assert png.startswith(b"\x89PNG")
+
+
+def test_attention_counts_every_visible_pair_twice_for_each_product() -> None:
+    case = attention.Case("prefill", (2, 1), (5, 4), heads=3, kv_heads=1, head_dim=8)
+    pairs = (4 + 5) + 4  # two queries that end a context of 5, one that ends a context of 4
+    assert case.operations == pairs * 2 * 2 * 3 * 8
+
+
+def test_attention_counts_keys_values_queries_and_outputs_once() -> None:
+    case = attention.Case("decode", (1, 1), (10, 6), heads=4, kv_heads=2, head_dim=8)
+    assert case.bytes_moved == 2 * (2 * 16 * 2 * 8 + 2 * 2 * 4 * 8)
+    assert all(
+        0 < q <= c for case in attention.cases() for q, c in zip(case.query_lens, case.context_lens, strict=True)
+    )
+
+
+def test_attention_shows_rates_and_shares_and_a_dash_where_nothing_was_measured() -> None:
+    decode, prefill = (next(c for c in attention.cases() if c.is_decode == d) for d in (True, False))
+    row = {"relative_error": 0.0, "preferred": True, "block_size": 64}
+    rows = [
+        {**row, "case": decode.name, "backend": "triton", "samples": [decode.bytes_moved / 2e12]},
+        {**row, "case": decode.name, "backend": "triton", "samples": [decode.bytes_moved / 1e12], "block_size": 16,
+         "preferred": False},
+        {**row, "case": prefill.name, "backend": "flash", "samples": [prefill.operations / 3e14]},
+    ]  # fmt: skip
+    result = {"kind": "attention", "environment": ENVIRONMENT, "ceilings": CEILINGS, "rows": rows}
+    text = "\n".join(attention.table([result])["attention-table"])
+    assert f"| {decode.name} | " in text and "2.00 TB/s (50% of copy) | – |" in text
+    assert f"| {prefill.name} | – | " in text and "300 TFLOP/s (50% of matmul) |" in text
+    assert f"| {decode.name} | 1.00 TB/s (25% of copy) | 2.00 TB/s (50% of copy) |" in text  # blocks of 16, of 64
+
+
+def test_the_fastest_kind_of_layers_stands_out() -> None:
+    def row(kind: str, rows: int, seconds: float) -> dict:
+        return {"model": "qwen2.5-0.5b", "kind": kind, "rows": rows, "samples": [seconds]}
+
+    kinds = list(layers.KINDS)
+    rows = [row(kind, 1, (10 - n) * 1e-6) for n, kind in enumerate(kinds)] + [row(kinds[1], 2, 7e-6)]
+    result = {"kind": "layers", "environment": ENVIRONMENT, "ceilings": CEILINGS, "rows": rows}
+    text = "\n".join(layers.table([result])["layer-kernels"])
+    slowest_first = [f"{10 - n}" for n in range(len(kinds) - 1)]
+    assert f"| 1 | {' | '.join(slowest_first)} | **{11 - len(kinds)}** |" in text
+    assert f"| 2 | – | **7** | {' | '.join('–' * (len(kinds) - 2))} |" in text
+
+
+def test_the_cost_of_a_step_is_measured_and_split_up() -> None:
+    row = step_cost.measure_row(3, steps=4, repeats=2)
+    assert row["sequences"] == 3
+    assert len(row["samples"]) == 2 and min(row["samples"]) > 0
+    assert set(row["parts"]) == {"schedule", "run", "postprocess"}
+
+
+def test_the_watermark_lowers_the_recomputation() -> None:
+    without = scheduling.tight_pool("none", scheduling.NoWatermark)
+    with_it = scheduling.tight_pool("doubling", Scheduler)
+    assert with_it["recomputed"] < without["recomputed"] / 2
+    assert with_it["preemptions"] < without["preemptions"]
+
+
+def test_only_operators_that_compute_and_call_no_other_are_recorded() -> None:
+    x, w = torch.randn(4, 8), torch.randn(16, 8)
+    recording = record("two", lambda: torch.relu(torch.nn.functional.linear(x, w)), torch.device("cpu"), steps=1)
+    names = [span.name for span in recording.spans]
+    assert names[-1] in ("relu", "clamp_min")
+    assert [kind_of(name) for name in names] == ["matrix products", "element by element"]
+
+
+def test_busy_time_counts_overlapping_spans_once() -> None:
+    recording = Recording("r", 1, [Span("a", 0, 4), Span("b", 2, 4), Span("c", 10, 2)])
+    assert recording.busy == 8
+    assert recording.whole == 12
+
+
+def test_a_run_of_nothing_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="saw nothing run in 'idle'"):
+        record("idle", lambda: None, torch.device("cpu"), steps=1)
+
+
+def test_an_engine_is_idle_again_after_its_recording_and_the_file_holds_it() -> None:
+    llm = LLM("random:qwen2-tiny", device="cpu", max_num_seqs=4, num_kvcache_blocks=64, kvcache_block_size=16)
+    recording = record_engine("F", llm, num_requests=2, prompt_tokens=20, steps=2)
+    assert llm.engine.scheduler.block_manager.num_used == 0
+    assert not llm.engine.has_unfinished()
+    again = from_rows(json.loads(json.dumps(to_rows([recording]))))
+    assert again == [recording]
+    for picture in (draw_gaps(again, "a CPU"), draw_kinds(again)):
+        assert picture.png.startswith(b"\x89PNG")
+    assert kernel_spans.table([]) == {}
+
+
+def test_a_calm_soak_passes() -> None:
+    assert verdict(Tally(compared=5, samples=CALM)) == []
+
+
+@pytest.mark.parametrize(
+    ("tally", "message"),
+    [
+        (Tally(compared=5, different=1, samples=CALM), "differ"),
+        (Tally(samples=[*CALM[:-1], Sample(7, 7, 500 << 20, 1 << 20, 2 << 20, 1)]), "blocks were in use"),
+        (
+            Tally(samples=[*CALM[:-1], Sample(7, 7, (500 << 20) + HOST_GROWTH + 1, 1 << 20, 0, 0)]),
+            "resident memory grew",
+        ),
+        (Tally(samples=[*CALM[:-1], Sample(7, 7, 500 << 20, 4 << 20, 0, 0)]), "device's allocated memory grew"),
+    ],
+)
+def test_a_soak_fails_by_name(tally: Tally, message: str) -> None:
+    assert message in verdict(tally)[0]
