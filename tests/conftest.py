@@ -35,10 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make `torch.empty` return NaN between margins of NaN, which must still be NaN when the test ends.
+    """Make `torch.empty` return NaN between margins of infinities, which must still be there when the test ends.
 
-    A kernel that reads what nobody has written, or past the end of a tensor, computes NaN; one that writes before or
-    behind a tensor is noticed.
+    A kernel that reads what nobody has written, or past the end of a tensor, computes NaN (and so does infinity times
+    zero, or less infinity); one that writes before or behind a tensor is noticed.
     """
     empty, buffers = torch.empty, []
 
@@ -47,15 +47,15 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plain = empty(shape, dtype=dtype, device=device, **others)
         if others or not plain.is_floating_point():
             return plain
-        buffer = torch.full((plain.numel() + 2 * MARGIN,), float("nan"), dtype=plain.dtype, device=plain.device)
+        buffer = torch.full((plain.numel() + 2 * MARGIN,), float("inf"), dtype=plain.dtype, device=plain.device)
         buffers.append((buffer, MARGIN + plain.numel()))
-        return buffer[MARGIN : MARGIN + plain.numel()].view(shape)
+        return buffer[MARGIN : MARGIN + plain.numel()].fill_(float("nan")).view(shape)
 
     monkeypatch.setattr(torch, "empty", guarded)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: guarded(*x.shape, dtype=x.dtype, device=x.device))
     yield
     for buffer, end in buffers:
-        assert buffer[:MARGIN].isnan().all() and buffer[end:].isnan().all(), "memory outside of a tensor was written"
+        assert buffer[:MARGIN].isposinf().all() and buffer[end:].isposinf().all(), "memory outside a tensor was written"
 
 
 @pytest.fixture

@@ -56,8 +56,9 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
     norm = QKNorm(heads, kv_heads, head_dim, HEAD_EPS, dtype, device)
     norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
     positions = torch.randint(0, 50, (tokens,), device=device)
-    slots = torch.randperm(40 * 4, device=device)[:tokens]
+    slots = 1 + torch.randperm(40 * 4 - 1, device=device)[:tokens]
     slots[tokens // 2 :: 3] = -1
+    slots[0] = 0
     pool = torch.full((40, 4, kv_heads, head_dim), 7.0, device=device, dtype=dtype)
     pools = [[guarded(pool) for _ in "kv"] for _ in range(2)]
 
