@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from array import array
 from collections import deque
 
@@ -14,6 +15,7 @@ from benchmarks.pictures import timeline
 from stage_d_paged import block_manager
 from stage_e_batching.scheduler import MAX_OVERTAKES, MAX_PROMPT_STEPS, Scheduler
 from stage_e_batching.step import BatchSequence, State
+from stage_e_batching.streaming import serve
 from stage_e_batching.trace import Trace
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -316,6 +318,41 @@ def test_a_step_costs_the_same_with_200_or_20000_requests_waiting():
         return most
 
     assert touched(20_000) <= touched(200) + 20, "or a step looks at more than the front of the queue"
+
+
+def test_a_step_costs_a_call_of_5000_prompts_no_more_than_one_of_200():
+    """Python's instructions per step, of the whole way from the call through the engine, counted."""
+
+    def instructions(num_prompts: int) -> float:
+        engine = make_engine(
+            runner=CountingRunner(), num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32
+        )
+        prompts = [[i % 60, i // 60 % 60, i // 3600] for i in range(num_prompts)]
+        requests = [make_request(i, prompt, 10, ignore_eos=True) for i, prompt in enumerate(prompts)]
+        events = serve(engine, requests, streams=False)
+        next(events)
+        count = -engine.counters.num_steps
+        executed = 0
+
+        def trace(frame, event, arg):
+            nonlocal executed
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            executed += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for _ in range(60):
+                next(events)
+        finally:
+            sys.settrace(before)
+        count += engine.counters.num_steps
+        events.close()
+        assert engine.stats()["num_waiting"] == 0
+        return executed / count
+
+    assert instructions(5_000) < 1.2 * instructions(200)
 
 
 def test_prompts_that_wait_are_hashed_once(monkeypatch):
