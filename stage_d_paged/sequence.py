@@ -54,7 +54,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to run before the next one can be sampled: the rest of a prefill, or 1 in decode."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self) - self.num_computed_tokens
 
     @property
     def is_new(self) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from stage_e_batching.live_requests import LiveRequests
 from stage_e_batching.mailbox import Event, Mailbox
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep, State
+from stage_e_batching.step import BatchSequence, ScheduledStep
 
 
 class Sampled(NamedTuple):
@@ -98,11 +98,7 @@ class Engine(LiveRequests):
         return step
 
     def postprocess(self, step: ScheduledStep, sampled: Sampled) -> None:
-        """Give each sequence its token and let go of those that are done.
-
-        It may be called late, after the next step was scheduled: a token for a sequence that has ended since is
-        dropped, and one for a sequence that was preempted since is kept.
-        """
+        """Give each sequence its token, and release those that are done."""
         now = time.perf_counter()
         self._count(step)
         self.scheduler.block_manager.confirm()
@@ -110,12 +106,7 @@ class Engine(LiveRequests):
         sampling = step.sequences if all(step.samples) else [entry.sequence for entry in step if entry.samples]
         logprobs = sampled.logprobs or [None] * len(sampling)
         errors = sampled.errors
-        num_surplus = 0  # tokens of sequences that had ended before
         for i, (sequence, token_id, logprob) in enumerate(zip(sampling, sampled.token_ids, logprobs, strict=True)):
-            sequence.num_pending_tokens -= 1
-            if sequence.state is State.FINISHED:
-                num_surplus += 1
-                continue
             if errors and i in errors:
                 sequence.error = errors[i]
                 ended.append(sequence)
@@ -140,7 +131,7 @@ class Engine(LiveRequests):
         self._uncertain = None
         for sequence in ended:
             self._remove(sequence)
-        self.counters.num_generated_tokens += len(sampling) - num_surplus
+        self.counters.num_generated_tokens += len(sampling)
         if self.trace:
             self.trace.end(step, ended, now)
         if not self.scheduler.has_unfinished():

@@ -50,6 +50,8 @@ class LiveRequests:
         trace: where to write a record of every step.
     """
 
+    sequence_class = BatchSequence
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -92,7 +94,7 @@ class LiveRequests:
         """
         self.scheduler.check_prompt(len(request.prompt_token_ids))
         completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
-        sequence = BatchSequence(
+        sequence = self.sequence_class(
             request,
             completion,
             max_total_tokens=len(request.prompt_token_ids) + completion.num_remaining_tokens,

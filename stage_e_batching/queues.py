@@ -112,7 +112,7 @@ class Queues:
             if sequence.completion is not None:  # an interrupt may have come between the two
                 sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
             sequence.block_table = []
-            sequence.num_computed_tokens = sequence.num_indexed_blocks = sequence.num_pending_tokens = 0
+            sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
             sequence.row, sequence.state = -1, State.WAITING
             self.waiting.append(sequence)
 

@@ -21,8 +21,7 @@ Rules that keep it fair and finite:
   passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
 * Where prompts have steps of their own, at most `MAX_PROMPT_STEPS` of them follow one another while decodes wait.
 
-A step is decided before the tokens of the step before need to be known: `schedule()` advances the counts by what it
-scheduled, and a token that will be sampled is *pending* until the engine fills it in.
+`schedule()` advances the counts by what it scheduled; the engine appends the sampled tokens when the step has run.
 
 Plain Python, no tensors: every rule can be tested without a model.
 """
@@ -103,7 +102,7 @@ class Scheduler(Queues):
         else:
             self._schedule_one_kind(step)
         if not step.sequences:
-            step.idle_reason = "every token in flight must arrive first" if self.has_unfinished() else "nothing to do"
+            step.idle_reason = "no request that waits fits" if self.waiting else "nothing to do"
         return step
 
     def _schedule_one_kind(self, step: ScheduledStep) -> None:
@@ -128,15 +127,11 @@ class Scheduler(Queues):
         while i < len(decoding):  # preemption shortens the list, at its end
             sequence = decoding[i]
             start = sequence.num_computed_tokens
-            if sequence.num_pending_tokens and sequence.num_total_tokens >= sequence.max_total_tokens:
-                i += 1  # its last token is on the way
-                continue
             if start % block_size == 0 and not self._grow(sequence, step):
                 break  # it was the last of the list itself
             scheduled.append(sequence)
             starts.append(start)
             sequence.num_computed_tokens = start + 1
-            sequence.num_pending_tokens += 1
             i += 1
         step.num_decodes = len(scheduled)
         step.num_tokens = [1] * len(scheduled)
@@ -181,7 +176,6 @@ class Scheduler(Queues):
         sequence.num_computed_tokens += num_tokens
         self.block_manager.index_computed(sequence)  # the next one admitted may share these pages already
         if num_tokens == remaining:
-            sequence.num_pending_tokens += 1
             self.prefilling.remove(sequence)
             sequence.state = State.DECODING
             insort(self.decoding, sequence, key=by_arrival)
@@ -200,7 +194,7 @@ class Scheduler(Queues):
                 break
             if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
                 return  # only a recomputation longer than any step is cut, and it starts a step
-            if i < self._num_refused or sequence.num_pending_tokens or not self._allocate(sequence):
+            if i < self._num_refused or not self._allocate(sequence):
                 passed.append(sequence)
                 overtakes_left = min(overtakes_left, MAX_OVERTAKES - sequence.times_overtaken)
                 continue
@@ -215,7 +209,7 @@ class Scheduler(Queues):
             step.admitted.append(sequence)
             step.grown.append(sequence)
             budget -= self._schedule_chunk(sequence, step, budget)
-        self._num_refused = next((i for i, other in enumerate(passed) if other.num_pending_tokens), len(passed))
+        self._num_refused = len(passed)
 
     def _num_to_run(self, sequence: BatchSequence) -> int:
         return len(sequence) - self.block_manager.count_cached_tokens(sequence)

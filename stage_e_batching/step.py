@@ -2,8 +2,7 @@
 
 The scheduler does not run anything. It returns a `ScheduledStep` that says which sequences run, from which position,
 and how many tokens of each. Such a value can be printed, compared in a test, written to a trace and drawn as a
-timeline; and it holds all that is needed to run the step, so that it may be run later than it was decided (stage F
-prepares a step while the GPU still works on the one before).
+timeline.
 
 The step is kept in columns, one list for each fact, and not as a list of records: with 256 sequences a record for each
 would be built and torn down every few milliseconds, and the columns become numpy arrays in one call each.
@@ -42,7 +41,6 @@ class BatchSequence(Sequence):
     state: State = State.WAITING
     row: int = -1  # its seat while it runs: a row of the model runner's tables; -1 = none
     max_total_tokens: int = 0  # prompt and answer together never pass this
-    num_pending_tokens: int = 0  # tokens of scheduled steps whose values are not known yet
     highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
@@ -52,11 +50,6 @@ class BatchSequence(Sequence):
     error: Exception | None = None  # set when it failed, or was aborted by somebody else
     num_read: int = 0  # characters of its text that its call has read
     end_was_read: bool = False
-
-    @property
-    def num_total_tokens(self) -> int:
-        """Tokens known, and tokens that scheduled steps will add."""
-        return len(self.token_ids) + self.num_pending_tokens
 
     def read(self) -> Event | None:
         """Text and end that the request's call has not been told yet; None if there is nothing."""
@@ -98,7 +91,7 @@ class ScheduledStep:
     starts: list[int] = field(default_factory=list)  # position of the first token that runs
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    num_decodes: int = 0  # so many entries run the one token sampled last, which may be known only on the device
+    num_decodes: int = 0  # this many entries run one token, the one sampled last
     admitted: list[BatchSequence] = field(default_factory=list)  # those that took a seat in this step
     grown: list[BatchSequence] = field(default_factory=list)  # those whose block table is longer than before
     preempted: list[Preemption] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 The pool holds, for every slot, the token and position written there. A sequence's next token is a hash of all visible
 slots in order, read through its block table: one wrong page, slot, position or order, one stale page in the prefix
-cache, one token fed twice, and the text is another. No tensor, no weights. What the real runner would send to the
-device is built for every step as well, and compared with what the step says.
+cache, one token fed twice, and the text is another. No tensor, no weights. For stage F, what the real runner would send
+to the device is built for every step as well, and compared with what the step says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import host_views
 
 VOCAB = 61
@@ -54,8 +55,27 @@ def answer_alone(request: Request, max_total_len: int) -> tuple[list[int], str]:
             return tokens[len(request.prompt_token_ids) :], "length"
 
 
+class LateTokens:
+    """A step's tokens, which the host has not seen yet."""
+
+    def __init__(self, sampled: Sampled, fails: bool) -> None:
+        self._sampled = sampled
+        self._fails = fails
+        self.waited = False
+
+    def wait(self) -> Sampled:
+        self.waited = True
+        if self._fails:
+            raise RuntimeError("the device failed")
+        return self._sampled
+
+
 class FakeRunner:
-    """Runs scheduled steps on the fake model. `fail_at`: steps that raise half-way through, by count."""
+    """Runs scheduled steps on the fake model, at once (`run`) or as a device does that is waited for (`launch`).
+
+    `fail_at`: steps that raise half-way through, by count. Of those launched, the ones of even number raise when they
+    are waited for.
+    """
 
     def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:
         self.block_size = scheduler.block_manager.block_size
@@ -64,11 +84,11 @@ class FakeRunner:
         self.steps: list[ScheduledStep] = []
         self.num_tokens_run = 0
         self._fail_at = fail_at
+        self.launched: list[LateTokens] = []
         self._batch = InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size)
 
     def run(self, step: ScheduledStep) -> Sampled:
         self.steps.append(step)
-        self._check_input(step)
         for i, (sequence, start, count, _) in enumerate(step):
             tokens = sequence.token_ids[start : start + count]
             if i < step.num_decodes:
@@ -87,6 +107,15 @@ class FakeRunner:
                 self.last_tokens[sequence.row] = token
                 sampled.append(token)
         return Sampled(sampled)
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        self._check_input(step)
+        number = len(self.steps) + 1
+        late = number % 2 == 0 and number in self._fail_at
+        if late:
+            self._fail_at -= {number}
+        self.launched.append(LateTokens(self.run(step), late))
+        return self.launched[-1]
 
     def _check_input(self, step: ScheduledStep) -> None:
         """What the real runner would send to the device is what the step says."""
@@ -126,23 +155,6 @@ class CountingRunner:
         return Sampled([1] * sum(step.samples))
 
 
-class LateEngine(Engine):
-    """Schedules a step before the tokens of the step before are known, as an engine that overlaps CPU and GPU does."""
-
-    _in_flight: tuple[ScheduledStep, Sampled] | None = None
-
-    def run_step(self) -> None:
-        before, self._in_flight = self._in_flight, None
-        step = self.schedule()
-        self._in_flight = (step, self.runner.run(step))
-        if before:
-            self.postprocess(*before)
-
-    def _recover(self) -> None:
-        self._in_flight = None
-        super()._recover()
-
-
 def make_engine(
     *,
     late: bool = False,
@@ -153,8 +165,9 @@ def make_engine(
     tokenizer: object = None,
     **options: object,
 ) -> Engine:
+    """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
     scheduler = Scheduler(**options)
-    engine_class = LateEngine if late else Engine
+    engine_class = OverlappedEngine if late else Engine
     return engine_class(
         scheduler,
         runner or runner_class(scheduler, fail_at),

@@ -54,7 +54,6 @@ def settings_of_engine(draw) -> dict[str, object]:
         "max_num_batched_tokens": draw(st.integers(max(40, max_num_seqs), 64) | st.integers(max_num_seqs, 20)),
         "enable_prefix_caching": draw(st.booleans()),
         "max_model_len": draw(st.sampled_from([45, 4096])),
-        "late": draw(st.booleans()),
         "fail_at": frozenset(draw(st.lists(st.integers(1, 40), max_size=3))),
     }
 

@@ -229,10 +229,10 @@ def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
 def test_an_idle_step_says_why():
     engine = make_engine(**ROOMY)
     assert engine.scheduler.schedule().idle_reason == "nothing to do"
-    late = make_engine(**ROOMY, late=True)
-    add(late, 4, 1)
-    late.step()
-    assert late.scheduler.schedule().idle_reason == "every token in flight must arrive first"
+    engine = make_engine(**ROOMY | {"num_blocks": 2})
+    add(engine, 8, 1)
+    engine.scheduler.block_manager.allocate(BatchSequence(make_request(1, [1], 1)), 1)
+    assert engine.scheduler.schedule().idle_reason == "no request that waits fits"
 
 
 def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
@@ -485,14 +485,6 @@ def test_a_step_that_fails_costs_recomputation_and_no_request():
         except RuntimeError:
             assert engine.stats()["num_running"] == 0
     assert outputs == {i: answer_alone(request, 4096)[0] for i, request in enumerate(requests)}
-
-
-def test_a_late_engine_runs_no_token_past_a_known_end():
-    engine = make_engine(**ROOMY, late=True)
-    for i in range(3):
-        add(engine, 5, 6, phrase=i + 1)
-    run_all(engine)
-    assert engine.runner.num_tokens_run == 3 * (5 + 5), "lengths are known in advance: no surplus step"
 
 
 def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from fake_model import EOS, FakeRunner, FakeTokenizer, answer_alone, make_request
+from fake_model import answer_alone, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -11,9 +13,6 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Sampled
-from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -29,61 +28,17 @@ VARIANTS = {
 }
 
 
-class LateTokens:
-    """A step's tokens, which the host has not seen yet."""
-
-    def __init__(self, sampled: Sampled, fails: bool) -> None:
-        self._sampled = sampled
-        self._fails = fails
-        self.waited = False
-
-    def wait(self) -> Sampled:
-        self.waited = True
-        if self._fails:
-            raise RuntimeError("the device failed")
-        return self._sampled
-
-
-class FakeDevice(FakeRunner):
-    """The fake model behind `launch`. Of the steps that fail, those of even number show it when they are waited for."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.launched: list[LateTokens] = []
-
-    def launch(self, step: ScheduledStep) -> LateTokens:
-        number = len(self.steps) + 1
-        late = number % 2 == 0 and number in self._fail_at
-        if late:
-            self._fail_at -= {number}
-        self.launched.append(LateTokens(self.run(step), late))
-        return self.launched[-1]
-
-
-def make_overlapped(
-    *, late: bool = True, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, **options: object
-) -> OverlappedEngine:
-    scheduler = Scheduler(**options)
-    return OverlappedEngine(
-        scheduler,
-        FakeDevice(scheduler, fail_at),
-        tokenizer=FakeTokenizer(),
-        eos_token_ids=frozenset({EOS}),
-        max_model_len=max_model_len,
-    )
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
 def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(requests, options):
-    run_and_compare(requests, options, make_overlapped)
+    run_and_compare(requests, options, partial(make_engine, late=True))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
 def test_and_so_it_is_with_whole_prompts(requests, options):
     options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, make_overlapped)
+    run_and_compare(requests, options | {"enable_chunked_prefill": False}, partial(make_engine, late=True))
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,7 +46,7 @@ def test_and_so_it_is_with_whole_prompts(requests, options):
 def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(requests):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": 4096}
     options = {"num_blocks": 400, "block_size": 4, "enable_prefix_caching": False, **limits}
-    engine = run_and_compare(requests, options, make_overlapped)
+    engine = run_and_compare(requests, options, partial(make_engine, late=True))
     ended_early = len(requests) - sum(r.ignore_eos for r in requests)
     needed = sum(len(r.prompt) - 1 for r in requests) + engine.counters.num_generated_tokens
     assert needed <= engine.runner.num_tokens_run <= needed + ended_early
@@ -99,9 +54,8 @@ def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(
 
 @pytest.mark.parametrize("fails", [4, 5], ids=["when its tokens are fetched", "when it is launched"])
 def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails):
-    engine = make_overlapped(
-        num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, fail_at=frozenset({fails})
-    )
+    pool = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    engine = make_engine(late=True, fail_at=frozenset({fails}), **pool)
     request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
     engine.add_request(request, streams=False)
     with pytest.raises(RuntimeError, match="the device failed"):

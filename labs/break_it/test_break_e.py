@@ -22,7 +22,6 @@ def run_step(scheduler: Scheduler) -> None:
     step = scheduler.schedule()
     for entry in step:
         if entry.samples:
-            entry.sequence.num_pending_tokens -= 1
             entry.sequence.token_ids.append(7)
     scheduler.block_manager.confirm()
     for entry in step:

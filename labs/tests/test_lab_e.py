@@ -41,7 +41,6 @@ def finish(scheduler: Scheduler, step: ScheduledStep) -> None:
     """The step ran: its tokens arrive, and sequences that have all of theirs leave."""
     for entry in step:
         if entry.samples:
-            entry.sequence.num_pending_tokens -= 1
             entry.sequence.token_ids.append(7)
     scheduler.block_manager.confirm()
     for entry in step:
@@ -137,7 +136,6 @@ class TestChunk:
             "6 of 10 tokens from 0 on, and no token is drawn before the prompt ends"
         )
         assert sequence.num_computed_tokens == 6 and sequence.state is State.PREFILLING
-        assert sequence.num_pending_tokens == 0
 
     def test_the_last_chunk_samples_and_the_sequence_decodes(self):
         scheduler = scheduler_of()
@@ -146,7 +144,6 @@ class TestChunk:
         step = new_step()
         assert scheduler._schedule_chunk(sequence, step, 16) == 4, "4 tokens are left"
         assert (step.starts, step.num_tokens, step.samples) == ([6], [4], [True]), f"got {step}"
-        assert sequence.num_pending_tokens == 1, "a token is on its way now"
         assert sequence.state is State.DECODING and scheduler.decoding == [sequence] and scheduler.prefilling == []
 
     def test_full_pages_can_be_shared_at_once(self):
@@ -182,7 +179,6 @@ class TestDecodes:
         assert step.sequences == [a, b] and step.starts == starts, f"got {step}"
         assert step.num_tokens == [1, 1] and step.samples == [True, True] and step.num_decodes == 2
         assert [a.num_computed_tokens, b.num_computed_tokens] == [starts[0] + 1, starts[1] + 1]
-        assert a.num_pending_tokens == b.num_pending_tokens == 1
 
     def test_a_token_that_begins_a_page_gets_one(self):
         scheduler = scheduler_of()
@@ -195,17 +191,6 @@ class TestDecodes:
         step = new_step()
         scheduler._schedule_decodes(step)
         assert len(sequence.block_table) == 2 and step.grown == [], "token 5 fits"
-
-    def test_a_sequence_whose_last_token_is_on_its_way_waits(self):
-        scheduler = scheduler_of()
-        a, b = decoding(scheduler, 5, 5, max_tokens=3)
-        first, second, third = new_step(), new_step(), new_step()
-        for step in (first, second, third):
-            scheduler._schedule_decodes(step)  # no token has arrived in between
-        assert [len(first), len(second), len(third)] == [2, 2, 0], (
-            f"each has 1 of 3 tokens: two steps each may be ahead, got {[len(first), len(second), len(third)]}"
-        )
-        assert third.num_decodes == 0 and a.num_pending_tokens == 2
 
     def test_without_pages_the_latest_goes(self):
         scheduler = scheduler_of(num_blocks=2)
