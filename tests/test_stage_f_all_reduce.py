@@ -37,8 +37,14 @@ def store(address, value):  # what PTX does on a GPU; a processor of this kind k
 def load(address):
     return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
 
-module._store_release, module._load_acquire = store, load
-rank, ranks, files = int(sys.argv[1]), 2, sys.argv[2:]
+def load_and_wait(address):  # rank 1 reads a flag, and only later what the flag stands for
+    flag = load(address)
+    if turn % 5 == 1:
+        time.sleep(0.05)
+    return flag
+
+rank, ranks, files, turn = int(sys.argv[1]), 2, sys.argv[2:], 0
+module._store_release, module._load_acquire = store, load_and_wait if rank == 1 else load
 PROGRAMS, SLICE = 3, 32
 CAPACITY = PROGRAMS * SLICE
 memories = [np.memmap(file, np.uint8, "r+") for file in files]

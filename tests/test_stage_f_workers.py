@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -14,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.sampler import DrawnTokens
 from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.rank_runner import StepCommand, WatchedInFlight
+from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
 from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
@@ -106,6 +111,14 @@ def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_r
         with pytest.raises(ZeroDivisionError, match="stop here"):
             two_ranks.generate(PROMPTS, GREEDY, False)
     assert not two_ranks.engine.has_unfinished()
+    assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+
+
+def test_a_sampled_id_outside_the_vocabulary_is_refused_and_leaves_the_ranks_in_step(one_rank, two_ranks, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(two_ranks, "sampling_fn", lambda logits, params: logits.argmax(-1) + logits.shape[-1])
+        with pytest.raises(ValueError, match="outside the vocabulary of 4096"):
+            two_ranks.generate(PROMPTS, GREEDY, False)
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
 
 
@@ -319,6 +332,26 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
     assert seen == [True]
     ranks.close()
     assert seen == [True] and children() == before
+
+
+def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
+    workers = puppets(2)
+    step = WatchedInFlight(DrawnTokens(torch.tensor([7])), torch.tensor([7]), None, workers)
+    assert step.wait().token_ids == [7]
+    workers.send(DIE.encode())
+    workers._failing.wait(SECONDS)
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        step.wait()
+
+
+def test_a_step_travels_as_numbers_and_bytes_of_the_right_length():
+    shape = StepShape(3, 2, 2, 4, 1, 2, 9)
+    command = StepCommand(shape, 1, ~1, bytes(shape.num_bytes))
+    message = command.encode()
+    assert StepCommand.decode(message) == command
+    for wrong in (message + b"x", message[:-1], message[:20], b""):
+        with pytest.raises((ValueError, struct.error)):
+            StepCommand.decode(wrong)
 
 
 def test_a_send_that_blocks_ends_when_its_worker_dies(puppets):
