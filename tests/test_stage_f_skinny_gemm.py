@@ -163,7 +163,7 @@ def test_interpreted_every_tile_gives_the_same(rows):
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 32, 64), (5, 72, 48), (67, 24, 20)])
+@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 32, 64), (5, 72, 64), (67, 24, 20)])
 def test_interpreted_gate_and_up_are_the_definition(tokens, hidden, intermediate):
     check_gate_up(tokens, hidden, intermediate, CPU, F32)
 
