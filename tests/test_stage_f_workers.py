@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_r
             two_ranks.generate(PROMPTS, GREEDY, False)
     assert not two_ranks.engine.has_unfinished()
     assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+
+
+def test_threads_that_share_an_engine_leave_the_ranks_in_step(one_rank, two_ranks):
+    expected = ids(one_rank.generate(PROMPTS, GREEDY, False))
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(two_ranks.generate, PROMPTS, GREEDY, False) for _ in range(6)]
+        assert [ids(call.result()) for call in calls] == [expected] * 6
 
 
 def test_a_sampled_id_outside_the_vocabulary_is_refused_and_leaves_the_ranks_in_step(one_rank, two_ranks, monkeypatch):
