@@ -23,7 +23,7 @@ from benchmarks.results import ROOT, cpu_name, driver_version
 BFLOAT16 = (8, 0)  # in hardware; PyTorch emulates it below
 TRITON = (8, 0)  # the list of supported hardware in Triton's README; stage D's kernels refuse less
 FLASH_ATTN = (8, 0)  # its README: Ampere, Ada, Hopper
-BULK_COPY = (9, 0)  # PTX ISA, cp.async.bulk and mbarrier: stage C's variant `fused`, stage F's one-launch decode step
+BULK_COPY = (9, 0)  # PTX ISA, cp.async.bulk and mbarrier: stage C's variant `fused`, stage F's megakernel
 
 
 @dataclass(frozen=True)
@@ -215,10 +215,10 @@ def graph_text(machine: Machine) -> str:
     if not (machine.triton and machine.can(TRITON)):
         kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
     elif machine.nvcc and machine.can(BULK_COPY):
-        kernels = "CUDA graphs, fused kernels, one launch per decode step of a request"
+        kernels = "CUDA graphs, fused kernels, the persistent megakernel for one or two requests"
     else:
         lacks = "compute capability 9.0" if machine.nvcc else "nvcc"
-        kernels = f"CUDA graphs, fused kernels; not the one-launch decode step (it needs {lacks})"
+        kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {lacks})"
     return f"{kernels}; tensor parallelism over up to {len(machine.gpus)} GPUs"
 
 

@@ -37,16 +37,17 @@ def learners_sources() -> Path:
 
 
 def cpu_library(judged: str) -> ctypes.CDLL:
-    """The operator of `fused_mlp_cpu.cpp`, compiled against PyTorch."""
+    """The operator of `mlp_cpu.cpp`, compiled against PyTorch."""
     torch_path = Path(torch.__path__[0])
     flags = [f"-I{torch_path / 'include'}", f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    return _library("cpu_harness.cpp", ["fused_mlp_cpu.cpp", "fused_mlp_cpu.h"], judged, flags)
+    return _library("cpu_harness.cpp", ["stage_c/mlp_cpu.cpp", "stage_c/mlp_cpu.h"], judged, flags)
 
 
 def cuda_library(judged: str) -> ctypes.CDLL:
-    """The kernels of `fused_mlp_kernel.cu`, compiled for the CPU."""
-    files = ["fused_mlp_kernel.cu", "fused_mlp.h", "kernel_common.cuh"]
+    """The naive, the warp and the LayerNorm kernel, compiled for the CPU."""
+    sources = ["mlp_naive.cu", "mlp_warp.cu", "layernorm_mlp.cu", "mlp.h", "layernorm_mlp.h", "rms_norm.cuh"]
+    files = [*(f"stage_c/{source}" for source in sources), "common/vectors.cuh"]
     return _library("cuda_harness.cpp", files, judged, [f"-I{NATIVE / 'include'}"])
 
 
@@ -69,6 +70,7 @@ def _library(harness: str, files: list[str], judged: str, flags: list[str]) -> c
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(launches_for_cpu(text) if name.endswith(".cu") else text)
         # -I before the learner's other headers: the judged texts first.
         unfinished = folder / f"judged-{os.getpid()}.so"
@@ -81,7 +83,7 @@ def _library(harness: str, files: list[str], judged: str, flags: list[str]) -> c
             raise NativeError(errors[0].replace(f"{folder}/", "csrc/"))
         unfinished.rename(library)
     loaded = ctypes.CDLL(str(library))
-    for name in ("lab_warp_sum", "lab_mlp_warp", "lab_normalise", "lab_mlp_cpu"):
+    for name in ("lab_warp_sum", "lab_mlp", "lab_layernorm_mlp", "lab_normalise", "lab_mlp_cpu"):
         if hasattr(loaded, name):
             getattr(loaded, name).restype = ctypes.c_char_p
     return loaded

@@ -1,7 +1,7 @@
 """Stage C: a kernel of our own for the MLP block, from the formula to a model that runs on it.
 
-C++ and CUDA sources in `csrc/`, built once by `extension.py`, called through `fused_mlp.py`, put into the model by
-`patch.py`.
+C++ and CUDA sources in `csrc/stage_c/`, built once by `extension.py`, called through `fused_mlp.py`, put into the model
+by `patch.py`. `layernorm_mlp.py` is the small first kernel.
 """
 
 from stage_a_naive.lazy import import_when_used
@@ -10,8 +10,8 @@ DEFINED_IN = {
     "LLM": "stage_c_fused_mlp.llm",
     "GenerationOutput": "stage_a_naive.outputs",
     "SamplingParams": "stage_a_naive.params",
-    "FusedLayerNormMLP": "stage_c_fused_mlp.fused_mlp",
-    "fused_ln_mlp": "stage_c_fused_mlp.fused_mlp",
+    "FusedLayerNormMLP": "stage_c_fused_mlp.layernorm_mlp",
+    "fused_ln_mlp": "stage_c_fused_mlp.layernorm_mlp",
     "fused_swiglu_mlp": "stage_c_fused_mlp.fused_mlp",
     "replace_mlp_in_qwen": "stage_c_fused_mlp.patch",
     "restore_mlp": "stage_c_fused_mlp.patch",

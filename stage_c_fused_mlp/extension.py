@@ -1,8 +1,8 @@
-"""Builds the C++ and CUDA sources of `csrc/` into a library of PyTorch operators, once.
+"""Builds the C++ and CUDA sources of `csrc/` into libraries of PyTorch operators, once.
 
 A compiled extension depends on more than its source: on PyTorch's version, on the CUDA toolkit, on the GPU it is for.
-All of that goes into a key, and the key names the folder where the library lies. So an edit, an upgrade or another GPU
-builds anew, and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built:
+All of that goes into a key, and the key names the library's folder. So an edit, an upgrade or another GPU builds anew,
+and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built:
 the operators then run on the CPU, and a call with CUDA tensors says what is missing.
 
 `python -m stage_c_fused_mlp.extension` (`make ext`) builds and does nothing else.
@@ -29,19 +29,32 @@ from pathlib import Path
 
 import torch
 
+from stage_c_fused_mlp.toolchain import (
+    STILL_WORKS,
+    ExtensionError,
+    architectures_here,
+    capability_of,
+    gencode,
+    path_with_ninja,
+    why_no_compiler,
+    why_no_cuda,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-STILL_WORKS = "Stages A, B, D and E need no extension."
 
 # Extension -> its sources in csrc/; those that end in .cu are compiled where there is nvcc and a GPU.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "fused_mlp": ("fused_mlp.cpp", "fused_mlp_cpu.cpp", "fused_mlp_kernel.cu", "fused_mlp_persistent.cu"),
-    "decode_step": ("decode_step.cpp", "decode_step_kernel.cu", "decode_step_bf16.cu", "decode_step_f16.cu"),
-}
-
-
-class ExtensionError(OSError):
-    """The extension cannot be built or has no CUDA part; the message says what is missing and what still works."""
+    "fused_mlp": (
+        "stage_c/operators.cpp", "stage_c/mlp_cpu.cpp", "stage_c/layernorm_mlp.cpp", "stage_c/mlp_naive.cu",
+        "stage_c/mlp_warp.cu", "stage_c/mlp_fused.cu", "stage_c/layernorm_mlp.cu",
+    ),
+    "megakernel": (
+        "stage_f/decode_step.cpp", "stage_f/launch.cu", "stage_f/kernel_bf16.cu", "stage_f/kernel_f16.cu",
+    ),
+}  # fmt: skip
+# Extension -> the lowest compute capability that its CUDA part can be compiled for.
+LOWEST_CAPABILITY: dict[str, tuple[int, int]] = {"megakernel": (9, 0)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Extension:
     def require_cuda(self) -> None:
         """Raise an `ExtensionError` where the library has no CUDA part."""
         if not self.cuda:
-            raise ExtensionError(f"the extension {self.name} was built without CUDA: {self.why_no_cuda}")
+            raise ExtensionError(f"the extension {self.name} has no CUDA part here: {self.why_no_cuda}. {STILL_WORKS}")
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:
@@ -114,66 +127,17 @@ def plan(name: str = "fused_mlp") -> Extension:
     why = why_no_compiler()
     if why:
         raise ExtensionError(f"building {name} needs a C++ compiler; {why}. {STILL_WORKS}")
-    os.environ["PATH"] = _path_with_ninja()
+    os.environ["PATH"] = path_with_ninja()
     if shutil.which("ninja") is None:
         raise ExtensionError(f"building {name} needs ninja: `pip install ninja`. {STILL_WORKS}")
-    why = _why_no_cuda()
-    return Extension(name, () if why else _architectures(), why)
-
-
-def why_no_compiler() -> str:
-    """The reason why there is no C++ compiler, and the remedy; empty if there is one that starts."""
-    named = os.environ.get("CXX", "")
-    if not named and shutil.which("c++") is None:
-        return "there is no c++ here; install one, for example with `apt-get install build-essential`"
-    try:
-        subprocess.run([named or "c++", "--version"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        what = f"CXX={named!r}" if named else "c++"
-        return f"{what} does not start ({error}); set CXX to a compiler, a single program such as g++"
-    return ""
-
-
-def _path_with_ninja() -> str:
-    """PATH with this Python's scripts at its end: `pip install ninja` puts it there, in an inactive environment too."""
-    paths = os.environ.get("PATH", "").split(os.pathsep)
-    scripts = str(Path(sys.executable).parent)
-    return os.pathsep.join(paths if scripts in paths else [*paths, scripts])
-
-
-def _why_no_cuda() -> str:
-    from torch.utils.cpp_extension import CUDA_HOME  # slow to import, and looks for the toolkit
-
-    if torch.version.cuda is None:
-        return "this PyTorch is a build for the CPU; install one with CUDA"
-    if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
-        return f"nvcc was not found; install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to its folder"
-    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return 'there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST, for example to "9.0"'
-    return ""
-
-
-def _architectures() -> tuple[str, ...]:
-    """From TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else of the GPUs that are here."""
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if listed:
-        return tuple(listed.replace(";", " ").split())
-    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return tuple(f"{major}.{minor}" for major, minor in sorted(found))
-
-
-def gencode(architectures: tuple[str, ...]) -> list[str]:
-    """nvcc's options for a list of compute capabilities such as `9.0`, `9.0a` and `9.0+PTX`."""
-    flags = []
-    for architecture in architectures:
-        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
-        if match is None:
-            raise ExtensionError(f'TORCH_CUDA_ARCH_LIST has {architecture!r}; expected entries like "9.0" or "9.0+PTX"')
-        number = "".join(match.group(1, 2, 3))
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if match.group(4):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return flags
+    why = why_no_cuda()
+    if why:
+        return Extension(name, (), why)
+    lowest, listed = LOWEST_CAPABILITY.get(name, (0, 0)), architectures_here()
+    able = tuple(architecture for architecture in listed if capability_of(architecture) >= lowest)
+    if not able:
+        why = f"it needs compute capability {lowest[0]}.{lowest[1]} or newer, and this machine has {', '.join(listed)}"
+    return Extension(name, able, why)
 
 
 @functools.cache

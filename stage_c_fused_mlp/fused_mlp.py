@@ -1,9 +1,15 @@
-"""The two MLP blocks: the formula in PyTorch, and the operators of our own that compute the same.
+"""The MLP block: the formula in PyTorch, and the operator of our own that computes the same.
 
 Between two attention layers a transformer does the same thing to every token on its own: normalise, multiply by a tall
-matrix, apply a nonlinearity, multiply by a wide matrix. `*_reference` says it in a few lines of PyTorch, at least
-one kernel a line; with one token the kernels are short, and much of the time goes into starting them and into waiting
-for memory in between. The operators `torch.ops.six_engines.*` do it in one kernel.
+matrix, apply a nonlinearity, multiply by a wide matrix. `swiglu_mlp_reference` says it in a few lines of PyTorch, at
+least one kernel a line; for one token the kernels are short, and much of the time goes into launching them and into
+waiting for memory in between. The operator `torch.ops.six_engines.fused_swiglu_mlp` is one call:
+
+    naive    the formula as it reads, one thread a neuron
+    warp     one warp a weight row, so that neighbouring lanes read neighbouring addresses
+    fused    one kernel for the whole block, weights always in flight; on a CPU, one loop over the weights in C++
+    library  PyTorch's own kernels, one after the other
+    auto     whichever was measured to be the fastest for the number of rows
 """
 
 from __future__ import annotations
@@ -12,21 +18,17 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from stage_c_fused_mlp.extension import Extension, load_extension
+from stage_c_fused_mlp.extension import Extension, load_extension, plan
 
-# auto: by the number of rows, what the table in the README measured. library: PyTorch's own kernels, as one operator.
-GENERATIONS = ("auto", "naive", "warp", "fused", "library")
+KERNELS = ("auto", "naive", "warp", "fused", "library")
+CPU_KERNELS = ("auto", "fused", "library")
+FUSED_CAPABILITY = (9, 0)  # the fused kernel copies with the engine that Hopper introduced
 
-# Beyond this many rows "auto" is "library": the switch point of the table in the README, as in csrc/fused_mlp.cpp.
-MOST_ROWS_FUSED = 16
-
-
-def ln_mlp_reference(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
-    """LayerNorm (Ba et al. 2016), then the two-matrix block with SiLU; shapes as in `fused_ln_mlp`."""
-    normalised = F.layer_norm(x, x.shape[-1:], gamma, beta, eps)  # [rows, hidden]
-    return F.silu(normalised @ w1.T) @ w2.T
+# Up to this many rows "auto" calls our kernels, beyond it PyTorch's: where the tables in the README cross. As in
+# csrc/stage_c/operators.cpp.
+MOST_ROWS = {"cuda": 16, "cpu": 2}
 
 
 def swiglu_mlp_reference(
@@ -38,62 +40,59 @@ def swiglu_mlp_reference(
     return (F.silu(gate) * up) @ w_down.T + residual
 
 
-@functools.cache
-def load_operators() -> Extension:
-    """Load the extension and tell PyTorch the shapes of its operators, which `torch.compile` needs to trace them.
+def why_unsupported(kernel: str, device: torch.device, hidden: int, intermediate: int) -> str:
+    """The reason why `kernel` cannot run on `device` at these sizes, and what can instead; "" if it can.
+
+    Compiles nothing and loads nothing.
+    """
+    if kernel not in KERNELS:
+        return f"expected one of {', '.join(KERNELS)}"
+    if device.type == "cpu" and kernel not in CPU_KERNELS:
+        return f"it is a CUDA kernel; on the CPU use one of {', '.join(CPU_KERNELS)}"
+    if hidden % 8 or intermediate % 8:
+        return f"the sizes are {hidden} and {intermediate}, and it takes multiples of 8; stage B takes any size"
+    if kernel == "fused" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FUSED_CAPABILITY:
+            return f"it needs compute capability 9.0 and this GPU has {'.'.join(map(str, capability))}; use 'warp'"
+    return ""
+
+
+def most_rows(kernel: str, device: torch.device) -> int:
+    """Up to how many rows a model calls the operator; beyond, its own matrix products are faster than any kernel."""
+    return MOST_ROWS[device.type] if kernel == "auto" else MOST_ROWS["cuda"]
+
+
+def load_operators(device: torch.device | str = "cpu") -> Extension:
+    """Load the extension, building it if nothing has, and tell `torch.compile` the shapes of its operators.
+
+    Args:
+        device: where they are to run. If they cannot run on a GPU, nothing is built.
 
     Raises:
-        ExtensionError: the extension cannot be built here.
+        ExtensionError: the extension cannot be built here, or not with CUDA and `device` is a GPU.
     """
+    if torch.device(device).type == "cuda":
+        plan("fused_mlp").require_cuda()
+    return _loaded()
+
+
+@functools.cache
+def _loaded() -> Extension:
     extension = load_extension("fused_mlp")
 
     @torch.library.register_fake("six_engines::fused_ln_mlp")
-    def _(
-        x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float, generation: str = "auto"
-    ) -> Tensor:
+    def _(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
         return torch.empty_like(x)
 
     @torch.library.register_fake("six_engines::fused_swiglu_mlp")
     def _(
         x: Tensor, rms_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, residual: Tensor, eps: float,
-        generation: str = "auto",
+        kernel: str = "auto",
     ) -> Tensor:  # fmt: skip
         return torch.empty_like(x)
 
     return extension
-
-
-def _ready_for(x: Tensor) -> None:
-    """Load the extension before the first call, and see that it has a CUDA part if x is on a GPU."""
-    if torch.compiler.is_compiling():
-        return
-    extension = load_operators()
-    if x.is_cuda:
-        extension.require_cuda()
-
-
-def fused_ln_mlp(
-    x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float = 1e-5, generation: str = "auto"
-) -> Tensor:
-    """LayerNorm -> w1 -> SiLU -> w2.
-
-    Args:
-        x: `[rows, hidden]`, float32, float16 or bfloat16; all others have its dtype and device and are contiguous.
-        gamma, beta: `[hidden]`.
-        w1: `[intermediate, hidden]`; both sizes are multiples of 8.
-        w2: `[hidden, intermediate]`.
-        eps: added to the variance.
-        generation: one of `GENERATIONS`; on the CPU `auto` or `library`.
-
-    Returns:
-        `[rows, hidden]` in the dtype of x. Sums are in float32. Inference only: it has no gradient.
-
-    Raises:
-        ValueError, TypeError: a shape, dtype, device or generation that does not fit.
-        ExtensionError: the extension cannot be built here, or has no CUDA part and x is on a GPU.
-    """
-    _ready_for(x)
-    return torch.ops.six_engines.fused_ln_mlp(x, gamma, beta, w1, w2, eps, generation)
 
 
 def fused_swiglu_mlp(
@@ -103,43 +102,26 @@ def fused_swiglu_mlp(
     w_down: Tensor,
     residual: Tensor,
     eps: float = 1e-6,
-    generation: str = "auto",
+    kernel: str = "auto",
 ) -> Tensor:
     """RMSNorm -> gate and up -> SiLU(gate) * up -> down -> + residual: the block of Qwen and Llama.
 
     Args:
-        x: `[rows, hidden]`; dtypes, devices and sizes as in `fused_ln_mlp`.
+        x: `[rows, hidden]`, float32, float16 or bfloat16; all others have its dtype and device and are contiguous.
         rms_weight: `[hidden]`.
-        w_gate_up: `[2 * intermediate, hidden]`, the gate rows first.
+        w_gate_up: `[2 * intermediate, hidden]`, the gate rows first; both sizes are multiples of 8.
         w_down: `[hidden, intermediate]`.
         residual: `[rows, hidden]`; in a pre-norm model x itself.
         eps: added to the mean square.
-        generation: as in `fused_ln_mlp`.
+        kernel: one of `KERNELS`; on a CPU one of `CPU_KERNELS`.
 
     Returns:
-        `[rows, hidden]`.
+        `[rows, hidden]` in the dtype of x. Sums are in float32. Inference only: it has no gradient.
 
     Raises:
-        as `fused_ln_mlp`.
+        ValueError, TypeError: a shape, dtype, device or kernel that does not fit.
+        ExtensionError: the extension cannot be built here, or has no CUDA part and x is on a GPU.
     """
-    _ready_for(x)
-    return torch.ops.six_engines.fused_swiglu_mlp(x, rms_weight, w_gate_up, w_down, residual, eps, generation)
-
-
-class FusedLayerNormMLP(nn.Module):
-    """The classical block as a module, with parameters of its own: LayerNorm -> up -> SiLU -> down. Inference only."""
-
-    def __init__(self, hidden: int, intermediate: int, eps: float = 1e-5, generation: str = "auto") -> None:
-        super().__init__()
-        self.eps, self.generation = eps, generation
-        self.gamma = nn.Parameter(torch.ones(hidden))
-        self.beta = nn.Parameter(torch.zeros(hidden))
-        self.w1 = nn.Parameter(torch.randn(intermediate, hidden) * hidden**-0.5)
-        self.w2 = nn.Parameter(torch.randn(hidden, intermediate) * intermediate**-0.5)
-        self.requires_grad_(False)
-        load_operators()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> the same shape."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return fused_ln_mlp(rows, self.gamma, self.beta, self.w1, self.w2, self.eps, self.generation).view_as(x)
+    if not torch.compiler.is_compiling():
+        load_operators(x.device)
+    return torch.ops.six_engines.fused_swiglu_mlp(x, rms_weight, w_gate_up, w_down, residual, eps, kernel)

@@ -11,9 +11,9 @@ from os import PathLike
 
 import torch
 
-from stage_a_naive.loading import pick_device
+from stage_a_naive.loading import pick_device, resolve
 from stage_b_decode_step.llm import LLM as DecodeStepLLM
-from stage_c_fused_mlp.fused_mlp import GENERATIONS, load_operators
+from stage_c_fused_mlp.fused_mlp import KERNELS, load_operators, why_unsupported
 from stage_c_fused_mlp.patch import PatchReport, replace_mlp_in_qwen
 
 
@@ -21,8 +21,8 @@ class LLM(DecodeStepLLM):
     """Stage B's engine with the fused MLP block.
 
     Args:
-        mlp_kernel: which kernel: `auto` (the quickest for the number of rows), `naive`, `warp`, `fused`, or `library`
-            for PyTorch's own kernels behind the same operator. On the CPU `auto` or `library`.
+        mlp_kernel: `auto` (the fastest for the number of rows), `naive`, `warp`, `fused`, or `library` for PyTorch's
+            own kernels behind the same operator. On a CPU `auto`, `fused` or `library`.
         model, device, dtype, seed, options: as in stage B.
 
     Attributes:
@@ -30,7 +30,8 @@ class LLM(DecodeStepLLM):
 
     Raises:
         ExtensionError: the extension cannot be built here; the message says what is missing.
-        ValueError: an unknown kernel, or one that this device does not have; or as in stage B.
+        ValueError: an unknown kernel, or one that does not run on this device or at this model's sizes (said before
+            anything is built); or as in stage B.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class LLM(DecodeStepLLM):
         seed: int = 0,
         **options: object,
     ) -> None:
-        if mlp_kernel not in GENERATIONS:
-            raise ValueError(f"mlp_kernel must be one of {', '.join(GENERATIONS)}, got {mlp_kernel!r}")
-        if pick_device(device).type != "cuda" and mlp_kernel not in ("auto", "library"):
-            raise ValueError(f"mlp_kernel={mlp_kernel!r} is a CUDA kernel; on the CPU use 'auto' or 'library'")
+        if mlp_kernel not in KERNELS:
+            raise ValueError(f"mlp_kernel must be one of {', '.join(KERNELS)}, got {mlp_kernel!r}")
+        config, chosen = resolve(model).config, pick_device(device)
+        why = why_unsupported(mlp_kernel, chosen, config.hidden_size, config.intermediate_size)
+        if why:
+            raise ValueError(f"mlp_kernel={mlp_kernel!r} cannot run here: {why}")
         start = time.perf_counter()
-        load_operators()  # before the model: whoever has no compiler should not wait for the weights first
+        load_operators(chosen)  # before the model: whoever has no compiler should not wait for the weights first
         extension_time = time.perf_counter() - start
         super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         start = time.perf_counter()

@@ -17,7 +17,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
+from stage_c_fused_mlp.fused_mlp import load_operators, most_rows
 
 
 class PatchError(ValueError):
@@ -52,14 +52,14 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def replace_mlp_in_qwen(model: nn.Module, generation: str = "auto") -> PatchReport:
+def replace_mlp_in_qwen(model: nn.Module, kernel: str = "auto") -> PatchReport:
     """Replace the MLP block of every layer. Qwen2, Qwen3 and Llama models of transformers have the same block.
 
     All layers are checked before the first is changed.
 
     Args:
         model: a causal language model, float32, float16 or bfloat16, on one device. Inference only: no gradients.
-        generation: of `fused_swiglu_mlp`.
+        kernel: of `fused_swiglu_mlp`.
 
     Raises:
         PatchError: a block is not the gated kind, or the model is patched already.
@@ -68,15 +68,14 @@ def replace_mlp_in_qwen(model: nn.Module, generation: str = "auto") -> PatchRepo
     layers = list(_layers(model))
     for index, layer in enumerate(layers):
         _check(layer, index)
-    extension = load_operators()
-    if next(model.parameters()).is_cuda:
-        extension.require_cuda()
+    device = next(model.parameters()).device
+    load_operators(device)
     before = parameter_bytes(model)
     for layer in layers:
         _pack(layer.mlp)
         for weight in (layer.post_attention_layernorm.weight, layer.mlp.down_proj.weight):
             weight.data = aligned(weight.data)
-        layer.mlp.generation = generation
+        layer.mlp.kernel, layer.mlp.most_rows = kernel, most_rows(kernel, device)
         layer.forward = MethodType(_fused_forward, layer)
     return PatchReport(len(layers), before, parameter_bytes(model))
 
@@ -93,7 +92,7 @@ def restore_mlp(model: nn.Module) -> None:
             raise PatchError(f"layer {index} is not patched, so there is nothing to restore")
     for layer in layers:
         del layer.forward  # the class's own comes to light
-        del layer.mlp.gate_up_proj, layer.mlp.generation
+        del layer.mlp.gate_up_proj, layer.mlp.kernel, layer.mlp.most_rows
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
             linear.weight.data = linear.weight.data.clone()
 
@@ -160,13 +159,13 @@ def aligned(weight: Tensor) -> Tensor:
 def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
     """The layer's forward: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
     batch, tokens, hidden = hidden_states.shape
-    if batch * tokens > MOST_ROWS_FUSED:
+    if batch * tokens > layer.mlp.most_rows:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     attended, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **kwargs)
     rows = (hidden_states + attended).view(batch * tokens, hidden)
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     operator = torch.ops.six_engines.fused_swiglu_mlp
     out = operator(
-        rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, mlp.generation
+        rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, mlp.kernel
     )
     return out.view(batch, tokens, hidden)

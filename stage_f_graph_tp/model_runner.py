@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
@@ -25,11 +24,9 @@ from stage_e_batching.sampler import DRAWN, DrawnTokens
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
-from stage_f_graph_tp.fused_decode import FusedDecode, why_unsupported
+from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
-
-FUSED_DECODE_ROWS = 2  # up to so many rows the one-launch step was measured faster than the layers in a graph
 
 
 class GraphModelRunner(AsyncModelRunner):
@@ -44,12 +41,12 @@ class GraphModelRunner(AsyncModelRunner):
     def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions) -> None:
         super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
         self.graphs: DecodeGraphs | None = None
-        self.fused_decode: FusedDecode | None = None
+        self.megakernel: Megakernel | None = None
         self._is_cuda = runtime.device.type == "cuda"
-        self._host_failure = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)  # of the one-launch step
+        self._host_failure = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)  # of the megakernel
         self._max_model_len = runtime.max_model_len
         if options.fused and self._is_cuda and options.tensor_parallel_size == 1:
-            self.fused_decode = _fused_decode(runtime)
+            self.megakernel = choose_decode_step(runtime)
         if self._is_cuda and not options.enforce_eager:
             if runtime.backend.name == "reference":  # it asks the device for the longest context
                 self._report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
@@ -78,21 +75,21 @@ class GraphModelRunner(AsyncModelRunner):
         host = self.buffers.next_host(shape)
         graphs.pad(host, 0)
         inputs = self.buffers.send(shape)
-        decode = self._decode_fused if self._takes_fused(shape.num_seqs) else self._decode_layers
+        decode = self._decode_megakernel if self._takes_megakernel(shape.num_seqs) else self._decode_layers
         return lambda: decode(inputs, shape)
 
-    def _takes_fused(self, rows: int) -> bool:
-        return self.fused_decode is not None and rows <= FUSED_DECODE_ROWS
+    def _takes_megakernel(self, rows: int) -> bool:
+        return self.megakernel is not None and rows <= MEGAKERNEL_ROWS
 
     def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         hidden = self.forward(inputs, shape)
         logits = self.model.compute_logits(hidden)
         return DecodeResult(self._draw_to_slots(logits, inputs), hidden=hidden)
 
-    def _decode_fused(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
+    def _decode_megakernel(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         torch.index_select(self.last_tokens, 0, inputs.seats, out=inputs.input_ids)
-        logits = self.fused_decode.make_logits(shape.num_seqs)
-        self.fused_decode.step(
+        logits = self.megakernel.make_logits(shape.num_seqs)
+        self.megakernel.step(
             inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
             self.kv_cache.tensor, logits,
         )  # fmt: skip
@@ -151,11 +148,11 @@ class GraphModelRunner(AsyncModelRunner):
         else:
             ids = result.ids[:count]
             drawn = DrawnTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
-        if not self._takes_fused(shape.num_seqs):
+        if not self._takes_megakernel(shape.num_seqs):
             return self.fetch(drawn)
-        self._host_failure.copy_(self.fused_decode.failure, non_blocking=True)  # travels with the tokens
+        self._host_failure.copy_(self.megakernel.failure, non_blocking=True)  # travels with the tokens
         fetched = self.fetch(drawn)
-        check = partial(self.fused_decode.check, self._host_failure)
+        check = partial(self.megakernel.check, self._host_failure)
         return CheckedInFlight(fetched.drawn, fetched.host_ids, fetched.arrived, check)
 
     def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
@@ -163,8 +160,8 @@ class GraphModelRunner(AsyncModelRunner):
         try:
             return super().draw(logits, sample_seats, inputs)
         except Exception:
-            if self.fused_decode is not None:
-                self.fused_decode.check()  # the sampler may have been handed what a step that gave up left
+            if self.megakernel is not None:
+                self.megakernel.check()  # the sampler may have been handed what a step that gave up left
             raise
 
     def release(self) -> None:
@@ -174,7 +171,7 @@ class GraphModelRunner(AsyncModelRunner):
 
 @dataclass(frozen=True)
 class CheckedInFlight(InFlight):
-    """A one-launch step: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
+    """A step of the megakernel: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
 
     check: Callable[[], None] = lambda: None  # raises if the step gave up
 
@@ -183,15 +180,3 @@ class CheckedInFlight(InFlight):
             self.arrived.synchronize()
         self.check()  # before anything is made of the results, which may be any numbers
         return super().wait()
-
-
-def _fused_decode(runtime: Runtime) -> FusedDecode | None:
-    """The one-launch decode step, or None, with one line that says why not."""
-    reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, 1)
-    if not reason:
-        try:
-            return FusedDecode(runtime.model)
-        except ExtensionError as error:
-            reason = str(error)
-    print(f"one-launch decode step: not used ({reason})", file=sys.stderr)
-    return None

@@ -16,7 +16,7 @@ class GraphOptions(BatchingOptions):
     Attributes:
         enforce_eager: run decode without CUDA graphs (a CPU has none anyway).
         overlap: prepare a step on the CPU while the GPU runs the one before.
-        fused: use the kernels that fuse the work between matrix products, and the one-launch decode step.
+        fused: use the kernels that fuse the work between matrix products, and the persistent megakernel.
     """
 
     overlap: bool = True

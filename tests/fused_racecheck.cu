@@ -1,6 +1,5 @@
 // The fused MLP kernel by itself, without torch, for compute-sanitizer's racecheck: see test_stage_c_cuda.py.
-#include "fused_mlp_kernel.cu"
-#include "fused_mlp_persistent.cu"
+#include "stage_c/mlp_fused.cu"
 
 #include <cstdio>
 #include <cstdlib>
@@ -25,31 +24,28 @@ T* random_numbers(size_t count, float scale) {
 }
 
 template <typename T>
-void run(DType dtype, int rows, int hidden, int inter, bool gated) {
+void run(DType dtype, int rows, int hidden, int inter) {
   MlpProblem p{};
-  p.rows = rows, p.hidden = hidden, p.inter = inter, p.eps = 1e-5f, p.dtype = dtype, p.gated = gated;
+  p.rows = rows, p.hidden = hidden, p.inter = inter, p.eps = 1e-5f, p.dtype = dtype;
   p.x = random_numbers<T>(size_t(rows) * hidden, 2.0f);
   p.norm_weight = random_numbers<T>(hidden, 2.0f);
-  p.norm_bias = gated ? nullptr : random_numbers<T>(hidden, 1.0f);
-  p.w_in = random_numbers<T>(size_t(gated ? 2 : 1) * inter * hidden, 0.1f);
+  p.w_in = random_numbers<T>(size_t(2) * inter * hidden, 0.1f);
   p.w_out = random_numbers<T>(size_t(hidden) * inter, 0.1f);
-  p.residual = gated ? random_numbers<T>(size_t(rows) * hidden, 1.0f) : nullptr;
+  p.residual = random_numbers<T>(size_t(rows) * hidden, 1.0f);
   p.out = random_numbers<T>(size_t(rows) * hidden, 1.0f);
   check(cudaMalloc(&p.scratch, scratch_bytes(p)), "cudaMalloc");
   check(launch_mlp_fused(p, nullptr), "launch");
   check(cudaDeviceSynchronize(), "kernel");
-  for (const void* pointer : {p.x, p.norm_weight, p.norm_bias, p.w_in, p.w_out, p.residual})
+  for (const void* pointer : {p.x, p.norm_weight, p.w_in, p.w_out, p.residual})
     check(cudaFree(const_cast<void*>(pointer)), "cudaFree");
   check(cudaFree(p.out), "cudaFree");
   check(cudaFree(p.scratch), "cudaFree");
 }
 
 int main() {
-  for (bool gated : {false, true}) {
-    run<__nv_bfloat16>(DType::kBFloat16, 3, 104, 328, gated);
-    run<__half>(DType::kFloat16, 16, 256, 136, gated);
-    run<__nv_bfloat16>(DType::kBFloat16, 1, 896, 4864, gated);
-    run<__nv_bfloat16>(DType::kBFloat16, 9, 896, 4864, gated);
-    run<float>(DType::kFloat32, 1, 896, 4864, gated);
-  }
+  run<__nv_bfloat16>(DType::kBFloat16, 3, 104, 328);
+  run<__half>(DType::kFloat16, 16, 256, 136);
+  run<__nv_bfloat16>(DType::kBFloat16, 1, 896, 4864);
+  run<__nv_bfloat16>(DType::kBFloat16, 9, 896, 4864);
+  run<float>(DType::kFloat32, 1, 896, 4864);
 }

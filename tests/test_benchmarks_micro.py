@@ -51,6 +51,16 @@ def test_a_wrong_command_line_is_one_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.compiler
+def test_the_mlp_on_a_cpu_is_measured_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mlp_cpu", "models=qwen2-tiny", "repeats=1", "--output", str(tmp_path / "mlp.json")]) == 0
+    result = json.loads((tmp_path / "mlp.json").read_text())
+    assert {row["rows"] for row in result["rows"]} == {1, 2, 4, 8, 16, 32, 64}
+    lines = capsys.readouterr().out.splitlines()
+    assert "| rows | qwen2-tiny, float32 | qwen2-tiny, bfloat16 |" in lines
+    assert sum(line.count(" ×") for line in lines) == 14
+
+
 def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["block_waste", "size=cpu", "--output", str(tmp_path / "waste.json")]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())

@@ -36,7 +36,7 @@ def test_a_machine_that_has_everything_needs_nothing() -> None:
     stages = dict(doctor.stage_lines(H200))
     assert stages["stage_a_naive"] == "NVIDIA H200 in bfloat16"
     assert "without" not in stages["stage_c_fused_mlp"]
-    assert "one launch per decode step" in stages["stage_f_graph_tp"]
+    assert "the persistent megakernel for" in stages["stage_f_graph_tp"]
     assert doctor.advice(H200) == []
 
 
@@ -62,7 +62,7 @@ def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does
 def test_an_ampere_gpu_has_all_but_the_kernels_that_need_a_hopper(capability: tuple[int, int]) -> None:
     stages = dict(doctor.stage_lines(replace(H200, gpus=(doctor.Gpu("a GPU", capability),))))
     assert "triton (our" in stages["stage_e_batching"] and "sampling" not in stages["stage_e_batching"]
-    assert "not the one-launch decode step (it needs compute capability 9.0)" in stages["stage_f_graph_tp"]
+    assert "not the persistent megakernel (it needs compute capability 9.0)" in stages["stage_f_graph_tp"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from stage_c_fused_mlp import extension as builder
-from stage_c_fused_mlp.extension import Extension, ExtensionError, gencode, plan
+from stage_c_fused_mlp import toolchain
+from stage_c_fused_mlp.extension import Extension, plan
+from stage_c_fused_mlp.toolchain import ExtensionError, gencode
 
 SMALL = """
 #include <torch/library.h>
@@ -75,7 +77,7 @@ def test_a_compiler_error_is_short_and_leaves_nothing_half_done(csrc, capsys):
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false", "/", "env g++"])
 def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(monkeypatch, compiler):
     monkeypatch.setenv("CXX", compiler)
-    message = rf"a C\+\+ compiler; CXX='{re.escape(compiler)}' does not start .*; set CXX to.*Stages A, B, D and E"
+    message = rf"a C\+\+ compiler; CXX='{re.escape(compiler)}' does not start .*; set CXX to.*Only stage C needs"
     with pytest.raises(ExtensionError, match=message) as caught:
         plan()
     assert "\n" not in str(caught.value)
@@ -83,7 +85,7 @@ def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(monkeyp
 
 def test_no_compiler_at_all_is_an_error_with_the_command_to_install_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(builder.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     with pytest.raises(ExtensionError, match=r"there is no c\+\+ here; install one, .* build-essential"):
         plan()
 
@@ -112,7 +114,7 @@ def test_an_unknown_extension_is_an_error_that_lists_those_there_are():
 def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason():
     cpu_only = Extension("fused_mlp", (), "nvcc was not found; install the CUDA toolkit")
     assert not any(source.suffix == ".cu" for source in cpu_only.sources)
-    with pytest.raises(ExtensionError, match="built without CUDA: nvcc was not found"):
+    with pytest.raises(ExtensionError, match="no CUDA part here: nvcc was not found"):
         cpu_only.require_cuda()
 
 
@@ -125,3 +127,14 @@ def test_architectures_become_options_of_nvcc():
     ]
     with pytest.raises(ExtensionError, match="TORCH_CUDA_ARCH_LIST has 'Hopper'"):
         gencode(("Hopper",))
+
+
+def test_a_gpu_that_is_too_old_for_a_kernel_is_named_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(builder, "why_no_compiler", lambda: "")
+    monkeypatch.setattr(builder, "why_no_cuda", lambda: "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 8.6+PTX")
+    assert plan("fused_mlp").architectures == ("8.0", "8.6+PTX")
+    with pytest.raises(ExtensionError, match=r"needs compute capability 9.0 or newer, and this machine has 8.0, 8.6"):
+        plan("megakernel").require_cuda()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a 10.0")
+    assert plan("megakernel").architectures == ("9.0a", "10.0")

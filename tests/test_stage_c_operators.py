@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage_c_fused_mlp.fused_mlp import (
-    FusedLayerNormMLP,
-    fused_ln_mlp,
-    fused_swiglu_mlp,
-    ln_mlp_reference,
-    load_operators,
-    swiglu_mlp_reference,
-)
+from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference, why_unsupported
+from stage_c_fused_mlp.layernorm_mlp import FusedLayerNormMLP, fused_ln_mlp, ln_mlp_reference
 
 pytestmark = pytest.mark.compiler
 
@@ -70,29 +64,35 @@ def test_auto_matches_float64(operator, reference, dtype, device):
         assert error(out, reference, inputs) < TOLERANCE[dtype], (rows, hidden, inter)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kernel", ["fused", "library"])
+def test_every_kernel_of_the_cpu_matches_float64(kernel, dtype):
+    for seed, (rows, hidden, inter) in enumerate(SIZES):
+        inputs = make_inputs(fused_swiglu_mlp, rows, hidden, inter, dtype, "cpu", seed)
+        out = fused_swiglu_mlp(*inputs, EPS, kernel)
+        assert error(out, swiglu_mlp_reference, inputs) < TOLERANCE[dtype], (rows, hidden, inter)
+
+
 @gpu_or_cpu
 def test_rows_with_a_large_mean_keep_their_digits(device):
     # E[x^2] - E[x]^2 in float32 would be wrong in the first digit here.
     inputs = make_inputs(fused_ln_mlp, 3, 896, 64, torch.float32, device, mean=1000.0)
     # x itself is rounded to 6e-5 at 1000, which float64 sees too; what is left is the kernels' own error.
-    for generation in ["auto"] if device == "cpu" else ["naive", "warp", "fused"]:
-        assert error(fused_ln_mlp(*inputs, EPS, generation), ln_mlp_reference, inputs) < 2e-4, generation
+    assert error(fused_ln_mlp(*inputs, EPS), ln_mlp_reference, inputs) < 2e-4
 
 
 def test_float16_weights_of_every_size_are_widened_right():
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     values = values[values.isfinite()][: 63488 // 8 * 8]
-    # w1 carries the values, x is constant: LayerNorm gives zero, beta one; so silu(sum over one row of w1) is seen.
-    hidden = 8
-    weight = torch.zeros(len(values), hidden, dtype=torch.float16)
-    weight[:, 0] = values
-    x = torch.zeros(1, hidden, dtype=torch.float16)
-    beta = torch.ones(hidden, dtype=torch.float16)
-    w2 = torch.zeros(hidden, len(values), dtype=torch.float16)
-    for index in (1, 2, 1023, 1024, 30000, 31743, 31744 + 5, 40000, len(values) - 1):
-        w2.zero_()
-        w2[0, index] = 1
-        out = fused_ln_mlp(x, torch.ones_like(beta), beta, weight, w2, EPS)[0, 0]
+    # The gate's first column carries the values, up's first column is 1, and x is 1: a neuron is silu(value).
+    hidden, inter = 8, len(values)
+    w_gate_up = torch.zeros(2 * inter, hidden, dtype=torch.float16)
+    w_gate_up[:inter, 0], w_gate_up[inter:, 0] = values, 1
+    ones, w_down = torch.ones(1, hidden, dtype=torch.float16), torch.zeros(hidden, inter, dtype=torch.float16)
+    for index in (1, 2, 1023, 1024, 30000, 31743, 31744 + 5, 40000, inter - 1):
+        w_down.zero_()
+        w_down[0, index] = 1
+        out = fused_swiglu_mlp(ones, ones[0], w_gate_up, w_down, ones * 0, 0.0, "fused")[0, 0]
         expected = torch.nn.functional.silu(values[index].float()).half()
         assert out == expected or (out - expected).abs() <= expected.abs() * 2**-10, (index, values[index])
 
@@ -159,6 +159,31 @@ def test_bad_tensors_are_refused_with_the_number_that_was_wrong(inputs, kind, me
         fused_swiglu_mlp(*inputs, EPS)
 
 
-def test_a_cuda_generation_on_the_cpu_is_refused():
-    with pytest.raises(ValueError, match="'warp' is a CUDA kernel"):
+def test_a_cuda_kernel_on_the_cpu_is_refused():
+    with pytest.raises(ValueError, match="kernel 'warp' is not for the CPU.*auto, fused and library"):
         fused_swiglu_mlp(*make_inputs(fused_swiglu_mlp, 2, 16, 24, torch.float32), EPS, "warp")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, gamma, beta, w1, w2: (x[0], gamma, beta, w1, w2), r"x has 1 dimensions and w1 2"),
+        (lambda x, gamma, beta, w1, w2: (x, gamma, beta, w1, w2[:, :-8]), r"w2 has shape \[16, 16\], expected \[16, 2"),
+        (lambda x, gamma, beta, w1, w2: (x, gamma, beta.half(), w1, w2), "beta is Half but x is Float"),
+    ],
+)
+def test_bad_tensors_of_the_classical_block_are_refused(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fused_ln_mlp(*change(*make_inputs(fused_ln_mlp, 2, 16, 24, torch.float32)))
+
+
+def test_what_a_kernel_cannot_do_is_said_with_what_can(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert why_unsupported("quick", cpu, 64, 64) == "expected one of auto, naive, warp, fused, library"
+    assert why_unsupported("warp", cpu, 64, 64) == "it is a CUDA kernel; on the CPU use one of auto, fused, library"
+    assert "64 and 44, and it takes multiples of 8; stage B" in why_unsupported("auto", cpu, 64, 44)
+    assert "compute capability 9.0 and this GPU has 8.6; use 'warp'" in why_unsupported("fused", gpu, 64, 64)
+    assert not any(why_unsupported(kernel, gpu, 64, 64) for kernel in ("auto", "naive", "warp", "library"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_unsupported("fused", gpu, 64, 64) == ""

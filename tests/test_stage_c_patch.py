@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+import stage_c_fused_mlp.llm as stage
 from stage_a_naive.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
-from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes
 
 pytestmark = pytest.mark.compiler
@@ -28,7 +30,7 @@ def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(n
     model = tiny(name)
     with torch.no_grad():
         before = model(PROMPT).logits
-        report = replace_mlp_in_qwen(model)
+        report = replace_mlp_in_qwen(model, "fused")
         patched = model(PROMPT).logits
         restore_mlp(model)
         after = model(PROMPT).logits
@@ -44,23 +46,24 @@ def test_a_patched_model_compiles_as_one_graph():
     model = tiny(TINY[0])
     with torch.no_grad():
         before = model(PROMPT, use_cache=False).logits
-        replace_mlp_in_qwen(model)
+        replace_mlp_in_qwen(model, "fused")
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(PROMPT, use_cache=False).logits
     torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
 
 
-def test_more_rows_than_the_kernel_takes_go_through_the_layer_as_before():
+@pytest.mark.parametrize("kernel, most", [("fused", 16), ("auto", 2)])  # on a CPU `auto` leaves more than two rows
+def test_more_rows_than_the_kernel_takes_go_through_the_layer_as_before(kernel, most):
     model = tiny(TINY[0])
     prompt = torch.arange(40)[None]
     with torch.no_grad():
         before = model(prompt).logits
-        replace_mlp_in_qwen(model)
+        replace_mlp_in_qwen(model, kernel)
         assert torch.equal(model(prompt).logits, before)
         rows = []
         model.model.layers[0].mlp.register_forward_hook(lambda _, args, __: rows.append(args[0].shape[:-1].numel()))
-        for shape in ((1, MOST_ROWS_FUSED), (1, MOST_ROWS_FUSED + 1), (3, MOST_ROWS_FUSED // 2)):
+        for shape in ((1, most), (1, most + 1), (3, most // 2)):
             model(torch.ones(shape, dtype=torch.int64))
-    assert rows == [MOST_ROWS_FUSED + 1, 3 * (MOST_ROWS_FUSED // 2)], "few rows do not reach the layer's own MLP"
+    assert rows == [most + 1, 3 * (most // 2)], "few rows do not reach the layer's own MLP"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -150,10 +153,18 @@ def test_a_compiled_step_with_graphs_gives_the_same_tokens():
     assert found[0]["token_ids"] == expected[0]["token_ids"]
 
 
-def test_kernels_that_the_device_does_not_have_are_refused_before_anything_is_loaded():
+def test_kernels_that_cannot_run_are_refused_before_anything_is_built_or_loaded(monkeypatch):
     with pytest.raises(ValueError, match="mlp_kernel must be one of auto, naive, .* got 'quick'"):
         LLM("no such model", mlp_kernel="quick")
-    with pytest.raises(ValueError, match="mlp_kernel='fused' is a CUDA kernel; on the CPU use 'auto' or 'library'"):
-        LLM("no such model", mlp_kernel="fused", device="cpu")
+    monkeypatch.setattr(stage, "load_operators", lambda device: pytest.fail("something was built"))
+    with pytest.raises(ValueError, match="mlp_kernel='warp' cannot run here: it is a CUDA kernel; on the CPU use"):
+        LLM(TINY[0], mlp_kernel="warp", device="cpu")
+    config = SimpleNamespace(hidden_size=128, intermediate_size=44)
+    monkeypatch.setattr(stage, "resolve", lambda model: SimpleNamespace(config=config))
+    with pytest.raises(ValueError, match="sizes are 128 and 44, and it takes multiples of 8; stage B takes any size"):
+        LLM(TINY[0], device="cpu")
+
+
+def test_an_option_that_there_is_not_is_refused():
     with pytest.raises(TypeError, match="no_such_option"):
         LLM(TINY[0], device="cpu", no_such_option=1)

@@ -245,12 +245,14 @@ def test_max_model_len_is_lowered_to_the_models_positions_in_one_line(capfd: pyt
 @pytest.mark.parametrize("family", ["qwen2-tiny", "llama-tiny"])
 def test_stage_cs_operator_in_the_mlp_changes_no_token(family: str):
     fused = LLM(f"random:{family}", device="cpu", fused_mlp="on")
-    assert fused.runtime.model.layers[0].most_fused_rows == 16
-    assert ids_of(fused, prompts()) == ids_of(LLM(f"random:{family}", device="cpu"), prompts())
+    assert fused.runtime.model.layers[0].most_fused_rows == 2  # on a CPU
+    plain = LLM(f"random:{family}", device="cpu")
+    for some in (prompts()[:2], prompts()):
+        assert ids_of(fused, some) == ids_of(plain, some)
 
 
 def test_a_machine_that_cannot_build_the_operator_says_so_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    def cannot() -> None:
+    def cannot(device: torch.device) -> None:
         raise ExtensionError("no compiler here")
 
     monkeypatch.setattr(fused_mlp, "load_operators", cannot)

@@ -56,11 +56,11 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False])
-def test_tokens_of_a_one_launch_step_that_gave_up_never_reach_the_caller(tutors_answers, overlap):
+def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answers, overlap):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1]
-    llm.runner.fused_decode.failure.fill_(3 * 16 + 2 + 1)
-    with pytest.raises(RuntimeError, match="layer 3, phase 2; its tokens are void"):
+    llm.runner.megakernel.failure.fill_(3 * 16 + 2 + 1)
+    with pytest.raises(RuntimeError, match="layer 3, phase 2; its tokens are invalid"):
         llm.chat(ASKED[0], PARAMS, False)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1], "the next request starts afresh"
     assert llm.engine.stats()["num_used_pages"] == 0

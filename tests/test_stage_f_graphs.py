@@ -15,7 +15,7 @@ import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, ladder
-from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
+from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.step_input import StepShape
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -250,13 +250,11 @@ def test_a_tight_pool_preempts_and_still_gives_the_tokens(stage_e, prefix_cachin
 
 def test_a_cpu_has_no_graphs_and_needs_none():
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", enforce_eager=False)
-    assert llm.runner.graphs is None and llm.runner.fused_decode is None
+    assert llm.runner.graphs is None and llm.runner.megakernel is None
 
 
-class FakeMegakernel(FusedDecode):
+class FakeMegakernel(Megakernel):
     """The model's layers in place of the kernel; from step `gives_up` until the reset, NaN and a failure word."""
-
-    tuning = Tuning()
 
     def __init__(self, llm: stage_f_graph_tp.LLM) -> None:
         self.model, self.config = llm.runner.model, llm.runtime.config
@@ -284,7 +282,7 @@ class FakeMegakernel(FusedDecode):
 )
 def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
     llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
-    llm.runner.fused_decode = fake = FakeMegakernel(llm)
+    llm.runner.megakernel = fake = FakeMegakernel(llm)
     llm.runner.capture(EagerRecorder(), [1, 2])
     expected = llm.generate(PROMPTS[:2], params, False)
     assert fake.steps > 10
@@ -305,7 +303,7 @@ def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_
         return logits.argmax(-1)
 
     llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
-    llm.runner.fused_decode = fake = FakeMegakernel(llm)
+    llm.runner.megakernel = fake = FakeMegakernel(llm)
     llm.runner.capture(EagerRecorder(), [1, 2])
     llm.sampling_fn = strict
     expected = ids(llm.generate(PROMPTS[:2], GREEDY, False))

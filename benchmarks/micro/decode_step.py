@@ -1,15 +1,14 @@
-"""Stage F's decode step in one launch: time by rows and context, and where it goes (GPU).
+"""Stage F's persistent megakernel: time of a decode step by rows and context, and where it goes (GPU).
 
 A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random, of the real
-shapes, and nearly a gigabyte: no cache can flatter. Three measurements say where the time goes: leaving out the
-streaming of weights, the waiting for one another, or both (what does not get faster was hidden behind the rest); the
-clock of every multiprocessor at the end of each phase of each layer; and tuning values one at a time.
+shapes, and nearly a gigabyte: no cache can flatter. Two measurements say where the time goes: leaving out the
+streaming of weights, the waiting for one another, or both (what does not get faster was hidden behind the rest); and
+the clock of every multiprocessor at the end of each phase of each layer.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,30 +21,26 @@ from stage_a_naive.presets import preset_config
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_f_graph_tp.fused_decode import FusedDecode, Tuning
+from stage_f_graph_tp.megakernel import Megakernel
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("decode-kernel",), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/megakernel", ("decode-kernel",), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS = (1, 2, 4, 8)
 CONTEXTS = (128, 640, 4096)
 BLOCK_SIZE, STEPS, REPEATS = 256, 20, 15
 PHASES = ("wait: hidden", "QKV", "attention", "wait: heads", "output", "wait: hidden 2", "gate-up", "wait: MLP", "down")
-WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/decode_step.h
-TUNINGS = (
-    {"replicas": 2}, {"replicas": 4}, {"max_splits": 16}, {"max_splits": 64}, {"slot_bytes": 15000},
-    {"slot_bytes": 26000},
-)  # fmt: skip
+WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/stage_f/decode_step.h
 
 
 def measure(models: str = ",".join(MODELS)) -> dict:
     """Everything about these models."""
     rows, phases = [], {}
     for name in models.split(","):
-        fused = FusedDecode(make_model(name))
+        kernel = Megakernel(make_model(name))
 
-        def add(what: str, variant: object, count: int, context: int, fused=fused, name=name) -> float:
-            samples = time_steps(fused, step_arguments(fused.config, count, context))
-            rows.append({"model": name, "what": what, "variant": str(variant), "rows": count, "context": context,
+        def add(what: str, variant: str, count: int, context: int, kernel=kernel, name=name) -> float:
+            samples = time_steps(kernel, step_arguments(kernel.config, count, context))
+            rows.append({"model": name, "what": what, "variant": variant, "rows": count, "context": context,
                          "samples": samples})  # fmt: skip
             print(
                 f"{name:14} {what} {variant} {count} rows, context {context}: {min(samples) * 1e6:.1f} µs", flush=True
@@ -56,14 +51,11 @@ def measure(models: str = ",".join(MODELS)) -> dict:
             for context in CONTEXTS:
                 add("step", "", count, context)
         for label, flags in WITHOUT.items():
-            fused.tuning = replace(Tuning(), flags=flags)
+            kernel.flags = flags
             seconds = add("without", label, 1, 640)
             if label == "whole":
-                phases[name] = trace_phases(fused, step_arguments(fused.config, 1, 640), seconds)
-        for change in TUNINGS:
-            fused.tuning = replace(Tuning(), **change)
-            add("tuning", change, 1, 640)
-    return {"rows": rows, "phases": phases, "tuning": vars(Tuning())}
+                phases[name] = trace_phases(kernel, step_arguments(kernel.config, 1, 640), seconds)
+    return {"rows": rows, "phases": phases}
 
 
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
@@ -89,27 +81,27 @@ def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int
     return [ids, last, slots, tables, torch.full((rows,), context, dtype=torch.int32, device="cuda"), pool]
 
 
-def time_steps(fused: FusedDecode, arguments: list[Tensor]) -> list[float]:
+def time_steps(kernel: Megakernel, arguments: list[Tensor]) -> list[float]:
     """Seconds per step."""
-    logits = fused.make_logits(len(arguments[0]))
-    fused.reset()
-    samples = graph_seconds([lambda: fused.step(*arguments, logits)] * STEPS, REPEATS)
-    fused.check()
+    logits = kernel.make_logits(len(arguments[0]))
+    kernel.reset()
+    samples = graph_seconds([lambda: kernel.step(*arguments, logits)] * STEPS, REPEATS)
+    kernel.check()
     return samples
 
 
-def trace_phases(fused: FusedDecode, arguments: list[Tensor], seconds: float) -> dict[str, float]:
+def trace_phases(kernel: Megakernel, arguments: list[Tensor], seconds: float) -> dict[str, float]:
     """Seconds of each phase of a layer and of the LM head, mean over multiprocessors and inner layers.
 
     A clock counts cycles of its multiprocessor; the whole step's cycles are set equal to its measured seconds.
     """
-    layers = fused.config.num_layers
+    layers = kernel.config.num_layers
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     trace = torch.zeros(multiprocessors, 9 * layers + 3, dtype=torch.int64, device="cuda")
-    logits = fused.make_logits(len(arguments[0]))
+    logits = kernel.make_logits(len(arguments[0]))
     for _ in range(3):
-        fused.step(*arguments, logits, trace)
-    fused.check()
+        kernel.step(*arguments, logits, trace)
+    kernel.check()
     clocks = trace[trace[:, -1] > 0].double()
     second = seconds / (clocks[:, -1] - clocks[:, 0]).mean()
     spans = clocks.diff(dim=1)
@@ -125,7 +117,7 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """For each model: steps by rows and context, the phases of a layer, and the step with parts left out or retuned."""
+    """For each model: steps by rows and context, the phases of a layer, and the step with parts left out."""
     result, lines = results[0], []
     copy = result["ceilings"]["copy_bytes_per_s"]
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
@@ -143,7 +135,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
                         f"{seconds / floor:.2f} ×",
                     ]
                 )
-            else:
+            elif row["what"] == "without":
                 variants.append([row["variant"], f"{seconds * 1e6:.0f}"])
         phases = [[phase, f"{seconds * 1e6:.2f}"] for phase, seconds in result["phases"][model].items()]
         lines += [f"**{model}**", "", *markdown(["rows", "context", "µs per step", "floor, µs", "× the floor"], steps)]

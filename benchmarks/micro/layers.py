@@ -2,7 +2,7 @@
 
 A sample is a CUDA graph of one whole step, from the embedding to the logits, so what is timed is the device, not
 Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
-fastest: `FUSED_DECODE_ROWS` (one launch) and `SKINNY_GEMM_MAX_TOKENS` (five launches).
+fastest: `MEGAKERNEL_ROWS` (one launch) and `SKINNY_GEMM_MAX_TOKENS` (five launches).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from benchmarks.micro import caption
 from benchmarks.micro.decode_step import floor_seconds, make_model, step_arguments
 from benchmarks.tables import markdown
 from benchmarks.timing import graph_seconds
-from stage_c_fused_mlp.fused_mlp import MOST_ROWS_FUSED, load_operators
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
-from stage_f_graph_tp.fused_decode import MAX_ROWS, FusedDecode
+from stage_f_graph_tp.megakernel import Megakernel
+from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
 README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("layer-kernels",), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
@@ -33,7 +34,7 @@ KINDS = {
     "operator": "with stage C's operator",
     "nine": "nine launches",
     "five": "five launches",
-    "one": "one launch per step",
+    "one": "persistent megakernel",
 }
 
 
@@ -42,14 +43,14 @@ def measure(models: str = ",".join(MODELS)) -> dict:
     """Every kind of layer at every number of rows."""
     from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
 
-    load_operators().require_cuda()
+    load_operators("cuda")
     found = []
     for name in models.split(","):
         for kind in KINDS:
             model = make_model(name, pick_backend("triton", torch.device("cuda"), torch.bfloat16, 128))
             if kind == "operator":
                 for layer in model.layers:
-                    layer.most_fused_rows = MOST_ROWS_FUSED
+                    layer.most_fused_rows = MOST_ROWS["cuda"]
             if kind in ("nine", "five"):
                 fuse_layers(model, skinny_max_tokens=0 if kind == "nine" else max(ROWS))
             for rows in (rows for rows in ROWS if kind != "one" or rows <= MAX_ROWS):
@@ -74,10 +75,10 @@ def step_of(model: DecoderModel, rows: int) -> Callable[[], torch.Tensor]:
 
 def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
     """The same step as one kernel."""
-    fused = FusedDecode(model)
+    kernel = Megakernel(model)
     arguments = step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE)
-    logits = fused.make_logits(rows)
-    return lambda: fused.step(*arguments, logits)
+    logits = kernel.make_logits(rows)
+    return lambda: kernel.step(*arguments, logits)
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:

@@ -16,13 +16,7 @@ from benchmarks.micro import caption
 from benchmarks.tables import markdown
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
-from stage_c_fused_mlp.fused_mlp import (
-    fused_ln_mlp,
-    fused_swiglu_mlp,
-    ln_mlp_reference,
-    load_operators,
-    swiglu_mlp_reference,
-)
+from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference
 
 README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("kernel-table",), True
 EPS, REPEATS, REPLAYS = 1e-6, 20, 10
@@ -42,7 +36,7 @@ def sizes(model: str) -> tuple[int, int, int, int]:
 
 def measure(models: str = ",".join(MODELS)) -> dict:
     """Every shape, number of rows and variant, in bfloat16."""
-    load_operators().require_cuda()
+    load_operators("cuda")
     errors = measure_errors(MODELS[0])
     rows = []
     for model in models.split(","):
@@ -70,27 +64,20 @@ def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.G
 
 
 def measure_errors(model: str) -> list[dict]:
-    """||out - ref|| / ||ref|| against float64, for every operator, dtype and variant, five rows."""
+    """||out - ref|| / ||ref|| against float64, for every dtype and variant, five rows."""
     hidden, inter, *_ = sizes(model)
     found = []
     for dtype, most in MOST_ERROR.items():
         generator = torch.Generator("cuda").manual_seed(7)
-        norm, w_in, w_out = random_layer(hidden, inter, dtype, generator)
-        x, residual, beta = (
-            torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-            for shape in ((5, hidden), (5, hidden), (hidden,))
-        )
-        for operator, reference, inputs in (
-            (fused_swiglu_mlp, swiglu_mlp_reference, [x, norm, w_in, w_out, residual]),
-            (fused_ln_mlp, ln_mlp_reference, [x, norm, beta, w_in[:inter].clone(), w_out]),
-        ):
-            expected = reference(*(tensor.double() for tensor in inputs), EPS)
-            for variant in VARIANTS:
-                error = ((operator(*inputs, EPS, variant).double() - expected).norm() / expected.norm()).item()
-                if not error < most:
-                    raise RuntimeError(f"{operator.__name__}, {variant}, {dtype}: error {error} is not under {most}")
-                name = str(dtype).removeprefix("torch.")
-                found.append({"operator": operator.__name__, "dtype": name, "variant": variant, "error": error})
+        layer = random_layer(hidden, inter, dtype, generator)
+        x, residual = (torch.randn(5, hidden, generator=generator, device="cuda").to(dtype) for _ in range(2))
+        expected = swiglu_mlp_reference(*(tensor.double() for tensor in (x, *layer, residual)), EPS)
+        for variant in VARIANTS:
+            out = fused_swiglu_mlp(x, *layer, residual, EPS, variant)
+            error = ((out.double() - expected).norm() / expected.norm()).item()
+            if not error < most:
+                raise RuntimeError(f"{variant}, {dtype}: error {error} is not under {most}")
+            found.append({"dtype": str(dtype).removeprefix("torch."), "variant": variant, "error": error})
     return found
 
 
@@ -128,10 +115,10 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         lines += markdown(heads, body)
         lines.append("")
     lines += ["Error against float64, ‖out − ref‖ / ‖ref‖, five rows of the first shape:", ""]
-    errors = {(e["operator"], e["dtype"], e["variant"]): e["error"] for e in result["errors"]}
-    lines += markdown(["operator, dtype", *VARIANTS], [
-        [f"{operator}, {dtype}", *(f"{errors[operator, dtype, variant]:.1e}" for variant in VARIANTS)]
-        for operator, dtype in dict.fromkeys((operator, dtype) for operator, dtype, _ in errors)
+    errors = {(e["dtype"], e["variant"]): e["error"] for e in result["errors"]}
+    lines += markdown(["dtype", *VARIANTS], [
+        [dtype, *(f"{errors[dtype, variant]:.1e}" for variant in VARIANTS)]
+        for dtype in dict.fromkeys(dtype for dtype, _ in errors)
     ])  # fmt: skip
     note = (
         f"µs per layer and % of the copy bandwidth measured in the same run ({copy / 1e12:.2f} TB/s); bfloat16, "

@@ -1,5 +1,5 @@
 // The learner's CPU operator behind plain C functions.
-#include "fused_mlp_cpu.cpp"
+#include "stage_c/mlp_cpu.cpp"
 
 #include <ATen/ops/from_blob.h>
 
@@ -25,24 +25,21 @@ const char* guarded(Function function) {
 
 }  // namespace
 
-extern "C" const char* lab_normalise(const float* x, const float* weight, const float* bias, float* target, int count,
-                                     double eps) {
-  return guarded([&] { six_engines::normalise(x, weight, bias, target, count, eps); });
+extern "C" const char* lab_normalise(const float* x, const float* weight, float* target, int count, double eps) {
+  return guarded([&] { six_engines::normalise(x, weight, target, count, eps); });
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16; norm_bias is null for the gated block, residual for the other.
-extern "C" const char* lab_mlp_cpu(int dtype, int gated, int rows, int hidden, int inter, double eps, void* x,
-                                   void* norm_weight, void* norm_bias, void* w_in, void* w_out, void* residual,
-                                   void* out) {
+// dtype: 0 float32, 1 float16, 2 bfloat16.
+extern "C" const char* lab_mlp_cpu(int dtype, int rows, int hidden, int inter, double eps, void* x, void* norm_weight,
+                                   void* w_in, void* w_out, void* residual, void* out) {
   return guarded([&] {
     const at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16};
     auto tensor = [&](void* data, at::IntArrayRef sizes) {
-      return data == nullptr ? at::Tensor() : at::from_blob(data, sizes, at::TensorOptions().dtype(types[dtype]));
+      return at::from_blob(data, sizes, at::TensorOptions().dtype(types[dtype]));
     };
-    const at::Tensor result =
-        six_engines::mlp_cpu(tensor(x, {rows, hidden}), tensor(norm_weight, {hidden}), tensor(norm_bias, {hidden}),
-                             tensor(w_in, {gated ? 2 * inter : inter, hidden}), tensor(w_out, {hidden, inter}),
-                             tensor(residual, {rows, hidden}), eps);
-    tensor(out, {rows, hidden}).copy_(result);
+    const at::Tensor all[] = {tensor(x, {rows, hidden}), tensor(norm_weight, {hidden}),
+                              tensor(w_in, {2 * inter, hidden}), tensor(w_out, {hidden, inter}),
+                              tensor(residual, {rows, hidden})};
+    tensor(out, {rows, hidden}).copy_(six_engines::mlp_cpu({all[0], all[1], all[2], all[3], all[4], eps}));
   });
 }

@@ -3,7 +3,7 @@
 //
 // Every thread of a block is a fiber (a stack of its own, switched by hand), and blocks run one after another. A thread
 // runs until it meets a barrier; when all threads that the barrier is for have arrived, they go on. So the arithmetic
-// and the synchronisation are those of a GPU, and what is not there is its speed, its memory and its races.
+// and the synchronisation are those of a GPU; its speed, its memory and its races are missing.
 #pragma once
 
 #include <setjmp.h>
@@ -35,9 +35,12 @@ struct dim3 {
 };
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
 
@@ -135,7 +138,7 @@ inline void run_block(Block& block) {
     if (!released) {
       throw std::runtime_error(
           "the threads of a block wait for one another at different barriers for ever: a __syncthreads or a shuffle "
-          "stands where only some of them come by");
+          "is at a place that only some of them reach");
     }
   }
 }

@@ -1,0 +1,105 @@
+"""The MLP block on a CPU: stage C's operator next to PyTorch's MLP, by rows. It sets what `auto` does there.
+
+Both ways take turns in one run, on one thread, and what counts is the thread's own CPU time: that is hardly disturbed
+by what else the machine does. A call reads the weights of the next layer, as in a model, so that a small cache does not
+flatter. What is compared is the least of the samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.micro import caption
+from benchmarks.tables import markdown
+from stage_a_naive.presets import preset_config
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
+
+README, MARKERS = "stage_c_fused_mlp", ("cpu-table",)
+MODELS = ("qwen2-tiny", "qwen2.5-0.5b", "qwen3-0.6b")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+EPS, REPEATS, MOST_BYTES, MOST_LAYERS = 1e-6, 15, 200e6, 12
+
+
+def by_pytorch(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What transformers computes: the norm in float32, three matrix products, the residual."""
+    inter = down.shape[1]
+    wide = x.float()
+    normalised = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    gate, up = F.linear(normalised, gate_up[:inter]), F.linear(normalised, gate_up[inter:])
+    return x + F.linear(F.silu(gate) * up, down)
+
+
+def by_operator(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return fused_swiglu_mlp(x, norm, gate_up, down, x, EPS, "fused")
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {"pytorch": by_pytorch, "operator": by_operator}
+
+
+@torch.inference_mode()
+def measure(models: str = ",".join(MODELS), repeats: int = REPEATS) -> dict:
+    """Seconds of CPU time per call by model, dtype, rows and way."""
+    load_operators()
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for model in models.split(","):
+            config = preset_config(model)
+            for name, dtype in DTYPES.items():
+                layers = random_layers(config.hidden_size, config.intermediate_size, dtype)
+                for rows in ROWS:
+                    times = time_ways(layers, rows, repeats)
+                    found += [{"model": model, "dtype": name, "rows": rows, "way": way, "samples": samples}
+                              for way, samples in times.items()]  # fmt: skip
+                    print(f"{model:14} {name:9} {rows:3} rows: {min(times['operator']) / min(times['pytorch']):.2f}")
+    finally:
+        torch.set_num_threads(threads)
+    return {"rows": found}
+
+
+def random_layers(hidden: int, inter: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """rms_weight, w_gate_up, w_down of several layers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    count = max(1, min(MOST_LAYERS, int(MOST_BYTES / (3 * hidden * inter * dtype.itemsize))))
+    return [[torch.ones(hidden, dtype=dtype), normal(2 * inter, hidden), normal(hidden, inter)] for _ in range(count)]
+
+
+def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, list[float]]:
+    """Samples by way, in turns; the two must agree."""
+    x = torch.randn(rows, len(layers[0][0]), generator=torch.Generator().manual_seed(1)).to(layers[0][0].dtype)
+    torch.testing.assert_close(by_pytorch(x, *layers[0]), by_operator(x, *layers[0]), rtol=0.05, atol=0.05)
+    samples: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(repeats):
+        for name, way in WAYS.items():
+            start = time.thread_time()
+            for layer in layers:
+                way(x, *layer)
+            samples[name].append((time.thread_time() - start) / len(layers))
+    return samples
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """The operator's time over PyTorch's, one line per number of rows."""
+    result = results[0]
+    least = {(r["model"], r["dtype"], r["rows"], r["way"]): min(r["samples"]) for r in result["rows"]}
+    columns = list(dict.fromkeys((model, dtype) for model, dtype, *_ in least))
+    body = [
+        [rows, *(f"{least[*column, rows, 'operator'] / least[*column, rows, 'pytorch']:.2f} ×" for column in columns)]
+        for rows in dict.fromkeys(row["rows"] for row in result["rows"])
+    ]
+    note = (
+        "the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of "
+        f"{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows"
+    )
+    heads = ["rows", *(f"{model}, {dtype}" for model, dtype in columns)]
+    return {"cpu-table": [*markdown(heads, body), "", caption(result, note)]}

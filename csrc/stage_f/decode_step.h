@@ -1,0 +1,61 @@
+// A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
+//
+// Plain C++ (no torch, no CUDA types), so that both the checks (decode_step.cpp) and the launch (launch.cu) can include
+// it. Every pointer is a device pointer; every value that changes from step to step (token ids, positions,
+// block tables, context lengths) is read from device memory by the kernel, so one captured CUDA graph serves all steps.
+#pragma once
+
+#include <cstdint>
+
+namespace six_engines {
+
+constexpr int kMaxDecodeRows = 8;         // requests a launch can serve: the n of the m16n8k16 matrix instruction
+constexpr int kMaxDecodeSplits = 32;      // parts that one (row, KV head) attention may be cut into
+constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
+
+// Bits of `flags`. What a measurement may leave out (the result is then wrong; only the time means something), and for
+// the test of giving up a launch that does not promise that all blocks run at once.
+constexpr int kSkipStreaming = 1;         // weights are not fetched: what remains is the chain of hand-offs
+constexpr int kSkipWaiting = 2;           // no block waits for another: what remains is streaming and arithmetic
+constexpr int kPlainLaunch = 4;           // ordinary instead of cooperative launch
+
+struct LayerWeights {                     // one row of the layer table; null where the family has no such weight
+  const void* input_norm;               // [hidden]
+  const void* qkv;                      // [(heads + 2 * kv_heads) * head_dim, hidden]
+  const void* qkv_bias;                 // [(heads + 2 * kv_heads) * head_dim] or null
+  const void* q_norm;                   // [head_dim] or null
+  const void* k_norm;                   // [head_dim] or null
+  const void* o;                        // [hidden, heads * head_dim]
+  const void* post_norm;                // [hidden]
+  const void* gate_up;                  // [2 * intermediate, hidden], gate rows first
+  const void* down;                     // [hidden, intermediate]
+};
+
+struct DecodeStep {
+  int rows, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+  float eps;
+  bool half;                            // float16 weights and KV; otherwise bfloat16
+  const LayerWeights* layer_table;      // [layers]
+  const void *embedding, *final_norm, *lm_head;
+  const float *cos, *sin;               // [positions, head_dim / 2]
+  void* kv_cache;                       // [2, layers, blocks, block_size, kv_heads, head_dim]
+  int blocks, block_size, max_blocks;
+  const std::int32_t* block_tables;     // [rows, max_blocks]
+  const std::int32_t* context_lens;     // [rows], this step's token included
+  const std::int64_t *slot_mapping, *token_ids, *positions;  // [rows]; slot -1: a padding row, which touches no KV
+  float* logits;                        // [rows, vocab]
+  unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
+  long long* trace;                     // null, or the clock at every mark: [blocks, kLayerMarks * layers + kEndMarks]
+  int flags;
+  long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
+};
+
+constexpr int kLayerMarks = 9, kEndMarks = 3;  // of `trace`
+
+// Bytes of workspace for this shape (independent of `rows`, so that launches of any row count share one).
+std::int64_t decode_workspace_bytes(const DecodeStep& step);
+
+// Enqueues the step. Returns null, or a static text that says what is wrong.
+const char* launch_decode_step(const DecodeStep& step, void* stream);
+
+}  // namespace six_engines

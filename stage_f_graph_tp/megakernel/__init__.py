@@ -1,0 +1,28 @@
+"""The persistent megakernel, one launch per decode step. `choose_decode_step` is the way in for the rest of stage F."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from stage_c_fused_mlp.toolchain import ExtensionError
+from stage_d_paged.runtime import Runtime
+from stage_f_graph_tp.megakernel.kernel import Megakernel, why_unsupported
+
+MEGAKERNEL_ROWS = 2  # up to this many rows it was measured to be faster than the layers in a graph
+
+__all__ = ["MEGAKERNEL_ROWS", "Megakernel", "choose_decode_step"]
+
+
+def choose_decode_step(runtime: Runtime) -> Megakernel | None:
+    """The megakernel for this model and GPU, built if need be; None if it cannot run, with one line that says why."""
+    capability = torch.cuda.get_device_capability(runtime.device)
+    reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, MEGAKERNEL_ROWS, capability)
+    if not reason:
+        try:
+            return Megakernel(runtime.model)
+        except ExtensionError as error:
+            reason = str(error)
+    print(f"persistent megakernel: not used ({reason}); the layers run kernel by kernel", file=sys.stderr)
+    return None

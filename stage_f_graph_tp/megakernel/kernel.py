@@ -1,0 +1,174 @@
+"""The Python side of the persistent megakernel: from a stage D model to the arguments of one launch.
+
+The kernel is in `csrc/stage_f/`. Here its arguments are gathered from a stage D model: the addresses of the weights in
+one table, rotary tables in float32, and the workspace through which the multiprocessors hand each other activations.
+
+Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from stage_c_fused_mlp.extension import LOWEST_CAPABILITY, Extension, load_extension, plan
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.model import DecoderLayer, DecoderModel
+
+MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
+
+
+@functools.cache
+def load_operator() -> Extension:
+    """Load `torch.ops.six_engines.decode_step`; where it cannot run, nothing is built.
+
+    Raises:
+        ExtensionError: it cannot be built here, or not with CUDA.
+    """
+    plan("megakernel").require_cuda()
+    extension = load_extension("megakernel")
+
+    @torch.library.register_fake("six_engines::decode_step")
+    def _(*args: object) -> None:
+        return None
+
+    return extension
+
+
+def why_unsupported(
+    config: ModelConfig, dtype: torch.dtype, block_size: int, rows: int, capability: tuple[int, int]
+) -> str:
+    """The reason why the kernel cannot run a step of `rows` requests on a GPU of this compute capability; "" if it can.
+
+    Compiles nothing.
+    """
+    lowest = LOWEST_CAPABILITY["megakernel"]
+    if capability < lowest:
+        return f"it needs compute capability {lowest[0]}.{lowest[1]}, and this GPU has {capability[0]}.{capability[1]}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the dtype is {dtype}; the kernel has float16 and bfloat16"
+    if config.head_dim not in (64, 128):
+        return f"head_dim is {config.head_dim}; the kernel has 64 and 128"
+    if config.num_heads > 8 * config.num_kv_heads:
+        return f"{config.num_heads} heads share {config.num_kv_heads} KV heads; the kernel has up to 8 to one"
+    if config.hidden_size % 32 or config.intermediate_size % 32:
+        return f"hidden size {config.hidden_size} and MLP size {config.intermediate_size} must be multiples of 32"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"kvcache_block_size is {block_size}; the kernel needs a power of two of at least 16"
+    if rows > MAX_ROWS:
+        return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
+    return ""
+
+
+class Megakernel:
+    """One decode step of a stage D model in one launch, for 1 to 8 requests.
+
+    Holds references to the model's weights (their addresses are in a table on the device), not copies: a weight that is
+    replaced, not overwritten, needs a new `Megakernel`.
+
+    Args:
+        model: on a CUDA device, loaded, not sharded.
+
+    Attributes:
+        flags: what a measurement or a test leaves out (bits in csrc/stage_f/decode_step.h); 0 for correct results.
+        timeout_ms: a wait longer than this ends in an error instead of a hang.
+
+    Raises:
+        ExtensionError: the kernel cannot be built here.
+    """
+
+    flags = 0
+    timeout_ms = 2000
+
+    def __init__(self, model: DecoderModel) -> None:
+        load_operator()
+        self.config = model.config
+        self.model = model
+        config, weight = model.config, model.embed_tokens.weight
+        table = [_pointers(layer, config.num_heads) for layer in model.layers]
+        self.layer_table = torch.tensor(table, dtype=torch.int64, device=weight.device)  # [layers, 9]
+        # The model's tables hold both halves, sin with its sign; the kernel takes [positions, head_dim / 2] of each.
+        self.cos = model.rotary.cos[:, 0].float().contiguous()
+        self.sin = model.rotary.sin[:, 1].float().contiguous()
+        size = torch.ops.six_engines.decode_workspace_bytes(
+            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+        )
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+
+    def make_logits(self, rows: int) -> Tensor:
+        """A buffer for `step`: `[rows, vocab]` float32."""
+        return torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=self.workspace.device)
+
+    def step(
+        self,
+        token_ids: Tensor,  # int64 [rows]
+        positions: Tensor,  # int64 [rows]
+        slot_mapping: Tensor,  # int64 [rows]; -1: a padding row, for which no KV is read or written
+        block_tables: Tensor,  # int32 [rows, max_blocks]
+        context_lens: Tensor,  # int32 [rows], this step's token included
+        kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
+        logits: Tensor,  # float32 [rows, vocab], written
+        trace: Tensor | None = None,  # int64 [multiprocessors, 9 * layers + 3]: clocks at the ends of the phases
+    ) -> None:
+        """Enqueue one step on the current stream; can be captured in a CUDA graph.
+
+        Steps of one `Megakernel` must not run at the same time on two streams: they share the workspace.
+
+        Raises:
+            ValueError, TypeError: a shape or dtype that does not fit, or a shape that the kernel does not have.
+        """
+        model = self.model
+        torch.ops.six_engines.decode_step(
+            self.layer_table, model.embed_tokens.weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin,
+            kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, self.workspace,
+            trace, self.config.num_heads, self.config.intermediate_size, self.config.rms_norm_eps, self.flags,
+            self.timeout_ms,
+        )  # fmt: skip
+
+    @property
+    def failure(self) -> Tensor:
+        """int32 `[1]` on the device: 0, or where a wait was given up first since the last `reset`."""
+        return self.workspace[8:12].view(torch.int32)
+
+    def check(self, failure: Tensor | None = None) -> None:
+        """Refuse the results of a step that gave up a wait.
+
+        The steps behind it are invalid too, for they began with its tokens: the device is waited for, so that none of
+        them is still under way, and the workspace is made as new for the next step.
+
+        Args:
+            failure: a copy of `failure` on the host; without one, the device is waited for.
+
+        Raises:
+            RuntimeError: some step since the last `reset` gave up a wait.
+        """
+        place = int(self.failure if failure is None else failure)
+        if place:
+            if self.workspace.is_cuda:
+                torch.cuda.synchronize(self.workspace.device)
+            self.reset()
+            layer, phase = divmod(place - 1, 16)
+            raise RuntimeError(
+                f"the persistent megakernel waited longer than {self.timeout_ms} ms in layer {layer}, phase {phase}; "
+                "its tokens are invalid. Something else occupies the device's multiprocessors for that long: end it, "
+                "or pass fused=False"
+            )
+
+    def reset(self) -> None:
+        """Make the workspace as new: after a launch that gave up, or was killed half-way."""
+        self.workspace.zero_()
+
+
+def _pointers(layer: DecoderLayer, num_heads: int) -> list[int]:
+    """Addresses of a layer's weights, in the order of `LayerWeights` in decode_step.h; 0 where there is none."""
+    attention, mlp = layer.self_attn, layer.mlp
+    norms: list[Tensor | None] = [None, None]
+    if attention.qk_norm is not None:
+        norms = [attention.qk_norm.weight[0], attention.qk_norm.weight[num_heads]]  # every head's row is the same
+    tensors = [
+        layer.input_layernorm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, *norms,
+        attention.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight,
+    ]  # fmt: skip
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
