@@ -10,8 +10,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.groups import Group
 from benchmarks.pictures.picture import finish, new_figure, plain
-from benchmarks.tables import BEFORE, LOAD, STEP, Column, Group, front_rows, gain, number, times
+from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows, gain
+from benchmarks.text import number, times
 
 COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#F0E442", "E": "#0072B2", "F": "#D55E00"}
 PEER_COLOUR = "#999999"  # engines of other projects
@@ -58,7 +60,7 @@ def finding(panels: list[tuple[Column, str, dict[str, float]]]) -> str:
 
 
 def draw_bars(axes: Axes, group: Group, engines: list[str], column: Column, found: dict[str, float]) -> None:
-    names = [f"{engine} †" if group.is_elsewhere(engine) else engine for engine in engines]
+    names = [f"{engine} †" if engine in group.elsewhere else engine for engine in engines]
     values = [found.get(engine, 0) for engine in engines]
     axes.barh(names, values, color=list(map(colour_of, engines)), edgecolor="black", linewidth=0.5, height=0.7)
     for place, engine in enumerate(engines):

@@ -17,9 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import micro, tables
+from benchmarks.groups import Group, group_results
 from benchmarks.plot import plot_rates
 from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, load_all, mixture
-from benchmarks.tables import STAGE_PACKAGES, Group, group_results, markdown
+from benchmarks.tables import STAGE_PACKAGES
+from benchmarks.text import markdown
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 NOTHING = ["No results files yet."]
@@ -63,7 +65,7 @@ def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
 
     Files that are known to be none are named on standard error, and marked above their table.
     """
-    problems = {tuple(f["file"] for f in group.own): group.problem() for group in groups}
+    problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
     problems |= {(f["file"],): mixture([f]) for f in files if f["kind"] in ("soak", *micro.names())}
     for names, problem in problems.items():
         if problem and TO_MEASURE_AGAIN.isdisjoint(names):

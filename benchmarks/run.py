@@ -22,9 +22,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.engines import STUDIES, select, study_engines
+from benchmarks.groups import group_results
 from benchmarks.measurement import Measurement, look
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, ResultsError, commit_of_tree, load, mixture, write
-from benchmarks.tables import group_results, overview_columns, table
+from benchmarks.tables import overview_columns, table
 from benchmarks.workloads import SIZES, workload_names
 
 MODELS = {"cpu": ["tutor"], "gpu": ["random:qwen2.5-0.5b", "random:qwen3-0.6b"], "tiny": ["tutor"]}
@@ -164,8 +165,8 @@ def merge(files: list[Path], name: str | None) -> int:
     if not name:
         raise ResultsError("--merge needs --publish NAME")
     groups = group_results(payloads)
-    if len(groups) != 1 or mixture(payloads) or groups[0].problem():
-        reason = mixture(payloads) or (groups[0].problem() if len(groups) == 1 else "")
+    if len(groups) != 1 or mixture(payloads) or groups[0].problem:
+        reason = mixture(payloads) or (groups[0].problem if len(groups) == 1 else "")
         raise ResultsError(f"these files are not one table: {reason or 'size, model, device or dtype differ'}")
     for i, payload in enumerate(payloads, start=1):
         del payload["file"]

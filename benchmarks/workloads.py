@@ -16,7 +16,7 @@ import json
 import math
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from stage_a_naive.sampling import SamplingParams
 
@@ -89,6 +89,7 @@ class Workload:
         )
 
 
+@cache
 def make_workload(name: str, size: str) -> Workload:
     """One of the workloads by name, in one of `SIZES`.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import report, results
 from benchmarks.figures import TimedCall, figures
+from benchmarks.groups import group_results
 from benchmarks.plot import plot_rates
 from benchmarks.report import fill, write_report
-from benchmarks.results import RESULTS, TO_MEASURE_AGAIN, ResultsError, load, load_all
-from benchmarks.tables import against_floor, front_table, group_results, number, study_table, table
+from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all
+from benchmarks.tables import front_table, study_table
+from benchmarks.text import against_floor, number
 from benchmarks.workloads import make_workload, workload_names
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -168,11 +169,11 @@ def test_a_file_that_is_known_to_need_measuring_again_is_shown_and_marked(
 def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
     parts = [payload(0.01 * (i + 1), range(1)) for i in range(3)]
     [group] = group_results(named(*parts))
-    assert group.problem() == ""
+    assert group.problem == ""
     assert group.values("A", "single", "tpot_ms") == pytest.approx([timed_round("single", p)["tpot_ms"] for p in
                                                                     (0.01, 0.02, 0.03)])  # fmt: skip
     assert group.median("A", "single", "startup_seconds") == 2.0
-    assert "fewer than 3 repeats" in group_results(named(*parts[:2]))[0].problem()
+    assert "fewer than 3 repeats" in group_results(named(*parts[:2]))[0].problem
 
 
 def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
@@ -241,8 +242,3 @@ def test_the_distance_from_the_floor_is_a_factor_for_times_and_a_share_for_rates
 )
 def test_numbers_are_shown_with_three_digits(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_the_results_folder_is_the_committed_one() -> None:
-    assert json.loads((RESULTS / "mlp-h200.json").read_text())["kind"] == "mlp"
-    assert table  # the overview is what `make bench` prints; see test_benchmarks_run

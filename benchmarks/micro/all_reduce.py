@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.timing import call_seconds, graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous

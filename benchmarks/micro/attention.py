@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
 

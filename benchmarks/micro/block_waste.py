@@ -7,7 +7,7 @@ accounting says how many slots are held. A contiguous reservation is a block of 
 
 from __future__ import annotations
 
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
 from stage_d_paged.kv_cache import waste_by_block_size
 

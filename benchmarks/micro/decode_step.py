@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_d_paged.attention import AttentionBackend

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.micro import caption
 from benchmarks.micro.decode_step import floor_seconds, make_model, step_arguments
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
 from stage_d_paged.attention import AttentionMetadata, pick_backend

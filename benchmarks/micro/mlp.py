@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.micro.step_cost import NullRunner
 from benchmarks.pictures import timeline
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams

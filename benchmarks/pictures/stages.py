@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
+from benchmarks.groups import Group
 from benchmarks.pictures.picture import Picture, finish, new_figure, plain
 from benchmarks.plot import colour_of, plot_rates
-from benchmarks.tables import Group, number
+from benchmarks.text import number
 from stage_a_naive import SamplingParams
 from stage_a_naive.frontend import Frontend
 from stage_c_fused_mlp.extension import ExtensionError, plan

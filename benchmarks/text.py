@@ -1,0 +1,40 @@
+"""Numbers and tables as text: every table of the benchmark is made with these."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, and whole numbers from 100 on; a dash for nothing."""
+    if value is None:
+        return "–"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def against_floor(figure: str, value: float | None, floor: float | None) -> str:
+    """How far from the floor: `2.3 ×` for a time, a share for a rate."""
+    if value is None or floor is None:
+        return "–"
+    return f"{100 * value / floor:.1f} %" if figure.endswith("_per_s") else f"{number(value / floor)} ×"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, and the range where there are several."""
+    if not values:
+        return "–"
+    median = number(statistics.median(values))
+    return median if len(values) == 1 else f"{median} ({number(min(values))}–{number(max(values))})"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table; all columns but the first aligned to the right."""
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+
+
+def times(factor: float) -> str:
+    return f"{factor:.0f} ×" if factor >= 9.95 else f"{factor:.1f} ×" if factor >= 2 else f"{factor:.2f} ×"
