@@ -136,6 +136,7 @@ class FakeRunner:
         for entry, table in zip(entries, found.block_tables.tolist(), strict=True):
             pages = entry.sequence.block_table[: shape.table_width]
             assert table == pages + [-1] * (shape.table_width - len(pages))
+            assert len(pages) * self.block_size >= entry.start + entry.num_tokens, "all of the context"
         prompts = spans[step.num_decodes :]
         known = [e.sequence.token_ids[i] for e, span in prompts for i in span]
         assert found.input_ids.tolist() == [0] * step.num_decodes + known

@@ -397,15 +397,17 @@ def test_the_counters_add_up_after_preemptions(prefix_caching):
     engine = make_engine(
         num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, enable_prefix_caching=prefix_caching
     )
-    for i in range(16):
-        add(engine, 8, 60, phrase=i + 1)
-    run_all(engine)
+    for i in range(16):  # the first block is the same in all
+        engine.add_request(make_request(i, [1, 2, 3, 4, *prompt_of(4, i + 2)], 60, ignore_eos=True), streams=False)
+    outputs = run_all(engine)
     counters, steps = engine.counters, engine.runner.steps
     preempted = [preemption for step in steps for preemption in step.preempted]
     assert counters.num_preemptions == len(preempted) > 0
-    assert counters.num_cached_tokens == 0, "no prompt shares a block with another one's"
+    cached = 15 * 4 if prefix_caching else 0
+    assert counters.num_cached_tokens == cached, "what a preempted one finds again is not new"
+    assert sum(output["metrics"]["num_cached_tokens"] for output in outputs.values()) == cached
     assert counters.num_generated_tokens == 16 * 60
-    assert counters.num_prefill_tokens == 16 * 8 + len(preempted), "and at each return the token sampled last"
+    assert counters.num_prefill_tokens == 16 * 8 - cached + len(preempted), "and at each return the token sampled last"
     decodes = sum(step.num_decodes for step in steps)
     assert counters.num_prefill_tokens + counters.num_recomputed_tokens + decodes == engine.runner.num_tokens_run
     lost = sum(preemption.num_tokens for preemption in preempted)
