@@ -254,7 +254,8 @@ torch.manual_seed(0)
 for rows, vocab, dtype in {cases}:
     scores = (torch.randn(rows, vocab) * 3).to(dtype)
     scores[0, : vocab // 2] = float("-inf")
-    temperatures = torch.tensor([(0.0, 0.6, 1.0, 1e-3, SMALLEST)[i % 5] for i in range(rows)])
+    scores[1, [vocab * 2 // 3, vocab - 1]] = 60.0  # equals, in two stretches where there are several
+    temperatures = torch.tensor([(0.6, 0.0, 1.0, 1e-3, SMALLEST)[i % 5] for i in range(rows)])
     temperatures[0] = 0.8
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
     ids = sampler_kernels.draw(scores.to(device), temperatures.to(device), keys.to(device)).cpu()
