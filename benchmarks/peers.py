@@ -106,7 +106,7 @@ class VLLMEngine:
 
 
 class NanoVLLMEngine:
-    """nano-vllm. It refuses temperature 0; 1e-5 takes its place, which is greedy in effect."""
+    """nano-vllm. It refuses temperature 0; 1e-5 replaces it, which is greedy in effect."""
 
     def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
         import nanovllm

@@ -100,94 +100,82 @@ def make_workload(name: str, size: str) -> Workload:
         raise ValueError(f"no workload {name!r}; there are: {', '.join(_MAKERS)}")
     if size not in SIZES:
         raise ValueError(f"no size {size!r}; there are: {', '.join(SIZES)}")
-    # The tutor's vocabulary has 4096 entries; nano-vllm's benchmark draws from the first 10001 of a larger one.
-    num_ids = 10001 if size == "gpu" else 4096
-    workload = _MAKERS[name](size, num_ids, random.Random(f"{name}:{size}"))
-    return replace(workload, size=size, num_ids=num_ids)
+    # The tutor's vocabulary has 4096 entries; nano-vllm's benchmark takes the first 10001 of a larger one.
+    ids = _Ids(random.Random(f"{name}:{size}"), 10001 if size == "gpu" else 4096)
+    description, rounds = _MAKERS[name](size, ids)
+    temperature = 0.6 if name == "mixed" else 0.0
+    return Workload(name, size, description, ids.count, tuple(rounds), temperature)
 
 
 def workload_names() -> list[str]:
     return list(_MAKERS)
 
 
-def _ids(rng: random.Random, length: int, num_ids: int) -> Ids:
-    return tuple(rng.randint(0, num_ids - 1) for _ in range(length))
+@dataclass
+class _Ids:
+    """Random token ids below `count`."""
+
+    rng: random.Random
+    count: int
+
+    def take(self, length: int) -> Ids:
+        return tuple(self.rng.randint(0, self.count - 1) for _ in range(length))
 
 
-def _single(size: str, num_ids: int, rng: random.Random) -> Workload:
+Made = tuple[str, list[tuple[Call, ...]]]  # a description, and rounds
+
+
+def _single(size: str, ids: _Ids) -> Made:
     prompt, output, rounds = {"gpu": (128, 512, 5), "cpu": (32, 64, 3), "tiny": (8, 8, 1)}[size]
-    # The time of a decode step is (T(output) - T(1)) / (output - 1): whatever happens once a call cancels out.
-    return Workload(
-        "single",
-        size,
-        f"1 request, {prompt} in / {output} out, greedy",
-        num_ids,
-        tuple(
-            tuple(Call(tag, (_ids(rng, prompt, num_ids),), (out,)) for tag, out in (("first", 1), ("all", output)))
-            for _ in range(rounds)
-        ),
-    )
+    ends = (("first", 1), ("all", output))
+    made = [tuple(Call(tag, (ids.take(prompt),), (out,)) for tag, out in ends) for _ in range(rounds)]
+    return f"1 request, {prompt} in / {output} out, greedy", made
 
 
-def _decode32(size: str, num_ids: int, rng: random.Random) -> Workload:
+def _decode32(size: str, ids: _Ids) -> Made:
     requests, prompt, output, rounds = {"gpu": (32, 512, 256, 3), "cpu": (8, 64, 32, 2), "tiny": (2, 8, 4, 1)}[size]
 
     def call(tag: str, out: int) -> Call:
-        return Call(tag, tuple(_ids(rng, prompt, num_ids) for _ in range(requests)), (out,) * requests)
+        return Call(tag, tuple(ids.take(prompt) for _ in range(requests)), (out,) * requests)
 
-    text = f"{requests} requests, {prompt} in / {output} out, greedy"
-    return Workload(
-        "decode32", size, text, num_ids, tuple((call("first", 1), call("all", output)) for _ in range(rounds))
-    )
+    made = [(call("first", 1), call("all", output)) for _ in range(rounds)]
+    return f"{requests} requests, {prompt} in / {output} out, greedy", made
 
 
-def _mixed(size: str, num_ids: int, rng: random.Random) -> Workload:
-    requests, shortest_in, longest_in, shortest_out, longest_out = {
-        "gpu": (256, 100, 1024, 100, 1024),
-        "cpu": (48, 16, 64, 4, 256),
-        "tiny": (4, 4, 16, 2, 6),
-    }[size]
+def _mixed(size: str, ids: _Ids) -> Made:
+    requests, *lengths = {"gpu": (256, 100, 1024, 100, 1024), "cpu": (48, 16, 64, 4, 256), "tiny": (4, 4, 16, 2, 6)}[
+        size
+    ]
+    least_in, most_in, least_out, most_out = lengths
+    if size == "gpu":  # nano-vllm's published bench.py to the letter: a length before its ids, prompts before outputs
+        ids.rng = random.Random(0)
+    rng = ids.rng
+    prompts = tuple(ids.take(rng.randint(least_in, most_in)) for _ in range(requests))
     if size == "gpu":
-        # nano-vllm's published benchmark to the letter (its bench.py: a length before its ids, prompts before outputs).
-        rng = random.Random(0)
-    prompts = tuple(_ids(rng, rng.randint(shortest_in, longest_in), num_ids) for _ in range(requests))
-    if size == "gpu":
-        outputs = tuple(rng.randint(shortest_out, longest_out) for _ in range(requests))
+        outputs = tuple(rng.randint(least_out, most_out) for _ in range(requests))
     else:  # most answers are short and a few are long, as people's are: evenly spread logarithms
-        spread = [rng.uniform(math.log(shortest_out), math.log(longest_out)) for _ in range(requests)]
+        spread = (rng.uniform(math.log(least_out), math.log(most_out)) for _ in range(requests))
         outputs = tuple(round(math.exp(x)) for x in spread)
-    text = f"{requests} requests, {shortest_in}-{longest_in} in / {shortest_out}-{longest_out} out, temperature 0.6"
-    return Workload("mixed", size, text, num_ids, ((Call("all", prompts, outputs),),), temperature=0.6)
+    text = f"{requests} requests, {least_in}-{most_in} in / {least_out}-{most_out} out, temperature 0.6"
+    return text, [(Call("all", prompts, outputs),)]
 
 
-def _prefix(size: str, num_ids: int, rng: random.Random) -> Workload:
-    requests, shared, own, output, rounds = {
-        "gpu": (64, 1024, 128, 64, 3),
-        "cpu": (12, 512, 32, 8, 2),
-        "tiny": (3, 32, 8, 2, 1),
-    }[size]
+def _prefix(size: str, ids: _Ids) -> Made:
+    sizes = {"gpu": (64, 1024, 128, 64, 3), "cpu": (12, 512, 32, 8, 2), "tiny": (3, 32, 8, 2, 1)}
+    requests, shared, own, output, rounds = sizes[size]
 
     def call() -> Call:
-        prefix = _ids(rng, shared, num_ids)
-        prompts = tuple(prefix + _ids(rng, own, num_ids) for _ in range(requests))
-        return Call("all", prompts, (output,) * requests)
+        prefix = ids.take(shared)
+        return Call("all", tuple(prefix + ids.take(own) for _ in range(requests)), (output,) * requests)
 
     text = f"{requests} requests that share {shared} tokens, {own} of their own / {output} out, greedy"
-    return Workload("prefix", size, text, num_ids, tuple((call(),) for _ in range(rounds)))
+    return text, [(call(),) for _ in range(rounds)]
 
 
-def _ttft(size: str, num_ids: int, rng: random.Random) -> Workload:
+def _ttft(size: str, ids: _Ids) -> Made:
     lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
-    text = f"prompts of {' and '.join(map(str, lengths))} tokens, one token out"
-    return Workload(
-        "ttft",
-        size,
-        text,
-        num_ids,
-        tuple(
-            tuple(Call(str(length), (_ids(rng, length, num_ids),), (1,)) for length in lengths) for _ in range(rounds)
-        ),
-    )
+    made = [tuple(Call(str(length), (ids.take(length),), (1,)) for length in lengths) for _ in range(rounds)]
+    return f"prompts of {' and '.join(map(str, lengths))} tokens, one token out", made
 
 
 _MAKERS = {"single": _single, "decode32": _decode32, "mixed": _mixed, "prefix": _prefix, "ttft": _ttft}

@@ -125,8 +125,8 @@ def test_a_shared_prefix_is_computed_once() -> None:
     cost = cost_of("qwen2-tiny")
     shared = Call("all", ((1, 2, 3, 4), (1, 2, 3, 5)), (1, 1))
     apart = Call("all", ((1, 2, 3, 4), (2, 2, 3, 5)), (1, 1))
-    saved = cost.prefill_call(apart).operations - cost.prefill_call(shared).operations
-    assert saved == 3 * 2 * cost.layer_matmul_parameters + 6 * cost.attention_operations_per_pair
+    saved = cost.prefill(apart).operations - cost.prefill(shared).operations
+    assert saved == 3 * 2 * cost.matmul_parameters[0] + 6 * cost.attention_operations_per_pair
 
 
 @given(length=st.integers(1, 40), output=st.integers(1, 40))

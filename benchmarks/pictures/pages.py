@@ -1,4 +1,4 @@
-"""The page table as a drawing, pages over the steps of a real run, and what pages save."""
+"""The block table as a drawing, blocks over the steps of a real run, and the memory that they save."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.sequence import Sequence as PagedSequence
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
-PAGES_A_ROW = 8
+BLOCKS_PER_ROW = 8
 
 
 def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_size: int) -> Picture:
-    """All pages of a small pool and whose tokens lie in them. A page with two colours is shared.
+    """All blocks of a small pool and the sequences that hold them. A block with two colours is shared.
 
     Args:
         sequences: name (a letter) -> sequence; computed tokens are drawn full, allocated slots without a token empty.
     """
-    rows = -(-num_blocks // PAGES_A_ROW)
-    columns = min(num_blocks, PAGES_A_ROW)
+    rows = -(-num_blocks // BLOCKS_PER_ROW)
+    columns = min(num_blocks, BLOCKS_PER_ROW)
     figure = new_figure(1.35 * columns, 0.8 * rows + 0.25 * len(sequences) + 0.4)
     axes = figure.subplots()
     users: dict[int, list[tuple[str, int]]] = {}
     for name, sequence in sequences.items():
-        for i, page in enumerate(sequence.block_table):
+        for i, block in enumerate(sequence.block_table):
             count = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
-            users.setdefault(page, []).append((name, count))
+            users.setdefault(block, []).append((name, count))
     colour = dict(zip(sequences, COLOURS, strict=False))
-    first = {(name, page): i * block_size for name, s in sequences.items() for i, page in enumerate(s.block_table)}
-    for page in range(num_blocks):
-        x, y = (page % PAGES_A_ROW) * (block_size + 0.6), (page // PAGES_A_ROW) * 1.7
-        owners = users.get(page, [])
+    first = {(name, block): i * block_size for name, s in sequences.items() for i, block in enumerate(s.block_table)}
+    for block in range(num_blocks):
+        x, y = (block % BLOCKS_PER_ROW) * (block_size + 0.6), (block // BLOCKS_PER_ROW) * 1.7
+        owners = users.get(block, [])
         for slot in range(block_size):
             filled = [name for name, count in owners if slot < count]
             for k, name in enumerate(filled):
@@ -61,11 +61,11 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
                 axes.add_patch(Rectangle((x + slot, y + k * height), 1, height, facecolor=colour[name], linewidth=0))
             text = "·" if owners and not filled else ""
             if filled:
-                text = f"{''.join(filled).lower()}{first[filled[0], page] + slot}"
+                text = f"{''.join(filled).lower()}{first[filled[0], block] + slot}"
             axes.text(x + slot + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
         line = {"edgecolor": "black", "linewidth": 1.4} if owners else {"edgecolor": GREY, "linewidth": 0.8}
         axes.add_patch(Rectangle((x, y), block_size, 1, fill=False, **line))
-        axes.text(x, y - 0.08, f"page {page}", fontsize=8, va="bottom", color="black" if owners else GREY)
+        axes.text(x, y - 0.08, f"block {block}", fontsize=8, va="bottom", color="black" if owners else GREY)
     below = rows * 1.7
     for i, (name, sequence) in enumerate(sequences.items()):
         text = f"{name}: {sequence.num_computed_tokens} tokens, block table {sequence.block_table}"
@@ -73,7 +73,7 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
     axes.set_xlim(-0.2, columns * (block_size + 0.6))
     axes.set_ylim(below + 0.55 * len(sequences), -0.6)
     axes.axis("off")
-    return finish(figure, f"{num_blocks} pages of {block_size} slots and the sequences whose tokens lie in them")
+    return finish(figure, f"{num_blocks} blocks of {block_size} slots and the sequences that hold them")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Held:
     """Pages held by each sequence of a batch in one step, and how many of its tokens they hold."""
 
     tables: list[list[int]]
-    context: list[int]  # 0: the sequence has finished; it keeps its seat and its pages until the batch ends
+    context: list[int]  # 0: the sequence has finished; it keeps its batch slot and its blocks until the batch ends
 
 
 def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Held]:
@@ -90,10 +90,10 @@ def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Samplin
 
     def note(_: nn.Module, arguments: tuple, __: object) -> None:
         metadata: AttentionMetadata = arguments[3]
-        tables = [[page for page in row if page >= 0] for row in metadata.block_tables.tolist()]
+        tables = [[block for block in row if block >= 0] for row in metadata.block_tables.tolist()]
         context = metadata.context_lens.tolist()
         for i, length in enumerate(context):
-            if length == 0:  # a padding row shows the model no pages
+            if length == 0:  # a padding row shows the model no blocks
                 tables[i] = found[-1].tables[i]
         found.append(Held(tables, context))
 
@@ -106,46 +106,46 @@ def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Samplin
 
 
 def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
-    """Which sequence holds which page in which step; a page is taken when its first token comes."""
-    pages = sorted({page for step in steps for table in step.tables for page in table})
-    figure = new_figure(9, 0.17 * len(pages) + 1.2)
+    """Which sequence holds which block in which step; a block is taken when its first token comes."""
+    blocks = sorted({block for step in steps for table in step.tables for block in table})
+    figure = new_figure(9, 0.17 * len(blocks) + 1.2)
     axes = figure.subplots()
-    spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, page, finished) -> steps
+    spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, block, finished) -> steps
     shared: list[tuple[int, int]] = []
     for x, step in enumerate(steps):
         seen: set[int] = set()
         for i, (table, length) in enumerate(zip(step.tables, step.context, strict=True)):
-            for page in table:
-                if page in seen:
-                    shared.append((x, page))
+            for block in table:
+                if block in seen:
+                    shared.append((x, block))
                     continue
-                seen.add(page)
-                spans.setdefault((i, page, length == 0), []).append((x, 1))
-    for (i, page, finished), places in spans.items():
+                seen.add(block)
+                spans.setdefault((i, block, length == 0), []).append((x, 1))
+    for (i, block, finished), places in spans.items():
         colour, alpha = COLOURS[i % len(COLOURS)], 0.3 if finished else 1
-        axes.broken_barh(places, (pages.index(page) - 0.45, 0.9), facecolor=colour, alpha=alpha, linewidth=0)
+        axes.broken_barh(places, (blocks.index(block) - 0.45, 0.9), facecolor=colour, alpha=alpha, linewidth=0)
     for i in range(len(steps[0].tables)):
         axes.bar(0, 0, color=COLOURS[i % len(COLOURS)], label=f"request {i}")
     axes.bar(0, 0, color=GREY, alpha=0.3, label="finished, still held")
     if shared:
-        places = [x + 0.5 for x, _ in shared], [pages.index(page) for _, page in shared]
+        places = [x + 0.5 for x, _ in shared], [blocks.index(block) for _, block in shared]
         axes.scatter(*places, s=1.5, color="black", label="shared")
-    axes.set_ylim(-0.6, len(pages) - 0.4)
+    axes.set_ylim(-0.6, len(blocks) - 0.4)
     axes.set_xlim(0, len(steps))
-    axes.set_ylabel(f"page of {block_size} tokens")
+    axes.set_ylabel(f"block of {block_size} tokens")
     axes.set_xlabel("step of the model (the first one is the prefill)")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     plain(axes, "x")
-    return finish(figure, "pages are handed out one by one as the sequences grow")
+    return finish(figure, "blocks are handed out one by one as the sequences grow")
 
 
 def draw_memory(report: MemoryReport) -> Picture:
-    """Bytes held by pages next to bytes of contiguous reservations, the empty part pale."""
+    """Bytes held by blocks next to bytes of contiguous reservations, the empty part pale."""
     figure = new_figure(8, 2.2)
     axes = figure.subplots()
     rows = (
         ("contiguous reservations", report.reserved_bytes, report.reservation_waste),
-        (f"pages of {report.block_size} tokens", report.page_bytes, report.page_waste),
+        (f"blocks of {report.block_size} tokens", report.page_bytes, report.page_waste),
     )
     for y, (_, size, waste) in enumerate(rows):
         mib = size / 2**20
@@ -160,7 +160,7 @@ def draw_memory(report: MemoryReport) -> Picture:
     axes.set_xlabel(f"MiB for {report.num_sequences} sequences")
     axes.legend(frameon=False, loc="lower right")
     plain(axes, "x")
-    return finish(figure, "memory held by pages, next to contiguous reservations of the longest length")
+    return finish(figure, "memory held by blocks, next to contiguous reservations of the longest length")
 
 
 def draw_waste() -> Picture:

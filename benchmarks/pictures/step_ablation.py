@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.engines import study_engines
 from benchmarks.measurement import in_alternating_order
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, RED, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import GREY, Picture, finish, new_figure, plain
+from benchmarks.plot import colour_of
 from benchmarks.tables import recorded_groups
 from stage_a_naive.sampling import SamplingParams
 
@@ -68,7 +69,7 @@ def draw_ablation(ablation: Ablation) -> Picture:
     medians = [statistics.median(values) for values in ablation.steps.values()]
     low = [m - min(values) for m, values in zip(medians, ablation.steps.values(), strict=True)]
     high = [max(values) - m for m, values in zip(medians, ablation.steps.values(), strict=True)]
-    colours = [colour(name) for name in names]
+    colours = [GREY if "without" in name else colour_of(name) for name in names]
     figure = new_figure(9, 0.38 * len(names) + 1.3)
     axes = figure.subplots()
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3, height=0.65, error_kw={"elinewidth": 1})
@@ -80,11 +81,3 @@ def draw_ablation(ablation: Ablation) -> Picture:
     axes.set_title(ablation.title, fontsize=11)
     plain(axes, "x")
     return finish(figure, "the time of a decode step with each idea of stage B switched off in turn")
-
-
-def colour(name: str) -> str:
-    if name == "A":
-        return RED
-    if "without" not in name:
-        return BLUE
-    return ORANGE if "compiled" in name else GREY
