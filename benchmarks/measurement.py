@@ -6,15 +6,8 @@ The file is written anew after every process, so an interrupted run keeps what i
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +16,7 @@ import torch
 from benchmarks.engines import REFERENCE, Engine
 from benchmarks.floor import Ceilings, ModelCost, floors
 from benchmarks.pace import Pace
+from benchmarks.process import run_job
 from benchmarks.results import write
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import resolve
@@ -30,7 +24,6 @@ from stage_a_naive.loading import resolve
 BYTES_PER_NUMBER = {"float32": 4, "float16": 2, "bfloat16": 2}
 CPU_BATCH = 16  # requests that run together at CPU size: fewer than `mixed` has, so that some wait, as on a small GPU
 SHORTEST_MODEL_LEN = 4096  # the engines' default
-LOG_LINES = 12  # of a failed process's last words
 
 
 class Measurement:
@@ -233,34 +226,3 @@ def in_alternating_order(engines: Sequence[Engine], repeat: int) -> list[Engine]
 
 def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def run_job(job: Mapping[str, object], timeout: float) -> dict:
-    """Run `benchmarks.worker` on a job in a process of its own, and end it within a limit, whatever happens to it.
-
-    Returns:
-        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
-    """
-    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
-        job_file, result_file, log_file = (Path(name) / part for part in ("job.json", "result.json", "log.txt"))
-        job = {**job, "result": str(result_file), "started": time.time()}
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", str(job_file)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            )  # fmt: skip
-            try:
-                how = f"the process ended with exit status {process.wait(timeout)}"
-            except subprocess.TimeoutExpired:
-                how = f"the process was stopped after {timeout:.0f} s"
-            finally:
-                with suppress(ProcessLookupError):  # it leads a group of its own: its workers end with it, nothing else
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
-        if not result.get("complete"):
-            lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
-            result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
-        return result

@@ -15,9 +15,10 @@ from benchmarks import measurement, results, run
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
 from benchmarks.figures import TimedCall
 from benchmarks.measure import expected_seconds, run_workload, timed_call
-from benchmarks.measurement import Measurement, difference, in_alternating_order, run_job
+from benchmarks.measurement import Measurement, difference, in_alternating_order
 from benchmarks.pace import Pace
 from benchmarks.peers import TransformersEngine
+from benchmarks.process import run_job
 from benchmarks.results import ROOT
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
