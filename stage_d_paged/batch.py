@@ -2,7 +2,7 @@
 
 `[A A A A A B B C]`: five tokens of A's prefill, two of B's, the one new token of C. For each token the batch says which
 position it has (for the rotary embedding) and which slot of the pool its K and V go to; for each sequence, where its
-tokens begin, how many keys the last of them sees, and in which pages these lie.
+tokens begin, how many keys the last of them sees, and in which blocks these lie.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -
 def largest_step(num_tokens: int, max_len: int, block_size: int, device: torch.device) -> FlatBatch:
     """A prefill of `num_tokens` in sequences of `max_len`, for measuring memory before there is a pool.
 
-    All of it lives in page 0, so that a pool of one page is enough: the numbers are nonsense, the sizes are real.
+    All of it lives in block 0, so that a pool of one block is enough: the numbers are nonsense, the sizes are real.
     """
     lengths = [max_len] * (num_tokens // max_len) + ([num_tokens % max_len] if num_tokens % max_len else [])
     positions = torch.cat([torch.arange(length) for length in lengths])

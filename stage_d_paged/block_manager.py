@@ -1,24 +1,25 @@
-"""The page allocator: which page of the pool holds which tokens of which sequence.
+"""The block allocator: which block of the pool holds which tokens of which sequence.
 
 A reservation of `max_model_len` per request wastes most of it, because nobody knows how long an answer will be.
-Pages fix that as virtual memory does (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the pool is
-cut into pages of `block_size` tokens, a sequence takes the next page when it needs one, and its *block table* says
-which.
+Blocks fix that, as pages do in virtual memory (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the
+pool is cut into blocks of `block_size` tokens, a sequence takes the next block when it needs one, and its *block table*
+says which.
 
-Pages can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
-page is identified by *its whole prefix*. Each full page is entered in an index under a chained hash,
+Blocks can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
+block is identified by *its whole prefix*. Each full block is entered in an index under a chained hash,
 
     key(block i) = xxh64(key(block i - 1) + bytes of the block's token ids),
 
-and a new sequence walks its own chain through the index, taking every page it finds. A hash is only a hint: an entry
+and a new sequence walks its own chain through the index, taking every block it finds. A hash is only a hint: an entry
 counts as found when its token bytes are equal and its parent is the very entry found one step before, which by
 induction compares the whole prefix.
 
-A page whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
-again. Pages are handed out in the order they were freed (least recently freed first), a sequence's last page before its
-first, so that a prefix outlives its continuations; pages with no indexed content go first, since they lose nothing.
+A block whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
+again. Blocks are handed out in the order they were freed (least recently freed first), a sequence's last block before
+its first, so that a prefix outlives its continuations; blocks with no indexed content go first, since they lose
+nothing.
 
-No tensor is touched here: a page is a number. Cost: O(1) for a token that fits in its page, O(new pages) otherwise.
+No tensor is touched here: a block is a number. Cost: O(1) for a token that fits in its block, O(new blocks) otherwise.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from stage_d_paged.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """Index entry: the tokens of one full block after one exact prefix, and the pages that hold its K and V."""
+    """Index entry: the tokens of one full block after one exact prefix, and the blocks that hold its K and V."""
 
     parent: CachedBlock | None  # the entry of the block before it; None for a first block
     key: int  # chained hash
     tokens: bytes
-    pages: list[int] = field(default_factory=list)  # usually one; more when twins were computed side by side
+    blocks: list[int] = field(default_factory=list)  # usually one; more when twins were computed side by side
 
 
 def block_key(parent_key: int, tokens: bytes) -> int:
@@ -49,17 +50,17 @@ def block_key(parent_key: int, tokens: bytes) -> int:
 
 
 class BlockManager:
-    """Hands out, shares, counts and takes back the `num_blocks` pages of a pool.
+    """Hands out, shares, counts and takes back the `num_blocks` blocks of a pool.
 
     Every operation either happens completely or leaves everything as it was; `free + used == num_blocks` always.
 
     Args:
-        num_blocks: pages in the pool.
-        block_size: tokens in a page.
-        enable_prefix_caching: whether sequences may share the pages of equal prefixes.
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        enable_prefix_caching: whether sequences may share the blocks of equal prefixes.
 
     Raises:
-        ValueError: a pool without a page, or a page without a token.
+        ValueError: a pool without a block, or a block without a token.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -72,7 +73,7 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._contents: list[CachedBlock | None] = [None] * num_blocks
         self._index: dict[int, list[CachedBlock]] = {}
-        self._unconfirmed: list[int] = []  # pages indexed since the last confirm()
+        self._unconfirmed: list[int] = []  # blocks indexed since the last confirm()
 
     @property
     def num_free(self) -> int:
@@ -83,16 +84,16 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens take."""
+        """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    # ---- taking and returning pages ----------------------------------------------------------------------------
+    # ---- taking and returning blocks ----------------------------------------------------------------------------
 
     def allocate(self, sequence: Sequence, num_tokens: int, watermark: int = 0) -> bool:
-        """Give `sequence` the pages for its first `num_tokens` tokens; False, and no change, if there are too few.
+        """Give `sequence` the blocks for its first `num_tokens` tokens; False, and no change, if there are too few.
 
-        A sequence that has no page yet first shares what the prefix cache holds of it, which sets its
-        `num_computed_tokens` (and `num_cached_tokens`, if it is new). `watermark` pages must stay
+        A sequence that has no block yet first shares what the prefix cache holds of it, which sets its
+        `num_computed_tokens` (and `num_cached_tokens`, if it is new). `watermark` blocks must stay
         free afterwards: a scheduler uses it when it admits a sequence, so that those already running can still grow.
         """
         table = sequence.block_table
@@ -101,47 +102,47 @@ class BlockManager:
             return True
         shared = [] if table else self._find_cached(sequence)
         fresh = max(0, missing - len(shared))
-        revived = sum(self._ref_counts[page] == 0 for page in shared)
+        revived = sum(self._ref_counts[block] == 0 for block in shared)
         if fresh + revived + watermark > len(self._free):
             return False
-        for page in shared:
-            if self._ref_counts[page] == 0:
-                del self._free[page]
-            self._ref_counts[page] += 1
+        for block in shared:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
         if not table:
             sequence.num_indexed_blocks = len(shared)
             sequence.num_computed_tokens = len(shared) * self.block_size
             if sequence.is_new:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
         table += shared
-        table += [self._take_page() for _ in range(fresh)]
+        table += [self._take_block() for _ in range(fresh)]
         return True
 
     def append(self, sequence: Sequence, watermark: int = 0) -> bool:
-        """Make room for the sequence's last token (the one just sampled). At a block's edge this takes a new page."""
+        """Make room for the sequence's last token (the one just sampled). At a block's edge this takes a new block."""
         return self.allocate(sequence, len(sequence), watermark)
 
     def free(self, sequence: Sequence) -> None:
-        """Return all of a sequence's pages (finish, abort, preemption, error). A second call returns nothing more."""
+        """Return all of a sequence's blocks (finish, abort, preemption, error). A second call returns nothing more."""
         table, sequence.block_table = sequence.block_table, []
         sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
-        for page in reversed(table):
-            self._ref_counts[page] -= 1
-            if self._ref_counts[page] == 0:
-                self._free[page] = None
-                if self._contents[page] is None:
-                    self._free.move_to_end(page, last=False)
+        for block in reversed(table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._contents[block] is None:
+                    self._free.move_to_end(block, last=False)
 
-    def _take_page(self) -> int:
-        page, _ = self._free.popitem(last=False)
-        self._forget(page)
-        self._ref_counts[page] = 1
-        return page
+    def _take_block(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self._ref_counts[block] = 1
+        return block
 
     # ---- prefix cache ------------------------------------------------------------------------------------------
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that `allocate` would find in the cache for a sequence without pages."""
+        """Tokens that `allocate` would find in the cache for a sequence without blocks."""
         return len(self._find_cached(sequence)) * self.block_size
 
     def index_computed(self, sequence: Sequence) -> None:
@@ -149,7 +150,7 @@ class BlockManager:
 
         Call it when a step that computes them is about to run: others in the *same* step may then share them, because
         in every layer a step stores all its K and V before it reads any. After the step call `confirm()`; if the step
-        failed, `revoke()`, since the pages never got their content.
+        failed, `revoke()`, since the blocks never got their content.
         """
         if not self.enable_prefix_caching:
             return
@@ -158,40 +159,40 @@ class BlockManager:
             parent = self._contents[sequence.block_table[i - 1]] if i else None
             if i and parent is None:  # its parent was revoked: it could never be found
                 return
-            page = sequence.block_table[i]
+            block = sequence.block_table[i]
             entry = self._find_entry(sequence, i, parent)
             if entry is None:
                 entry = CachedBlock(parent, *self._key_and_tokens(sequence, i))
                 self._index.setdefault(entry.key, []).append(entry)
-            entry.pages.append(page)
-            self._contents[page] = entry
-            self._unconfirmed.append(page)
+            entry.blocks.append(block)
+            self._contents[block] = entry
+            self._unconfirmed.append(block)
             sequence.num_indexed_blocks = i + 1
 
     def confirm(self) -> None:
-        """The step ran: the pages indexed for it hold what the index says."""
+        """The step ran: the blocks indexed for it hold what the index says."""
         self._unconfirmed.clear()
 
     def revoke(self) -> None:
-        """The step failed: take its pages out of the index. (Free the sequences that were in it as well.)"""
-        for page in self._unconfirmed:
-            self._forget(page)
-            if page in self._free:
-                self._free.move_to_end(page, last=False)
+        """The step failed: take its blocks out of the index. (Free the sequences that were in it as well.)"""
+        for block in self._unconfirmed:
+            self._forget(block)
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
         self._unconfirmed.clear()
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Pages of the longest cached prefix. The last token is left out: its logits are needed, so it must run."""
-        pages: list[int] = []
+        """Blocks of the longest cached prefix. The last token is left out: its logits are needed, so it must run."""
+        blocks: list[int] = []
         if not self.enable_prefix_caching:
-            return pages
+            return blocks
         parent = None
         for i in range((len(sequence) - 1) // self.block_size):
             parent = self._find_entry(sequence, i, parent)
             if parent is None:
                 break
-            pages.append(parent.pages[0])
-        return pages
+            blocks.append(parent.blocks[0])
+        return blocks
 
     def _find_entry(self, sequence: Sequence, i: int, parent: CachedBlock | None) -> CachedBlock | None:
         key, tokens = self._key_and_tokens(sequence, i)
@@ -209,13 +210,13 @@ class BlockManager:
             keys.append((block_key(keys[-1][0] if keys else 0, tokens), tokens))
         return keys[i]
 
-    def _forget(self, page: int) -> None:
-        """Unlink a page from the index. A twin that holds the same content stays findable."""
-        entry, self._contents[page] = self._contents[page], None
+    def _forget(self, block: int) -> None:
+        """Unlink a block from the index. A twin that holds the same content stays findable."""
+        entry, self._contents[block] = self._contents[block], None
         if entry is None:
             return
-        entry.pages.remove(page)
-        if not entry.pages:
+        entry.blocks.remove(block)
+        if not entry.blocks:
             bucket = self._index[entry.key]
             bucket.remove(entry)
             if not bucket:
@@ -224,23 +225,23 @@ class BlockManager:
     # ---- self-check --------------------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Raise `RuntimeError` if the books do not balance. `sequences`: all that hold pages, to check counts."""
+        """Raise `RuntimeError` if the books do not balance. `sequences`: all that hold blocks, to check counts."""
         wrong: list[str] = []
-        for page, count in enumerate(self._ref_counts):
-            if (count == 0) != (page in self._free):
-                wrong.append(f"page {page} has {count} users but {'is' if page in self._free else 'is not'} free")
+        for block, count in enumerate(self._ref_counts):
+            if (count == 0) != (block in self._free):
+                wrong.append(f"block {block} has {count} users but {'is' if block in self._free else 'is not'} free")
         entries = [entry for bucket in self._index.values() for entry in bucket]
-        indexed = sorted(page for entry in entries for page in entry.pages)
-        if indexed != [page for page, content in enumerate(self._contents) if content is not None]:
-            wrong.append("the index and the pages disagree about what is cached")
-        wrong += [f"entry {entry.key:#x} has no page" for entry in entries if not entry.pages]
+        indexed = sorted(block for entry in entries for block in entry.blocks)
+        if indexed != [block for block, content in enumerate(self._contents) if content is not None]:
+            wrong.append("the index and the blocks disagree about what is cached")
+        wrong += [f"entry {entry.key:#x} has no block" for entry in entries if not entry.blocks]
         if sequences is not None:
             counts = [0] * self.num_blocks
-            for page in (page for sequence in sequences for page in sequence.block_table):
-                counts[page] += 1
+            for block in (block for sequence in sequences for block in sequence.block_table):
+                counts[block] += 1
             wrong += [
-                f"page {page}: {have} users counted, {want} found"
-                for page, (have, want) in enumerate(zip(self._ref_counts, counts, strict=True))
+                f"block {block}: {have} users counted, {want} found"
+                for block, (have, want) in enumerate(zip(self._ref_counts, counts, strict=True))
                 if have != want
             ]
         if wrong:

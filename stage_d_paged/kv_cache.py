@@ -1,4 +1,4 @@
-"""The pool of pages in device memory: how large it may be, its tensor, and what it saves.
+"""The pool of blocks in device memory: how large it may be, its tensor, and what it saves.
 
 All K and V of all sequences live in one tensor `[2, layers, blocks, block_size, kv_heads, head_dim]`, allocated once.
 A token's *slot* is `block_id * block_size + offset`; the same slot is used in every layer, so one block table serves
@@ -47,7 +47,7 @@ class KVCache:
                 f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 2**30:.1f} GiB; "
                 f"{device} has {available / 2**30:.1f} GiB. Lower num_kvcache_blocks, or leave it at -1 (automatic)"
             )
-        # Zeros, not empty: a kernel may load a page's unused tail and mask it, and NaN times a zero weight is NaN.
+        # Zeros, not empty: a kernel may load a block's unused tail and mask it, and NaN times a zero weight is NaN.
         self.tensor = torch.zeros(
             2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
         )
@@ -74,15 +74,15 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def cpu_num_blocks(page_bytes: int, block_size: int, max_model_len: int) -> int:
-    """The CPU's default: 512 MiB of pages, or what one sequence of `max_model_len` takes if that is more."""
-    return max(CPU_POOL_BYTES // page_bytes, -(-max_model_len // block_size))
+def cpu_num_blocks(block_bytes: int, block_size: int, max_model_len: int) -> int:
+    """The CPU's default: 512 MiB of blocks, or what one sequence of `max_model_len` takes if that is more."""
+    return max(CPU_POOL_BYTES // block_bytes, -(-max_model_len // block_size))
 
 
 def cuda_num_blocks(
-    page_bytes: int, gpu_memory_utilization: float, device: torch.device, run_largest_step: Callable[[], None]
+    block_bytes: int, gpu_memory_utilization: float, device: torch.device, run_largest_step: Callable[[], None]
 ) -> int:
-    """Pages that fit on a GPU beside the weights (already loaded) and the largest step's activations.
+    """Blocks that fit on a GPU beside the weights (already loaded) and the largest step's activations.
 
     `gpu_memory_utilization` is the share of the card that *this process* may use, whatever other processes hold:
 
@@ -102,37 +102,37 @@ def cuda_num_blocks(
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * gpu_memory_utilization) - peak
     room = int(free * gpu_memory_utilization) - (peak - before)
-    return pages_that_fit(min(share, room), page_bytes, free, gpu_memory_utilization)
+    return blocks_that_fit(min(share, room), block_bytes, free, gpu_memory_utilization)
 
 
-def pages_that_fit(budget: int, page_bytes: int, free: int, gpu_memory_utilization: float) -> int:
-    """`budget` bytes in pages; `MemoryError` with what to change if not even one fits."""
-    if budget < page_bytes:
+def blocks_that_fit(budget: int, block_bytes: int, free: int, gpu_memory_utilization: float) -> int:
+    """`budget` bytes in blocks; `MemoryError` with what to change if not even one fits."""
+    if budget < block_bytes:
         raise MemoryError(
-            f"no room for a single page of KV cache: a page takes {page_bytes / 2**20:.2f} MiB, "
-            f"{max(budget, 0) / 2**20:.2f} MiB are left for pages ({free / 2**20:.0f} MiB of the GPU are free, "
+            f"no room for a single block of KV cache: a block takes {block_bytes / 2**20:.2f} MiB, "
+            f"{max(budget, 0) / 2**20:.2f} MiB are left for blocks ({free / 2**20:.0f} MiB of the GPU are free, "
             f"gpu_memory_utilization={gpu_memory_utilization}). Raise gpu_memory_utilization, lower "
             "max_num_batched_tokens, or free memory that other processes hold."
         )
-    return budget // page_bytes
+    return budget // block_bytes
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What some sequences hold in pages, next to what a contiguous `max_model_len` each would have reserved."""
+    """What some sequences hold in blocks, next to what a contiguous `max_model_len` each would have reserved."""
 
     num_sequences: int
     block_size: int
     bytes_per_token: int
     tokens: int  # tokens of all sequences together; a shared token counts once for each
     stored_tokens: int  # tokens really stored: a shared one counts once
-    pages: int  # distinct pages in use
+    blocks: int  # distinct blocks in use
     reserved_tokens: int  # num_sequences * max_model_len: the contiguous reservation
 
     @property
-    def page_waste(self) -> float:
-        """Share of the pages' slots that holds nothing: the tails of last pages."""
-        return 1 - self.stored_tokens / (self.pages * self.block_size) if self.pages else 0.0
+    def block_waste(self) -> float:
+        """Share of the blocks' slots that holds nothing: the tails of last blocks."""
+        return 1 - self.stored_tokens / (self.blocks * self.block_size) if self.blocks else 0.0
 
     @property
     def reservation_waste(self) -> float:
@@ -140,8 +140,8 @@ class MemoryReport:
         return 1 - self.tokens / self.reserved_tokens if self.reserved_tokens else 0.0
 
     @property
-    def page_bytes(self) -> int:
-        return self.pages * self.block_size * self.bytes_per_token
+    def block_bytes(self) -> int:
+        return self.blocks * self.block_size * self.bytes_per_token
 
     @property
     def reserved_bytes(self) -> int:
@@ -149,8 +149,8 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_sequences} sequences, {self.tokens} tokens in {self.pages} pages of {self.block_size} "
-            f"({self.page_bytes / 2**20:.1f} MiB, {self.page_waste:.1%} unused); reserved contiguously: "
+            f"{self.num_sequences} sequences, {self.tokens} tokens in {self.blocks} blocks of {self.block_size} "
+            f"({self.block_bytes / 2**20:.1f} MiB, {self.block_waste:.1%} unused); reserved contiguously: "
             f"{self.reserved_bytes / 2**20:.1f} MiB, {self.reservation_waste:.1%} unused"
         )
 
@@ -158,28 +158,28 @@ class MemoryReport:
 def memory_report(
     sequences: Iterable[Sequence], block_size: int, max_model_len: int, bytes_per_token: int
 ) -> MemoryReport:
-    """Count what `sequences` hold at this moment (those without pages are waiting and hold nothing)."""
-    filled: dict[int, int] = {}  # page -> tokens in it
+    """Count what `sequences` hold at this moment (those without blocks are waiting and hold nothing)."""
+    filled: dict[int, int] = {}  # block -> tokens in it
     holders = [sequence for sequence in sequences if sequence.block_table]
     for sequence in holders:
-        for i, page in enumerate(sequence.block_table):
-            in_page = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
-            filled[page] = max(filled.get(page, 0), in_page)
+        for i, block in enumerate(sequence.block_table):
+            in_block = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
+            filled[block] = max(filled.get(block, 0), in_block)
     return MemoryReport(
         num_sequences=len(holders),
         block_size=block_size,
         bytes_per_token=bytes_per_token,
         tokens=sum(sequence.num_computed_tokens for sequence in holders),
         stored_tokens=sum(filled.values()),
-        pages=len(filled),
+        blocks=len(filled),
         reserved_tokens=len(holders) * max_model_len,
     )
 
 
 def waste_by_block_size(lengths: list[int], block_sizes: list[int], max_model_len: int) -> list[dict[str, float]]:
-    """Points of the README's figure: unused share of the memory for sequences of these lengths, per page size.
+    """Points of the README's figure: unused share of the memory for sequences of these lengths, per block size.
 
-    `block_size == max_model_len` is the contiguous reservation: one page per sequence.
+    `block_size == max_model_len` is the contiguous reservation: one block per sequence.
     """
     used = sum(lengths)
     points = []

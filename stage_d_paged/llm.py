@@ -1,4 +1,4 @@
-"""The paged engine: our own model, many requests at once, their KV cache in pages.
+"""The paged engine: our own model, many requests at once, their KV cache in blocks.
 
     prompts -> token ids -> [prefill (flat batches) -> sample -> decode, all together -> ...] -> text
 
@@ -38,7 +38,7 @@ class LLM(Frontend):
         ModelError: the model cannot be loaded or is not supported.
         TypeError: an option is unknown.
         ValueError: an option is out of range.
-        MemoryError: there is no room for one page of KV cache.
+        MemoryError: there is no room for one block of KV cache.
     """
 
     def __init__(
@@ -148,8 +148,9 @@ def check_fits_pool(request: Request, block_manager: BlockManager) -> None:
     blocks = block_manager.blocks_for(tokens)
     if blocks > block_manager.num_blocks:
         raise ValueError(
-            f"prompt {request.index} has {tokens} tokens, which take {blocks} pages of {block_manager.block_size}; the "
-            f"KV pool has {block_manager.num_blocks}. Shorten it, or raise num_kvcache_blocks or gpu_memory_utilization"
+            f"prompt {request.index} has {tokens} tokens, which take {blocks} blocks of {block_manager.block_size}; "
+            f"the KV pool has {block_manager.num_blocks}. Shorten it, or raise num_kvcache_blocks or "
+            "gpu_memory_utilization"
         )
 
 

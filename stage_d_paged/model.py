@@ -30,7 +30,7 @@ from stage_d_paged.weights import WeightLoader
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention whose keys and values live in the pool's pages."""
+    """Grouped-query self-attention whose keys and values live in the pool's blocks."""
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device

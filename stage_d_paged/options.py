@@ -21,9 +21,9 @@ class EngineOptions:
         gpu_memory_utilization: the share of the GPU's memory that this process may use.
         tensor_parallel_size: number of GPUs; more than one is stage F's subject.
         enforce_eager: run without CUDA graphs. There are none before stage F, so that both values are honoured here.
-        kvcache_block_size: tokens in a page; None takes what the attention backend prefers.
-        num_kvcache_blocks: pages in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
-        enable_prefix_caching: share the pages of equal prefixes.
+        kvcache_block_size: tokens in a block; None takes what the attention backend prefers.
+        num_kvcache_blocks: blocks in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
+        enable_prefix_caching: share the blocks of equal prefixes.
         attention_backend: `auto`, `reference`, `triton` or `flash`.
         fused_mlp: stage C's operator for steps of a few tokens: `auto` (on a GPU, if it was built), `on` or `off`.
     """

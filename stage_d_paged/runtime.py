@@ -86,12 +86,12 @@ def load_runtime(
 
 
 def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
-    """Pages in the pool: those asked for, or what there is room for."""
+    """Blocks in the pool: those asked for, or what there is room for."""
     if options.num_kvcache_blocks != -1:
         return options.num_kvcache_blocks
-    page_bytes = runtime.bytes_per_token * runtime.block_size
+    block_bytes = runtime.bytes_per_token * runtime.block_size
     if runtime.device.type == "cpu":
-        return cpu_num_blocks(page_bytes, runtime.block_size, runtime.max_model_len)
+        return cpu_num_blocks(block_bytes, runtime.block_size, runtime.max_model_len)
 
     @torch.inference_mode()
     def run_largest_step() -> None:
@@ -101,4 +101,4 @@ def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
         rows = min(options.max_num_seqs, options.max_num_batched_tokens)
         runtime.model.compute_logits(hidden[:rows]).float()
 
-    return cuda_num_blocks(page_bytes, options.gpu_memory_utilization, runtime.device, run_largest_step)
+    return cuda_num_blocks(block_bytes, options.gpu_memory_utilization, runtime.device, run_largest_step)

@@ -28,8 +28,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)  # prompt + generated
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the sequence was admitted
-    num_preemptions: int = 0  # times its pages were taken away (from stage E on)
-    block_table: list[int] = field(default_factory=list)  # page of positions 0..block_size-1, of the next ones, …
+    num_preemptions: int = 0  # times its blocks were taken away (from stage E on)
+    block_table: list[int] = field(default_factory=list)  # block of positions 0..block_size-1, of the next ones, …
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
     num_indexed_blocks: int = 0  # leading blocks of block_table that the prefix cache knows
 

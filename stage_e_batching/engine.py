@@ -146,10 +146,10 @@ class Engine(LiveRequests):
         counters.num_cached_tokens += sum(s.num_cached_tokens for s in step.admitted if s.is_new)
 
     def _check_idle(self) -> None:
-        """Nothing runs and nothing waits, so every page must be free: a leak is found where it happened."""
+        """Nothing runs and nothing waits, so every block must be free: a leak is found where it happened."""
         used = self.scheduler.block_manager.num_used
         if used:
-            raise RuntimeError(f"the engine is idle but {used} pages of KV cache are in use")
+            raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
     def stats(self) -> dict[str, int]:
         """The counters, and how full the engine is now."""
@@ -158,6 +158,6 @@ class Engine(LiveRequests):
         return asdict(self.counters) | {
             "num_waiting": len(self.scheduler.waiting),
             "num_running": self.scheduler.num_running,
-            "num_used_pages": manager.num_used,
-            "num_pages": manager.num_blocks,
+            "num_used_blocks": manager.num_used,
+            "num_blocks": manager.num_blocks,
         }

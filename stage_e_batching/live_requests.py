@@ -107,7 +107,7 @@ class LiveRequests:
             sequence.owner.unfinished.add(sequence)
             self.scheduler.add(sequence)
             self._midway = False
-        return sequence.arrival
+        return sequence.request_id
 
     def abort(self, request_id: int) -> bool:
         """Drop a request wherever it is, and free its blocks. False if it was already gone.
@@ -169,7 +169,7 @@ class LiveRequests:
             sequence = self.scheduler.find(self._aborted[0])
             if sequence is not None:
                 if sequence.owner is not self._mailbox.owner:
-                    sequence.error = RuntimeError(f"request {sequence.arrival} was aborted by somebody else")
+                    sequence.error = RuntimeError(f"request {sequence.request_id} was aborted by somebody else")
                 self._remove(sequence)
             self._aborted.popleft()
 
@@ -203,7 +203,7 @@ class LiveRequests:
 
     def _remove(self, sequence: BatchSequence) -> None:
         """Tell a request's end, if it came to one, and let go of what it holds."""
-        if self.scheduler.find(sequence.arrival) is sequence:  # else an interrupt while it arrived kept it out
+        if self.scheduler.find(sequence.request_id) is sequence:  # else an interrupt while it arrived kept it out
             if sequence.is_finished and sequence.error is None:
                 sequence.finish_time = time.perf_counter()
                 sequence.output = output_of(sequence, sequence.arrival_time)

@@ -43,7 +43,7 @@ class LLM(Frontend):
         ModelError: the model cannot be loaded or is not supported.
         TypeError: an option is unknown.
         ValueError: an option is out of range.
-        MemoryError: there is no room for one page of KV cache.
+        MemoryError: there is no room for one block of KV cache.
         OSError: the trace file cannot be written.
     """
 

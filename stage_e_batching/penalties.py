@@ -34,7 +34,7 @@ class PenaltyState:
 
     def seat(self, sequence: BatchSequence, params: SamplingParams) -> None:
         """A sequence took a seat (perhaps after a preemption): count what it has so far."""
-        seat = sequence.row
+        seat = sequence.batch_slot
         if self._row_of_seat[seat] >= 0:  # the seat's last owner is gone
             self._free_rows.append(int(self._row_of_seat[seat]))
             self._row_of_seat[seat] = -1

@@ -15,21 +15,21 @@ from operator import attrgetter
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence, State
 
-by_arrival = attrgetter("arrival")
+by_arrival = attrgetter("request_id")
 
 
 class Queues:
-    """The sequences of one engine, and the pool of pages that they share.
+    """The sequences of one engine, and the pool of blocks that they share.
 
     Args:
-        num_blocks, block_size, enable_prefix_caching: the pool of pages.
+        num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._pool = (num_blocks, block_size, enable_prefix_caching)
-        self._arrivals = 0
+        self._next_request_id = 0
         self._unfinished: dict[int, BatchSequence] = {}
         self._start_empty()
 
@@ -40,7 +40,7 @@ class Queues:
         self.waiting: deque[BatchSequence] = deque()
         self.prefilling: list[BatchSequence] = []
         self.decoding: list[BatchSequence] = []
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._free_batch_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._num_refused = 0  # the first of those that wait: they did not fit, and no block or slot came free since
 
     @property
@@ -57,8 +57,8 @@ class Queues:
         """All that wait or run, by arrival."""
         return list(self._unfinished.values())
 
-    def find(self, arrival: int) -> BatchSequence | None:
-        return self._unfinished.get(arrival)
+    def find(self, request_id: int) -> BatchSequence | None:
+        return self._unfinished.get(request_id)
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
@@ -68,8 +68,8 @@ class Queues:
         if num_tokens > self.capacity:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
-                f"({self.block_manager.num_blocks} pages of {self.block_manager.block_size}); raise num_kvcache_blocks "
-                "or gpu_memory_utilization"
+                f"({self.block_manager.num_blocks} blocks of {self.block_manager.block_size}); raise "
+                "num_kvcache_blocks or gpu_memory_utilization"
             )
 
     def add(self, sequence: BatchSequence) -> None:
@@ -77,33 +77,33 @@ class Queues:
         self.check_prompt(sequence.num_prompt_tokens)
         if sequence.max_total_tokens > self.capacity + 1:
             raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
-        sequence.arrival = self._arrivals
-        self._arrivals += 1
-        self._unfinished[sequence.arrival] = sequence
+        sequence.request_id = self._next_request_id
+        self._next_request_id += 1
+        self._unfinished[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
     def remove(self, sequence: BatchSequence) -> None:
         """Take a sequence out, finished or aborted, wherever it is. A second call does nothing.
 
-        Its full pages stay findable in the prefix cache: a next turn of a conversation starts with this one's text.
+        Its full blocks stay findable in the prefix cache: a next turn of a conversation starts with this one's text.
         """
         if sequence.state is State.FINISHED:
             return
         queue = {
             State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
         }[sequence.state]  # fmt: skip
-        i = bisect_left(queue, sequence.arrival, key=by_arrival)
+        i = bisect_left(queue, sequence.request_id, key=by_arrival)
         if i < len(queue) and queue[i] is sequence:  # an interrupt while it arrived may have kept it out of the queue
             del queue[i]
         self.block_manager.index_computed(sequence)
         self._vacate(sequence)
         sequence.state = State.FINISHED
-        del self._unfinished[sequence.arrival]
+        del self._unfinished[sequence.request_id]
 
     def recover(self) -> None:
         """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
 
-        What the pool's pages hold is not known any more, and an interrupt may have hit between any two lines, so the
+        What the pool's blocks hold is not known any more, and an interrupt may have hit between any two lines, so the
         books are not repaired but begun anew. Steps that were scheduled before are void.
         """
         self._start_empty()
@@ -113,12 +113,12 @@ class Queues:
                 sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
             sequence.block_table = []
             sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
-            sequence.row, sequence.state = -1, State.WAITING
+            sequence.batch_slot, sequence.state = -1, State.WAITING
             self.waiting.append(sequence)
 
     def _vacate(self, sequence: BatchSequence) -> None:
         self.block_manager.free(sequence)
-        if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
-            sequence.row = -1
+        if sequence.batch_slot >= 0:
+            self._free_batch_slots.append(sequence.batch_slot)
+            sequence.batch_slot = -1
         self._num_refused = 0

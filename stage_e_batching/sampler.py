@@ -76,7 +76,7 @@ class Sampler:
 
     def seat(self, sequence: BatchSequence) -> None:
         """Note what a sequence that took a seat asks for."""
-        seat, params, seed = sequence.row, sequence.request.params, sequence.request.seed
+        seat, params, seed = sequence.batch_slot, sequence.request.params, sequence.request.seed
         drawn = params.temperature > 0
         top_k = params.top_k if params.top_k < self._vocab_size else 0
         filtered = drawn and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -102,7 +102,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> DrawnTokens:
         """Choose a token for each of `sequences`, from its row of `logits [rows, vocab]`."""
-        seats = np.array([sequence.row for sequence in sequences])
+        seats = np.array([sequence.batch_slot for sequence in sequences])
         steps = np.array([sequence.num_generated_tokens for sequence in sequences])
         temperatures, noise_keys = np.empty(len(seats), np.float32), np.empty(len(seats), np.int32)
         self.fill(seats, steps, temperatures, noise_keys)

@@ -6,7 +6,7 @@ taken at once, instead of keeping a batch together until its slowest member is d
 * **Tokens.** A step runs at most `max_num_batched_tokens`. Decodes come first, one token each; what is left goes to
   prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
   its steps with the decodes of the others and never stalls them.
-* **Seats.** At most `max_num_seqs` sequences run.
+* **Batch slots.** At most `max_num_seqs` sequences run.
 * **Blocks.** A sequence is admitted when the blocks for all of its tokens are free and a *watermark* of free blocks
   remains: enough for the next `WATERMARK` tokens of each running sequence. When a decode finds no block, the running
   sequence that arrived last is *preempted*: its blocks are freed and it waits again, to be recomputed later (Kwon et
@@ -54,7 +54,7 @@ class Scheduler(Queues):
     """Decides who runs.
 
     Args:
-        num_blocks, block_size, enable_prefix_caching: the pool of pages.
+        num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens that run in one step.
         enable_chunked_prefill: False keeps prompts whole, in steps of their own, as engines did before chunking.
@@ -138,11 +138,14 @@ class Scheduler(Queues):
         step.samples = [True] * len(scheduled)
 
     def _grow(self, sequence: BatchSequence, step: ScheduledStep) -> bool:
-        """A page for the next token, if need be another's; False if the sequence was itself the one to go."""
+        """Reserve a block for the sequence's next token, preempting the most recent sequences if none is free.
+
+        Returns False if that preempted this sequence.
+        """
         self.block_manager.index_computed(sequence)
         while not self.block_manager.allocate(sequence, sequence.num_computed_tokens + 1):
             last = max((queue[-1] for queue in (self.prefilling, self.decoding) if queue), key=by_arrival)
-            self._preempt(last, step, f"sequence {sequence.arrival} needs a page and none is free")
+            self._preempt(last, step, f"sequence {sequence.request_id} needs a block and none is free")
             if last is sequence:
                 return False
         step.grown.append(sequence)
@@ -174,7 +177,7 @@ class Scheduler(Queues):
         step.add(sequence, num_tokens, samples=num_tokens == remaining)
         step.num_recomputed += max(0, min(start + num_tokens, sequence.highest_computed) - start)
         sequence.num_computed_tokens += num_tokens
-        self.block_manager.index_computed(sequence)  # the next one admitted may share these pages already
+        self.block_manager.index_computed(sequence)  # the next one admitted may share these blocks already
         if num_tokens == remaining:
             self.prefilling.remove(sequence)
             sequence.state = State.DECODING
@@ -182,13 +185,13 @@ class Scheduler(Queues):
         return num_tokens
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
-        """Seat waiting sequences, earliest first, while there are tokens, seats and pages."""
+        """Admit waiting sequences, earliest first, while there are tokens, batch slots and blocks."""
         if step.preempted or self._num_refused >= min(len(self.waiting), LOOKAHEAD):
             return
         passed: list[BatchSequence] = []  # those that did not fit
         overtakes_left = MAX_OVERTAKES  # of the one among them that has been overtaken most often
         for i, sequence in enumerate(list(islice(self.waiting, LOOKAHEAD))):
-            if budget == 0 or not self._free_rows:
+            if budget == 0 or not self._free_batch_slots:
                 return
             if not overtakes_left:
                 break
@@ -202,7 +205,7 @@ class Scheduler(Queues):
             for other in passed:
                 other.times_overtaken += 1
             overtakes_left -= bool(passed)
-            sequence.row = self._free_rows.pop()
+            sequence.batch_slot = self._free_batch_slots.pop()
             sequence.state = State.PREFILLING
             insort(self.prefilling, sequence, key=by_arrival)
             sequence.first_scheduled_time = sequence.first_scheduled_time or step.time

@@ -37,9 +37,9 @@ class State(Enum):
 class BatchSequence(Sequence):
     """A sequence with its place in the queue and in the batch."""
 
-    arrival: int = -1  # running number; it is also the request's id
+    request_id: int = -1  # counts up, so it is also the order of arrival
     state: State = State.WAITING
-    row: int = -1  # its seat while it runs: a row of the model runner's tables; -1 = none
+    batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
     max_total_tokens: int = 0  # prompt and answer together never pass this
     highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
@@ -60,7 +60,7 @@ class BatchSequence(Sequence):
         text = "" if error else self.completion.text_from(self.num_read)
         self.num_read += len(text)
         self.end_was_read = output is not None or error is not None
-        return Event(self.arrival, text, output, error) if text or self.end_was_read else None
+        return Event(self.request_id, text, output, error) if text or self.end_was_read else None
 
 
 class ScheduledSequence(NamedTuple):
@@ -73,10 +73,10 @@ class ScheduledSequence(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A sequence that had to give its pages back, and why."""
+    """A sequence that had to give its blocks back, and why."""
 
     sequence: BatchSequence
-    num_pages: int
+    num_blocks: int
     num_tokens: int  # computed tokens that were given up
     reason: str
 
@@ -117,6 +117,7 @@ class ScheduledStep:
 
     def __str__(self) -> str:
         parts = [f"step {self.number}: {len(self)} sequences, {self.total_tokens} tokens"]
-        parts += [f"{e.sequence.arrival}[{e.start}:{e.start + e.num_tokens}]{'*' if e.samples else ''}" for e in self]
-        parts += [f"preempted {p.sequence.arrival} ({p.reason})" for p in self.preempted]
+        for e in self:
+            parts.append(f"{e.sequence.request_id}[{e.start}:{e.start + e.num_tokens}]{'*' if e.samples else ''}")
+        parts += [f"preempted {p.sequence.request_id} ({p.reason})" for p in self.preempted]
         return " ".join(parts) + (f" ({self.idle_reason})" if self.idle_reason else "")

@@ -35,24 +35,24 @@ class Trace:
             "num_tokens": step.total_tokens,
             "sequences": [
                 {
-                    "id": e.sequence.arrival,
+                    "id": e.sequence.request_id,
                     "start": e.start,
                     "tokens": e.num_tokens,
                     "samples": e.samples,
-                    "pages": len(e.sequence.block_table),
+                    "blocks": len(e.sequence.block_table),
                 }
                 for e in step
             ],
             "num_decodes": step.num_decodes,
             "num_recomputed": step.num_recomputed,
-            "admitted": [sequence.arrival for sequence in step.admitted],
+            "admitted": [sequence.request_id for sequence in step.admitted],
             "preempted": [
-                {"id": p.sequence.arrival, "pages": p.num_pages, "tokens": p.num_tokens, "reason": p.reason}
+                {"id": p.sequence.request_id, "blocks": p.num_blocks, "tokens": p.num_tokens, "reason": p.reason}
                 for p in step.preempted
             ],
-            "waiting": [sequence.arrival for sequence in scheduler.waiting],
-            "used_pages": scheduler.block_manager.num_used,
-            "num_pages": scheduler.block_manager.num_blocks,
+            "waiting": [sequence.request_id for sequence in scheduler.waiting],
+            "used_blocks": scheduler.block_manager.num_used,
+            "num_blocks": scheduler.block_manager.num_blocks,
             "idle_reason": step.idle_reason,
         }
 
@@ -65,7 +65,7 @@ class Trace:
         """
         record = self._open.pop(step.number) | {
             "end": ran - self._start,
-            "finished": [{"id": s.arrival, "reason": s.completion.finish_reason} for s in ended],
+            "finished": [{"id": s.request_id, "reason": s.completion.finish_reason} for s in ended],
         }
         if not self._file.closed:  # a call may still be under way when the engine is closed
             self._file.write(json.dumps(record) + "\n")

@@ -31,11 +31,11 @@ class InputBatch:
     def update(self, step: ScheduledStep) -> None:
         """Take over what the step changed: who was seated, and whose block table has grown."""
         for sequence in step.admitted:
-            self._tables[sequence.row] = -1
-            self._table_lens[sequence.row] = 0
-            self._prompt_lens[sequence.row] = sequence.num_prompt_tokens
+            self._tables[sequence.batch_slot] = -1
+            self._table_lens[sequence.batch_slot] = 0
+            self._prompt_lens[sequence.batch_slot] = sequence.num_prompt_tokens
         for sequence in step.grown:
-            row, table = sequence.row, sequence.block_table
+            row, table = sequence.batch_slot, sequence.block_table
             filled = self._table_lens[row]
             self._tables[row, filled : len(table)] = table[filled:]
             self._table_lens[row] = len(table)
@@ -59,7 +59,7 @@ class InputBatch:
         Returns:
             how many tokens each sampling sequence has generated before, int64 [samples].
         """
-        seats = np.array([sequence.row for sequence in step.sequences])  # [seqs]
+        seats = np.array([sequence.batch_slot for sequence in step.sequences])  # [seqs]
         starts, counts = np.array(step.starts), np.array(step.num_tokens)
         ends = starts + counts
         out.seats[:] = seats

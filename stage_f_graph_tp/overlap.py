@@ -65,7 +65,7 @@ class OverlappedEngine(Engine):
             if samples:
                 sequence.num_in_flight += 1
                 if len(sequence) == sequence.max_total_tokens:
-                    del decoding[bisect_left(decoding, sequence.arrival, key=by_arrival)]
+                    del decoding[bisect_left(decoding, sequence.request_id, key=by_arrival)]
 
     def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
         """Postprocess a step after the next one was launched. Tokens for sequences that have ended are dropped."""

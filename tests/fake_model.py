@@ -1,7 +1,7 @@
-"""A model for tests of the scheduler: its next token is a hash of everything that it sees through the pages.
+"""A model for tests of the scheduler: its next token is a hash of everything that it sees through the blocks.
 
 The pool holds, for every slot, the token and position written there. A sequence's next token is a hash of all visible
-slots in order, read through its block table: one wrong page, slot, position or order, one stale page in the prefix
+slots in order, read through its block table: one wrong block, slot, position or order, one stale block in the prefix
 cache, one token fed twice, and the text is another. No tensor, no weights. For stage F, what the real runner would send
 to the device is built for every step as well, and compared with what the step says.
 """
@@ -92,8 +92,8 @@ class FakeRunner:
         for i, (sequence, start, count, _) in enumerate(step):
             tokens = sequence.token_ids[start : start + count]
             if i < step.num_decodes:
-                assert tokens in ([], [self.last_tokens[sequence.row]])
-                tokens = [self.last_tokens[sequence.row]]
+                assert tokens in ([], [self.last_tokens[sequence.batch_slot]])
+                tokens = [self.last_tokens[sequence.batch_slot]]
             assert len(tokens) == count
             if len(self.steps) in self._fail_at and i == len(step) // 2:
                 raise RuntimeError("the device failed")
@@ -104,7 +104,7 @@ class FakeRunner:
         for sequence, start, count, samples in step:
             if samples:
                 token = next_token([self.pool[self._slot(sequence, i)] for i in range(start + count)])
-                self.last_tokens[sequence.row] = token
+                self.last_tokens[sequence.batch_slot] = token
                 sampled.append(token)
         return Sampled(sampled)
 
@@ -132,16 +132,16 @@ class FakeRunner:
         assert found.slot_mapping.tolist() == [self._slot(e.sequence, i) for e, span in spans for i in span]
         assert found.cu_seqlens_q.tolist() == [0, *ends]
         assert found.context_lens.tolist() == [span.stop for _, span in spans]
-        assert found.seats.tolist() == [e.sequence.row for e in entries]
+        assert found.seats.tolist() == [e.sequence.batch_slot for e in entries]
         for entry, table in zip(entries, found.block_tables.tolist(), strict=True):
-            pages = entry.sequence.block_table[: shape.table_width]
-            assert table == pages + [-1] * (shape.table_width - len(pages))
-            assert len(pages) * self.block_size >= entry.start + entry.num_tokens, "all of the context"
+            blocks = entry.sequence.block_table[: shape.table_width]
+            assert table == blocks + [-1] * (shape.table_width - len(blocks))
+            assert len(blocks) * self.block_size >= entry.start + entry.num_tokens, "all of the context"
         prompts = spans[step.num_decodes :]
         known = [e.sequence.token_ids[i] for e, span in prompts for i in span]
         assert found.input_ids.tolist() == [0] * step.num_decodes + known
         sampling = [(e, end) for e, end in zip(entries, ends, strict=True) if e.samples]
-        assert found.sample_seats.tolist() == [e.sequence.row for e, _ in sampling]
+        assert found.sample_seats.tolist() == [e.sequence.batch_slot for e, _ in sampling]
         assert found.sample_tokens.tolist() == [end - 1 for _, end in sampling]
         assert generated.tolist() == [e.start + e.num_tokens - e.sequence.num_prompt_tokens for e, _ in sampling]
 
@@ -185,11 +185,11 @@ def check_books(engine: Engine) -> None:
     scheduler.block_manager.check_invariants(scheduler.unfinished)
     assert scheduler.num_running <= scheduler.max_num_seqs
     running = [*scheduler.prefilling, *scheduler.decoding]
-    assert len({sequence.row for sequence in running}) == len(running)
+    assert len({sequence.batch_slot for sequence in running}) == len(running)
     assert all(sequence.times_overtaken <= MAX_OVERTAKES for sequence in scheduler.unfinished)
-    assert all(sequence.row == -1 and not sequence.block_table for sequence in scheduler.waiting)
+    assert all(sequence.batch_slot == -1 and not sequence.block_table for sequence in scheduler.waiting)
     for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
-        assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+        assert [s.request_id for s in queue] == sorted(s.request_id for s in queue)
     if engine.runner.steps:
         step = engine.runner.steps[-1]
         assert step.total_tokens <= scheduler.max_num_batched_tokens

@@ -174,7 +174,7 @@ class Soak:
                 resident_bytes(),
                 stats.get("allocated_bytes.all.current", 0),
                 stats.get("reserved_bytes.all.current", 0),
-                self.llm.engine.stats()["num_used_pages"],
+                self.llm.engine.stats()["num_used_blocks"],
             )
         )
 

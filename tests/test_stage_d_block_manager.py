@@ -1,4 +1,4 @@
-"""The page allocator: sharing, eviction, reference counts, and the books in any order of operations."""
+"""The block allocator: sharing, eviction, reference counts, and the books in any order of operations."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(manager: BlockManager, sequence: Sequence) -> None:
 
 def test_a_sequence_gets_exactly_the_pages_its_tokens_need():
     manager = BlockManager(10, 4)
-    for length, pages in ((1, 1), (4, 1), (5, 2), (8, 2)):
+    for length, blocks in ((1, 1), (4, 1), (5, 2), (8, 2)):
         sequence = make(list(range(100 * length, 101 * length)))
         assert manager.allocate(sequence, len(sequence))
-        assert len(sequence.block_table) == pages
+        assert len(sequence.block_table) == blocks
         manager.free(sequence)
     assert manager.num_free == 10
 
@@ -55,7 +55,7 @@ def test_the_token_after_a_full_block_goes_into_a_new_page():
 def test_an_allocation_that_does_not_fit_changes_nothing():
     manager = BlockManager(4, 4)
     first = admit(manager, list(range(8)))
-    too_long = make([*range(8), *range(100, 112)])  # shares 2 pages, needs 3 more, 2 are free
+    too_long = make([*range(8), *range(100, 112)])  # shares 2 blocks, needs 3 more, 2 are free
     assert not manager.allocate(too_long, len(too_long))
     assert too_long.block_table == [] and too_long.num_computed_tokens == 0
     manager.check_invariants([first])
@@ -126,7 +126,7 @@ def test_an_error_takes_back_nothing_of_an_earlier_step():
 def test_a_reused_page_is_no_longer_found_under_its_old_content():
     manager = BlockManager(2, 4)
     manager.free(admit(manager, [1, 2, 3, 4, 5]))
-    other = admit(manager, [9, 9, 9, 9, 9])  # takes both pages
+    other = admit(manager, [9, 9, 9, 9, 9])  # takes both blocks
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 5])) == 0
     manager.check_invariants([other])
 
@@ -152,7 +152,7 @@ def test_pages_without_content_go_first_then_the_least_recently_freed():
     old, new = admit(manager, [1, 2]), admit(manager, [3, 4])
     manager.free(old)
     manager.free(new)
-    taker = admit(manager, [9, 9, 9, 9, 9])  # three pages: the two never used, then the one freed first
+    taker = admit(manager, [9, 9, 9, 9, 9])  # three blocks: the two never used, then the one freed first
     assert manager.count_cached_tokens(make([1, 2, 0])) == 0
     assert manager.count_cached_tokens(make([3, 4, 0])) == 2
     manager.check_invariants([taker])
@@ -222,11 +222,11 @@ def test_the_memory_report_counts_a_shared_page_once():
     manager = BlockManager(10, 4)
     sequences = [admit(manager, list(range(6))), admit(manager, [0, 1, 2, 3, 9])]
     report = memory_report(sequences, block_size=4, max_model_len=20, bytes_per_token=8)
-    assert (report.tokens, report.stored_tokens, report.pages) == (11, 7, 3)
-    assert report.page_waste == pytest.approx(1 - 7 / 12)
+    assert (report.tokens, report.stored_tokens, report.blocks) == (11, 7, 3)
+    assert report.block_waste == pytest.approx(1 - 7 / 12)
     assert report.reservation_waste == pytest.approx(1 - 11 / 40)
-    assert (report.page_bytes, report.reserved_bytes) == (96, 320)
-    assert "3 pages of 4" in str(report)
+    assert (report.block_bytes, report.reserved_bytes) == (96, 320)
+    assert "3 blocks of 4" in str(report)
 
 
 def test_waste_grows_with_the_page_up_to_the_contiguous_reservation():
@@ -239,13 +239,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Any order of allocate, append, share, free, evict and failing steps, on a pool that is always too small.
 
     Beside the manager runs a model of the pool's *content*: what a computed token would have written is a function of
-    its whole prefix. A sequence that reads anything else than its own prefix from its pages has been given wrong ones.
+    its whole prefix. A sequence that reads anything else than its own prefix from its blocks has been given wrong ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(8, 3)
-        self.content: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, offset) -> prefix up to that token
+        self.content: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix up to that token
         self.live: list[Sequence] = []
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""The static-batch engine: right answers under any page pressure, errors at the door, nothing left behind."""
+"""The static-batch engine: right answers under any block pressure, errors at the door, nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from stage_a_naive import LLM as NaiveLLM
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
-from stage_d_paged.kv_cache import CPU_POOL_BYTES, cpu_num_blocks, pages_that_fit
+from stage_d_paged.kv_cache import CPU_POOL_BYTES, blocks_that_fit, cpu_num_blocks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LENGTHS = (5, 40, 1, 33, 16, 17)
@@ -100,7 +100,7 @@ def test_identical_prompts_of_one_call_share_pages(llm: LLM):
 
 def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_run():
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=2, kvcache_block_size=4)
-    with pytest.raises(ValueError, match="prompt 1 has 9 tokens, which take 3 pages of 4; the KV pool has 2"):
+    with pytest.raises(ValueError, match="prompt 1 has 9 tokens, which take 3 blocks of 4; the KV pool has 2"):
         llm.generate([[1], [2] * 9], GREEDY)
     assert [len(ids) for ids in ids_of(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))] == [2]
     assert_nothing_held(llm)
@@ -208,7 +208,7 @@ def test_the_memory_report_shows_the_last_batch(llm: LLM):
     llm.generate(prompts(), GREEDY, use_tqdm=False)
     assert llm.memory.num_sequences == 6
     assert llm.memory.tokens == sum(LENGTHS) + 6 * 11  # the last token of each was never run
-    assert llm.memory.page_waste < 0.5 < llm.memory.reservation_waste
+    assert llm.memory.block_waste < 0.5 < llm.memory.reservation_waste
 
 
 @pytest.mark.parametrize(
@@ -261,14 +261,14 @@ def test_a_machine_that_cannot_build_the_operator_says_so_when_it_is_asked_for(m
 
 
 def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
-    assert cpu_num_blocks(page_bytes=2**20, block_size=16, max_model_len=4096) == CPU_POOL_BYTES // 2**20
-    assert cpu_num_blocks(page_bytes=2**23, block_size=16, max_model_len=4096) == 256
+    assert cpu_num_blocks(block_bytes=2**20, block_size=16, max_model_len=4096) == CPU_POOL_BYTES // 2**20
+    assert cpu_num_blocks(block_bytes=2**23, block_size=16, max_model_len=4096) == 256
 
 
 def test_no_room_for_one_page_says_what_was_free_and_what_to_change():
     with pytest.raises(MemoryError, match=r"2\.00 MiB, 1\.00 MiB are left.*300 MiB of the GPU.*Raise gpu_memory_util"):
-        pages_that_fit(2**20, 2**21, 300 * 2**20, 0.9)
-    assert pages_that_fit(2**22 - 1, 2**21, 0, 0.9) == 1
+        blocks_that_fit(2**20, 2**21, 300 * 2**20, 0.9)
+    assert blocks_that_fit(2**22 - 1, 2**21, 0, 0.9) == 1
 
 
 def test_every_part_agrees_on_the_block_size():

@@ -138,7 +138,7 @@ def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
     sequence = cached.sequence(shared + tail)
     assert sequence.num_cached_tokens == 64
     assert (cached.step((sequence, 17)) - expected).abs().max() < 1e-4
-    # and what it reads is really the pool: spoil a cached page, and the answer changes
+    # and what it reads is really the pool: spoil a cached block, and the answer changes
     spoiled = cached.sequence(shared + tail)
     cached.pool.tensor[:, :, spoiled.block_table[0]] += 1
     assert spoiled.num_uncomputed_tokens == 1
@@ -150,7 +150,7 @@ def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_pa
     stepper = Stepper(runtime)
     ids = prompt(40)
     first = stepper.sequence(ids)
-    stepper.plan(first, 40)  # the pages are found as soon as the step is planned
+    stepper.plan(first, 40)  # the blocks are found as soon as the step is planned
     second = stepper.sequence(ids)
     assert second.num_cached_tokens == 32
     first.num_computed_tokens = 0

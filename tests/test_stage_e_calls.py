@@ -38,7 +38,7 @@ def nothing_stays_behind(request):
     yield
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm").engine
-        assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+        assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
 
 
 def ids(outputs: list) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm):
         call = threads.submit(llm.generate, [PROMPTS[0]], params, False, lambda *_: begun.set())
         assert begun.wait(60)
         [sequence] = llm.engine.scheduler.unfinished
-        assert llm.engine.abort(sequence.arrival)
+        assert llm.engine.abort(sequence.request_id)
         with pytest.raises(RuntimeError, match=r"request \d+ was aborted by somebody else"):
             call.result(60)
 
@@ -228,5 +228,5 @@ def test_a_trace_counts_the_blocks_of_the_step_that_it_describes(tmp_path, stage
     assert len(decodes) > 5
     for record in decodes:
         for entry in record["sequences"]:
-            assert entry["pages"] == -(-(entry["start"] + 1) // 2)
-        assert record["used_pages"] >= sum(entry["pages"] for entry in record["sequences"])
+            assert entry["blocks"] == -(-(entry["start"] + 1) // 2)
+        assert record["used_blocks"] >= sum(entry["blocks"] for entry in record["sequences"])

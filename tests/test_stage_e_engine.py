@@ -56,13 +56,13 @@ def test_greedy_answers_are_stage_as_in_every_variant(preset):
         if name == "tiny pool":
             engine.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
         assert ids(engine.generate(PROMPTS, GREEDY, False)) == expected, name
-        assert engine.engine.stats()["num_used_pages"] == 0
+        assert engine.engine.stats()["num_used_blocks"] == 0
         if name == "tiny pool":
             assert engine.engine.counters.num_preemptions > 0
         if name == "plain":
             again = engine.generate(PROMPTS, GREEDY, False)
             assert ids(again) == expected
-            assert again[4]["metrics"]["num_cached_tokens"] == 48, "all full pages but the last token's"
+            assert again[4]["metrics"]["num_cached_tokens"] == 48, "all full blocks but the last token's"
 
 
 def test_the_tutor_gives_stage_as_text(tutor):
@@ -144,7 +144,7 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_nothing(llm):
     assert llm.engine.has_unfinished()
     stream.close()
     assert not llm.engine.has_unfinished()
-    assert llm.engine.stats()["num_used_pages"] == 0
+    assert llm.engine.stats()["num_used_blocks"] == 0
 
 
 def test_a_stream_and_a_generate_share_the_engine(llm):
@@ -179,7 +179,7 @@ def test_an_error_leaves_no_request_of_the_call_behind(llm, monkeypatch, error, 
         with pytest.raises(error, match="stop here"):
             llm.generate(PROMPTS, GREEDY, False, fail if where == "listener" else None)
     assert not llm.engine.has_unfinished()
-    assert llm.engine.stats()["num_used_pages"] == 0
+    assert llm.engine.stats()["num_used_blocks"] == 0
     outputs = llm.generate(PROMPTS[:3], GREEDY, False)
     assert ids(outputs) == expected[:3]
 

@@ -82,7 +82,7 @@ def assert_only_the_dead_lost_something(engine: Engine, expected: tuple, found: 
         assert texts[i] == expected[0][i]
         for key in ("token_ids", "logprobs", "finish_reason", "text"):
             assert outputs[i][key] == expected[1][i][key]
-    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
     check_books(engine)
 
 
@@ -127,7 +127,7 @@ def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected
     assert len(died) <= 1 + times
     for i in set(texts) - died:
         assert (texts[i], outputs[i]["logprobs"]) == (expected[0][i], expected[1][i]["logprobs"])
-    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
 
 
 def test_two_interrupts_leave_no_request_behind(monkeypatch):
@@ -143,7 +143,7 @@ def test_two_interrupts_leave_no_request_behind(monkeypatch):
         patch.setattr(engine, "settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(call)
-    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.parametrize("where", ["schedule", "run", "postprocess"])
@@ -161,7 +161,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(expected, monke
         gc.enable()
     assert output["token_ids"] == expected[1][3]["token_ids"] and output["text"] == expected[0][3]
     assert engine.counters.num_aborted == 1 and engine.counters.num_finished == 1
-    assert not engine.has_unfinished() and engine.stats()["num_used_pages"] == 0
+    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
 
 
 def drop_in_a_cycle(stream: Iterator) -> None:

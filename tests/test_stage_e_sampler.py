@@ -53,7 +53,7 @@ def rows(draw) -> dict[str, object]:
 
 def seated(sampler: Sampler, batch: list[dict], seats: list[int]) -> None:
     for row, seat in zip(batch, seats, strict=True):
-        sequence = BatchSequence(Request(0, row["prompt"], row["params"], row["seed"]), row=seat)
+        sequence = BatchSequence(Request(0, row["prompt"], row["params"], row["seed"]), batch_slot=seat)
         sequence.token_ids += row["output"]
         sampler.seat(sequence)
 
@@ -280,7 +280,7 @@ rows, vocab, device = len(params), 101, torch.device("{device}")
 logits = torch.tensor([[i * 7 % vocab / 8 for i in range(vocab)]] * rows)
 sampler, slots = Sampler(rows, vocab, device), np.arange(rows)
 for row, p in enumerate(params):
-    sampler.seat(BatchSequence(Request(row, [1], p, row), row=row))
+    sampler.seat(BatchSequence(Request(row, [1], p, row), batch_slot=row))
 temperatures, keys = np.empty(rows, np.float32), np.empty(rows, np.int32)
 sampler.fill(slots, 0 * slots, temperatures, keys)
 found = sampler(logits.to(device), slots, torch.from_numpy(temperatures).to(device), torch.from_numpy(keys).to(device))

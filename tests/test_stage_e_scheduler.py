@@ -66,10 +66,10 @@ def test_no_more_than_max_num_seqs_run_and_all_of_them_get_on():
     for i in range(20):
         add(engine, 5, 10, phrase=i + 1)
     while engine.has_unfinished():
-        before = {s.arrival: s.num_computed_tokens for s in engine.scheduler.decoding}
+        before = {s.request_id: s.num_computed_tokens for s in engine.scheduler.decoding}
         engine.step()
         assert engine.scheduler.num_running <= 8
-        after = {s.arrival: s.num_computed_tokens for s in engine.scheduler.decoding}
+        after = {s.request_id: s.num_computed_tokens for s in engine.scheduler.decoding}
         assert all(after[i] > before[i] for i in after.keys() & before.keys())
     assert engine.counters.num_finished == 20
 
@@ -81,7 +81,7 @@ def test_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():
     add(engine, 300, 5, phrase=2)
     engine.step()
     step = engine.runner.steps[-1]
-    assert [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step] == [
+    assert [(e.sequence.request_id, e.start, e.num_tokens, e.samples) for e in step] == [
         (0, 4, 1, True),
         (1, 0, 63, False),
     ]
@@ -98,7 +98,7 @@ def test_without_chunking_a_prompt_runs_whole_and_decodes_wait():
     engine.step()
     add(engine, 64, 5, phrase=2)
     engine.step()
-    assert [(e.sequence.arrival, e.num_tokens) for e in engine.runner.steps[-1]] == [(1, 64)]
+    assert [(e.sequence.request_id, e.num_tokens) for e in engine.runner.steps[-1]] == [(1, 64)]
     with pytest.raises(ValueError, match="65 tokens, more than max_num_batched_tokens=64"):
         add(engine, 65, 5)
     assert len(run_all(engine)) == 2
@@ -169,7 +169,7 @@ def test_a_preempted_sequence_finds_its_own_prefix_again():
     outputs = run_all(engine)
     assert engine.counters.num_preemptions == 1
     resumed = [step for step in engine.runner.steps if step.admitted and step.number > 0]
-    assert resumed[-1].starts[-1] > 0, "its first pages were still in the cache"
+    assert resumed[-1].starts[-1] > 0, "its first blocks were still in the cache"
     assert outputs[1]["token_ids"] == answer_alone(requests[1], 49)[0]
 
 
@@ -180,8 +180,8 @@ def test_the_latest_arrival_is_preempted_and_the_step_says_why():
     while not (preempted := engine.runner.steps[-1].preempted if engine.runner.steps else []):
         engine.step()
     [preemption] = preempted
-    assert preemption.sequence.arrival == 1
-    assert preemption.reason == "sequence 0 needs a page and none is free"
+    assert preemption.sequence.request_id == 1
+    assert preemption.reason == "sequence 0 needs a block and none is free"
     assert "preempted 1" in str(engine.runner.steps[-1])
     assert engine.runner.steps[-1].sequences, "the step still runs someone"
 
@@ -196,7 +196,7 @@ def test_a_prompt_under_way_is_preempted_before_an_older_decode():
     while not engine.runner.steps[-1].preempted:
         engine.step()
     [preemption] = engine.runner.steps[-1].preempted
-    assert preemption.sequence.arrival == 3
+    assert preemption.sequence.request_id == 3
     assert 0 < preemption.num_tokens < 40
     assert engine.runner.steps[-1].num_decodes == 3
 
@@ -212,7 +212,7 @@ def test_a_step_that_preempts_admits_nobody():
         engine.step()
         assert not engine.runner.steps[-1].admitted
     engine.step()
-    assert [s.arrival for s in engine.runner.steps[-1].admitted] == [short], "it fits, but only in the next step"
+    assert [s.request_id for s in engine.runner.steps[-1].admitted] == [short], "it fits, but only in the next step"
 
 
 def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
@@ -223,7 +223,7 @@ def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
     engine.step()
     short = add(engine, 4, 4, phrase=3)
     engine.step()
-    assert [sequence.arrival for sequence in engine.runner.steps[-1].admitted] == [short]
+    assert [sequence.request_id for sequence in engine.runner.steps[-1].admitted] == [short]
 
 
 def test_an_idle_step_says_why():
@@ -245,7 +245,7 @@ def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
         add(engine, 4, 3, phrase=3 + i % 7)
         finished += [event.request_id for event in engine.step() if event.output]
     finished += run_all(engine)
-    admitted = [sequence.arrival for step in engine.runner.steps for sequence in step.admitted]
+    admitted = [sequence.request_id for step in engine.runner.steps for sequence in step.admitted]
     overtakers = admitted[: admitted.index(long)][1:]
     assert len(overtakers) == MAX_OVERTAKES
     assert len(finished) == 62
@@ -262,7 +262,7 @@ def test_many_admitted_in_one_step_do_not_pass_a_waiting_one_more_often_than_all
     assert len(engine.runner.steps[-1].admitted) == MAX_OVERTAKES
     outputs = run_all(engine)
     assert len(outputs) == 72
-    admitted = [sequence.arrival for step in engine.runner.steps for sequence in step.admitted]
+    admitted = [sequence.request_id for step in engine.runner.steps for sequence in step.admitted]
     assert admitted.index(long) == 1 + MAX_OVERTAKES
 
 
@@ -421,7 +421,7 @@ def test_an_idle_engine_notices_a_leaked_block():
     engine = make_engine(**ROOMY)
     add(engine, 4, 3)
     assert engine.scheduler.block_manager.allocate(BatchSequence(make_request(0, [1, 2], 1)), 2)  # nobody frees it
-    with pytest.raises(RuntimeError, match="idle but 1 pages"):
+    with pytest.raises(RuntimeError, match="idle but 1 blocks"):
         run_all(engine)
 
 
@@ -438,7 +438,7 @@ def test_identical_prompts_of_one_step_share_their_pages():
     assert [o["metrics"]["num_cached_tokens"] for o in outputs.values()] == [0, 16, 16]
 
 
-@pytest.mark.parametrize(("max_tokens", "cached"), [(20, 28), (21, 32)], ids=["part of a page left", "full pages"])
+@pytest.mark.parametrize(("max_tokens", "cached"), [(20, 28), (21, 32)], ids=["part of a block left", "full blocks"])
 def test_a_next_turn_finds_the_pages_of_the_answer_before(max_tokens, cached):
     engine = make_engine(**ROOMY)
     add(engine, 12, max_tokens)
@@ -471,7 +471,7 @@ def test_a_request_is_aborted_at_any_moment_and_only_once(moment):
     assert not engine.abort(victim)
     assert not engine.abort(12345)
     assert list(run_all(engine)) == [other]
-    assert engine.stats()["num_used_pages"] == 0
+    assert engine.stats()["num_used_blocks"] == 0
     assert engine.stats()["num_aborted"] == 1
 
 
@@ -500,5 +500,5 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert sum(record["num_tokens"] for record in records) == engine.runner.num_tokens_run
     assert [p["id"] for record in records for p in record["preempted"]] == [1]
     assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
-    assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "pages": 3}
+    assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "blocks": 3}
     assert timeline.draw(tmp_path / "trace.jsonl").png.startswith(b"\x89PNG")

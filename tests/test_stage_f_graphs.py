@@ -245,7 +245,7 @@ def test_a_tight_pool_preempts_and_still_gives_the_tokens(stage_e, prefix_cachin
     for _ in range(2):
         assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
     assert llm.engine.counters.num_preemptions > 0 and sum(replays.values()) > 0
-    assert llm.engine.stats()["num_used_pages"] == 0
+    assert llm.engine.stats()["num_used_blocks"] == 0
 
 
 def test_a_cpu_has_no_graphs_and_needs_none():
@@ -293,7 +293,7 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
         found = llm.generate(PROMPTS[:2], params, False)
         assert ids(found) == ids(expected)
         assert [output.get("logprobs") for output in found] == [output.get("logprobs") for output in expected]
-        assert llm.engine.stats()["num_used_pages"] == 0
+        assert llm.engine.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -118,7 +118,7 @@ def test_every_variant_gives_the_waiting_engines_tokens(waiting, variant):
     expected = ids(waiting.generate(PROMPTS, GREEDY, False))
     for _ in range(2):
         assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
-        assert llm.engine.stats()["num_used_pages"] == 0
+        assert llm.engine.stats()["num_used_blocks"] == 0
     if variant == "tiny pool":
         assert llm.engine.counters.num_preemptions > 0
     seeded = [
@@ -167,7 +167,7 @@ def test_streams_and_aborts_between_steps_change_nobody_else(llm, waiting):
     next(stream)
     assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
     stream.close()
-    assert not llm.engine.has_unfinished() and llm.engine.stats()["num_used_pages"] == 0
+    assert not llm.engine.has_unfinished() and llm.engine.stats()["num_used_blocks"] == 0
     assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
 
 
@@ -195,7 +195,7 @@ def test_an_error_leaves_no_request_and_no_step_behind(llm, waiting, monkeypatch
         with pytest.raises(error, match="stop here"):
             llm.generate(PROMPTS, GREEDY, False, fail if where == "listener" else None)
     assert not llm.engine.has_unfinished()
-    assert llm.engine.stats()["num_used_pages"] == 0
+    assert llm.engine.stats()["num_used_blocks"] == 0
     outputs = llm.generate(PROMPTS[:3], GREEDY, False)
     assert ids(outputs) == ids(waiting.generate(PROMPTS[:3], GREEDY, False))
 

@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_one_rank_under_chunking_and_preemption(one_r
     for _ in range(2):  # the second time with cached prefixes
         assert ids(two_ranks.generate(PROMPTS, GREEDY, False)) == expected
     assert two_ranks.engine.counters.num_preemptions > 0
-    assert two_ranks.engine.stats()["num_used_pages"] == 0
+    assert two_ranks.engine.stats()["num_used_blocks"] == 0
 
 
 def test_sampled_tokens_are_those_of_one_rank(one_rank, two_ranks):

@@ -44,7 +44,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     waste = named_waste(result)
     body = [["empty, average over all steps", *(f"{share:.1%}" for share in waste.values())]]
     return {"page-waste": [
-        "![Share of the KV memory that is empty, by block size](page_waste.png)",
+        "![Share of the KV memory that is empty, by block size](block_waste.png)",
         "",
         *markdown(["block size, tokens", *waste], body),
         "",
@@ -67,4 +67,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.set_ylabel("% of the held memory\nthat is empty")
     axes.set_title("Blocks of 16 to 64 tokens leave almost no KV memory empty", fontsize=11)
     plain(axes)
-    return {"page_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}
+    return {"block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

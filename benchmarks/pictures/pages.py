@@ -145,7 +145,7 @@ def draw_memory(report: MemoryReport) -> Picture:
     axes = figure.subplots()
     rows = (
         ("contiguous reservations", report.reserved_bytes, report.reservation_waste),
-        (f"blocks of {report.block_size} tokens", report.page_bytes, report.page_waste),
+        (f"blocks of {report.block_size} tokens", report.block_bytes, report.block_waste),
     )
     for y, (_, size, waste) in enumerate(rows):
         mib = size / 2**20

@@ -17,7 +17,7 @@ def sequence_of(token_ids: list[int]) -> Sequence:
 
 
 def prefill(manager: BlockManager, sequence: Sequence) -> bool:
-    """Give a sequence its pages and note that its whole prompt was computed, as a step of the engine does."""
+    """Give a sequence its blocks and note that its whole prompt was computed, as a step of the engine does."""
     if not manager.allocate(sequence, len(sequence)):
         return False
     sequence.num_computed_tokens = len(sequence)
@@ -27,15 +27,15 @@ def prefill(manager: BlockManager, sequence: Sequence) -> bool:
 
 
 def test_no_stranger_is_found_in_the_cache():
-    """The first request ends, others take its pages, and then the first prompt is asked again."""
+    """The first request ends, others take its blocks, and then the first prompt is asked again."""
     manager = BlockManager(num_blocks=2, block_size=4)
     first = sequence_of(range(9))
-    assert not prefill(manager, first), "3 pages do not fit"
+    assert not prefill(manager, first), "3 blocks do not fit"
     first = sequence_of(range(8))
     assert prefill(manager, first)
     manager.free(first)
     other = sequence_of(range(100, 108))
-    assert prefill(manager, other), "it takes both pages"
+    assert prefill(manager, other), "it takes both blocks"
     manager.free(other)
-    assert manager.count_cached_tokens(sequence_of([*range(8), 8])) == 0, "both pages hold the other's tokens"
+    assert manager.count_cached_tokens(sequence_of([*range(8), 8])) == 0, "both blocks hold the other's tokens"
     manager.check_invariants([])

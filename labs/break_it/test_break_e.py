@@ -11,7 +11,7 @@ from stage_e_batching.step import BatchSequence, State
 
 
 def sequence_of(prompt_len: int, max_tokens: int, phrase: int) -> BatchSequence:
-    """A request whose prompt shares no page with those of other phrases."""
+    """A request whose prompt shares no block with those of other phrases."""
     prompt = [phrase * 10_000 + i for i in range(prompt_len)]
     request = Request(0, prompt, SamplingParams(max_tokens=max_tokens), seed=0)
     return BatchSequence(request, max_total_tokens=prompt_len + max_tokens)

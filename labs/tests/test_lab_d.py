@@ -78,12 +78,12 @@ class TestFlatBatch:
         assert out.input_ids.tolist() == [4, 5, 6, 7]
         assert out.metadata.slot_mapping.tolist() == [20, 21, 22, 23], f"got {out.metadata.slot_mapping.tolist()}"
         assert out.metadata.context_lens.tolist() == [8], "the chunk's last token sees itself and what came before"
-        assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens lie in 2 pages"
+        assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens lie in 2 blocks"
 
     def test_the_first_token_of_a_new_page(self):
         sequence = sequence_of(list(range(9)), table=[1, 0, 6])
         out = batch.flat_batch([batch.Chunk(sequence, 8, 1)], 4, CPU)
-        assert out.metadata.slot_mapping.tolist() == [24], "token 8 with 4 a page is the first of its third page"
+        assert out.metadata.slot_mapping.tolist() == [24], "token 8 with 4 a block is the first of its third block"
 
     def test_a_finished_sequence_keeps_its_row_and_touches_nothing(self):
         done, live = sequence_of([5, 6], table=[7]), sequence_of([1, 2, 3], table=[2])
@@ -110,23 +110,23 @@ class TestAllocate:
         manager = BlockManager(10, 4, enable_prefix_caching=False)
         sequence = sequence_of(range(9))
         assert manager.allocate(sequence, 9) is True
-        assert len(set(sequence.block_table)) == 3, f"9 tokens at 4 a page take 3 pages, got {sequence.block_table}"
+        assert len(set(sequence.block_table)) == 3, f"9 tokens at 4 a block take 3 blocks, got {sequence.block_table}"
         assert manager.num_used == 3
         assert manager.allocate(sequence, 12) is True and len(sequence.block_table) == 3, "token 12 still fits"
-        assert manager.allocate(sequence, 13) is True and len(sequence.block_table) == 4, "token 13 takes a page"
+        assert manager.allocate(sequence, 13) is True and len(sequence.block_table) == 4, "token 13 takes a block"
         manager.check_invariants([sequence])
 
     def test_too_few_pages_change_nothing(self):
         manager = BlockManager(3, 4, enable_prefix_caching=False)
         held, refused = sequence_of(range(8)), sequence_of(range(8))
         assert manager.allocate(held, 8)
-        assert manager.allocate(refused, 8) is False, "2 pages are wanted and 1 is free"
+        assert manager.allocate(refused, 8) is False, "2 blocks are wanted and 1 is free"
         assert refused.block_table == [] and manager.num_free == 1, "a refusal must leave everything as it was"
         manager.check_invariants([held])
 
     def test_the_watermark_stays_free(self):
         manager = BlockManager(5, 4, enable_prefix_caching=False)
-        assert manager.allocate(sequence_of(range(12)), 12, watermark=3) is False, "3 + 3 pages do not fit in 5"
+        assert manager.allocate(sequence_of(range(12)), 12, watermark=3) is False, "3 + 3 blocks do not fit in 5"
         assert manager.allocate(sequence_of(range(8)), 8, watermark=3) is True, "2 + 3 do"
 
     def test_a_cached_prefix_is_shared(self):
@@ -134,10 +134,10 @@ class TestAllocate:
         first = computed(manager, sequence_of(range(8)))
         second = sequence_of([*range(8), 50, 51])
         assert manager.allocate(second, 10)
-        assert second.block_table[:2] == first.block_table, "both full pages of the prefix are in the cache"
+        assert second.block_table[:2] == first.block_table, "both full blocks of the prefix are in the cache"
         assert (second.num_computed_tokens, second.num_cached_tokens) == (8, 8), "8 tokens need not run again"
         assert second.num_indexed_blocks == 2, "the cache knows these blocks already"
-        assert manager.num_used == 3, f"3 distinct pages are in use, got {manager.num_used}"
+        assert manager.num_used == 3, f"3 distinct blocks are in use, got {manager.num_used}"
         manager.check_invariants([first, second])
 
     def test_a_cached_page_that_nobody_holds_leaves_the_free_list(self):
@@ -152,7 +152,7 @@ class TestAllocate:
         manager = BlockManager(3, 4)
         manager.free(computed(manager, sequence_of(range(8))))
         wants_all = sequence_of([*range(8), *range(60, 68)])
-        assert manager.allocate(wants_all, 16) is False, "2 cached pages and 2 fresh ones are more than the 3 there are"
+        assert manager.allocate(wants_all, 16) is False, "2 cached blocks and 2 fresh ones are more than 3"
         assert manager.num_free == 3
         manager.check_invariants([])
 
@@ -162,14 +162,14 @@ class TestAllocate:
         manager.free(first)
         first.num_preemptions = 1
         assert manager.allocate(first, 9)
-        assert (first.num_computed_tokens, first.num_cached_tokens) == (8, 0), "it found its own pages, not somebody's"
+        assert (first.num_computed_tokens, first.num_cached_tokens) == (8, 0), "it found its own blocks, not somebody's"
 
 
 class TestFindCached:
     def test_the_longest_prefix_of_full_pages(self):
         manager = BlockManager(10, 4)
         first = computed(manager, sequence_of(range(11)))
-        assert manager._find_cached(sequence_of([*range(11), 99])) == first.block_table[:2], "2 of its pages are full"
+        assert manager._find_cached(sequence_of([*range(11), 99])) == first.block_table[:2], "2 of its blocks are full"
         assert manager._find_cached(sequence_of([*range(4), 99, 98, 97, 96, 95])) == first.block_table[:1]
         assert manager._find_cached(sequence_of([99, *range(1, 11)])) == [], "another first token, another prefix"
 
@@ -187,9 +187,9 @@ class TestFindCached:
     def test_it_ends_at_the_first_gap(self):
         manager = BlockManager(3, 4)
         manager.free(computed(manager, sequence_of(range(12))))
-        computed(manager, sequence_of(range(50, 54)))  # takes the page that was freed first: the last block's
+        computed(manager, sequence_of(range(50, 54)))  # takes the block that was freed first: the last block's
         found = manager._find_cached(sequence_of(range(13)))
-        assert len(found) == 2, f"blocks 0 and 1 are still there, got {len(found)} pages"
+        assert len(found) == 2, f"blocks 0 and 1 are still there, got {len(found)} blocks"
 
     def test_switched_off_it_finds_nothing(self):
         manager = BlockManager(10, 4, enable_prefix_caching=False)
@@ -197,19 +197,19 @@ class TestFindCached:
         assert manager._find_cached(sequence_of(range(9))) == []
 
 
-def pool_and_query(contexts: list[int], page: int, heads: int, kv_heads: int, head_dim: int, width: int):
-    """A pool whose pages are dealt out at random; unused places hold NaN, which nobody may read."""
-    generator = torch.Generator().manual_seed(sum(contexts) + page)
+def pool_and_query(contexts: list[int], block: int, heads: int, kv_heads: int, head_dim: int, width: int):
+    """A pool whose blocks are dealt out at random; unused places hold NaN, which nobody may read."""
+    generator = torch.Generator().manual_seed(sum(contexts) + block)
     blocks = len(contexts) * width + 2
-    k_cache, v_cache = (torch.randn(blocks, page, kv_heads, head_dim, generator=generator) for _ in range(2))
+    k_cache, v_cache = (torch.randn(blocks, block, kv_heads, head_dim, generator=generator) for _ in range(2))
     order = torch.randperm(blocks, generator=generator).tolist()
     tables = torch.full((len(contexts), width), -1, dtype=torch.int32)
     for s, context in enumerate(contexts):
-        pages = [order.pop() for _ in range(-(-context // page))]
-        tables[s, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        if context % page:
-            k_cache[pages[-1], context % page :] = torch.nan
-            v_cache[pages[-1], context % page :] = torch.nan
+        blocks = [order.pop() for _ in range(-(-context // block))]
+        tables[s, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        if context % block:
+            k_cache[blocks[-1], context % block :] = torch.nan
+            v_cache[blocks[-1], context % block :] = torch.nan
     for spare in order:
         k_cache[spare] = v_cache[spare] = torch.nan
     query = torch.randn(len(contexts), heads, head_dim, generator=generator)
@@ -218,9 +218,9 @@ def pool_and_query(contexts: list[int], page: int, heads: int, kv_heads: int, he
 
 def attend_by_hand(query, k_cache, v_cache, contexts, tables, scale) -> Tensor:
     out = torch.zeros_like(query)
-    page, kv_heads = k_cache.shape[1:3]
+    block, kv_heads = k_cache.shape[1:3]
     for s, context in enumerate(contexts.tolist()):
-        slots = [(int(tables[s, i // page]), i % page) for i in range(context)]
+        slots = [(int(tables[s, i // block]), i % block) for i in range(context)]
         for head in range(query.shape[1] if context else 0):
             kv = head * kv_heads // query.shape[1]
             keys = torch.stack([k_cache[block, offset, kv] for block, offset in slots]).double()
@@ -230,9 +230,9 @@ def attend_by_hand(query, k_cache, v_cache, contexts, tables, scale) -> Tensor:
 
 
 class TestReferenceDecode:
-    @pytest.mark.parametrize("page", [1, 4, 16])
-    def test_it_reads_the_right_slots(self, page: int):
-        inputs = pool_and_query([5, 1, 13, 8], page, heads=6, kv_heads=2, head_dim=8, width=-(-13 // page))
+    @pytest.mark.parametrize("block", [1, 4, 16])
+    def test_it_reads_the_right_slots(self, block: int):
+        inputs = pool_and_query([5, 1, 13, 8], block, heads=6, kv_heads=2, head_dim=8, width=-(-13 // block))
         out = reference._decode(*inputs, 0.3)
         assert out.shape == inputs[0].shape, f"[seqs, heads, head_dim] expected, got {list(out.shape)}"
         assert not out.isnan().any(), "a slot that nobody has written was read: mask by the context's length"
@@ -247,7 +247,7 @@ class TestReferenceDecode:
 
 class TestStoreKernel:
     def test_rows_go_to_their_slots_and_minus_one_goes_nowhere(self):
-        # 3 heads of 8: no power of two. Pages before and behind the pool catch what goes astray.
+        # 3 heads of 8: no power of two. Blocks before and behind the pool catch what goes astray.
         memory = torch.zeros(2, 6, 4, 3, 8)
         k_cache, v_cache = memory[0, 1:5], memory[1, 1:5]
         key, value = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
@@ -271,9 +271,9 @@ class TestStoreKernel:
 
 
 class TestDecodeKernel:
-    def attend(self, contexts: list[int], page: int, heads: int, kv_heads: int, head_dim: int, programs: int = 1):
-        width = -(-max(contexts) // page)
-        query, k_cache, v_cache, lens, tables = pool_and_query(contexts, page, heads, kv_heads, head_dim, width)
+    def attend(self, contexts: list[int], block: int, heads: int, kv_heads: int, head_dim: int, programs: int = 1):
+        width = -(-max(contexts) // block)
+        query, k_cache, v_cache, lens, tables = pool_and_query(contexts, block, heads, kv_heads, head_dim, width)
         meta = AttentionMetadata(
             cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32), context_lens=lens,
             slot_mapping=torch.zeros(len(contexts), dtype=torch.int64), block_tables=tables, max_query_len=1,
@@ -285,9 +285,9 @@ class TestDecodeKernel:
         assert not counters.any(), "the counters of the splits must be zero again after the launch"
         return out, attend_by_hand(query, k_cache, v_cache, lens, tables, 0.3)
 
-    @pytest.mark.parametrize("page", [4, 16])
-    def test_one_split(self, page: int):
-        out, expected = self.attend([7, 1, 15], page, heads=4, kv_heads=2, head_dim=16)
+    @pytest.mark.parametrize("block", [4, 16])
+    def test_one_split(self, block: int):
+        out, expected = self.attend([7, 1, 15], block, heads=4, kv_heads=2, head_dim=16)
         assert not out.isnan().any(), "rows are missing, or keys past the context were used"
         assert torch.allclose(out, expected, atol=1e-4), f"largest error {float((out - expected).abs().max()):.3g}"
 

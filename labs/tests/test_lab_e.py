@@ -30,7 +30,7 @@ def scheduler_of(num_blocks: int = 100, **options: object) -> Scheduler:
 
 
 def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 20, phrase: int = 0) -> BatchSequence:
-    """Queue a request whose prompt shares no page with those of other phrases."""
+    """Queue a request whose prompt shares no block with those of other phrases."""
     prompt = [1000 * phrase + i for i in range(prompt_len)]
     sequence = BatchSequence(request_of(prompt, max_tokens), max_total_tokens=prompt_len + max_tokens)
     scheduler.add(sequence)
@@ -62,12 +62,12 @@ def new_step() -> ScheduledStep:
 
 def check_books(scheduler: Scheduler) -> None:
     scheduler.block_manager.check_invariants(scheduler.unfinished)
-    rows = [s.row for s in scheduler.prefilling + scheduler.decoding]
+    rows = [s.batch_slot for s in scheduler.prefilling + scheduler.decoding]
     assert len(set(rows)) == len(rows) and -1 not in rows, f"running sequences sit in rows {rows}"
     for name, state in (("waiting", State.WAITING), ("prefilling", State.PREFILLING), ("decoding", State.DECODING)):
         queue = getattr(scheduler, name)
         assert all(s.state is state for s in queue), f"the queue {name} holds {[s.state.name for s in queue]}"
-        arrivals = [s.arrival for s in queue]
+        arrivals = [s.request_id for s in queue]
         assert arrivals == sorted(arrivals), f"{name} must stay in order of arrival, got {arrivals}"
 
 
@@ -89,7 +89,7 @@ class TestPenaltyState:
         state, params = PenaltyState(8, 10, CPU), []
         for seat, (prompt, output, options) in enumerate(requests):
             sequence = BatchSequence(request_of(prompt, **options))
-            sequence.row = seat
+            sequence.batch_slot = seat
             sequence.token_ids += output
             params.append(sequence.request.params)
             state.seat(sequence, sequence.request.params)
@@ -124,7 +124,7 @@ class TestChunk:
         sequence = add(scheduler, length)
         assert scheduler.block_manager.allocate(sequence, length)
         scheduler.waiting.remove(sequence)
-        sequence.state, sequence.row = State.PREFILLING, scheduler._free_rows.pop()
+        sequence.state, sequence.batch_slot = State.PREFILLING, scheduler._free_batch_slots.pop()
         scheduler.prefilling.append(sequence)
         return sequence
 
@@ -152,7 +152,7 @@ class TestChunk:
         scheduler._schedule_chunk(first, new_step(), 9)
         twin = BatchSequence(request_of([*range(10), 77]))
         cached = scheduler.block_manager.count_cached_tokens(twin)
-        assert cached == 8, f"9 tokens are scheduled, so 2 pages of 4 can be found by the next request; got {cached}"
+        assert cached == 8, f"9 tokens are scheduled, so 2 blocks of 4 can be found by the next request; got {cached}"
 
     def test_tokens_that_ran_before_a_preemption_are_counted(self):
         scheduler, step = scheduler_of(), new_step()
@@ -166,7 +166,7 @@ class TestChunk:
         early, late = self.prefilling(scheduler, 12), self.prefilling(scheduler, 4)
         scheduler._schedule_chunk(late, new_step(), 16)
         scheduler._schedule_chunk(early, new_step(), 16)
-        assert [s.arrival for s in scheduler.decoding] == [0, 1], "the earlier request stands first, whoever ends first"
+        assert [s.request_id for s in scheduler.decoding] == [0, 1], "the earlier request comes first"
 
 
 class TestDecodes:
@@ -184,8 +184,8 @@ class TestDecodes:
         scheduler = scheduler_of()
         [sequence] = decoding(scheduler, 4)
         step = new_step()
-        scheduler._schedule_decodes(step)  # token 4 is the first of the second page
-        assert len(sequence.block_table) == 2, f"it has {len(sequence.block_table)} page"
+        scheduler._schedule_decodes(step)  # token 4 is the first of the second block
+        assert len(sequence.block_table) == 2, f"it has {len(sequence.block_table)} block"
         assert step.grown == [sequence], "the runner must hear that its block table has grown"
         finish(scheduler, step)
         step = new_step()
@@ -198,26 +198,26 @@ class TestDecodes:
         b = add(scheduler, 4, 4, phrase=9)
         scheduler.waiting.remove(b)
         assert scheduler.block_manager.allocate(b, 4)
-        b.state, b.row, b.num_computed_tokens = State.DECODING, scheduler._free_rows.pop(), 4
+        b.state, b.batch_slot, b.num_computed_tokens = State.DECODING, scheduler._free_batch_slots.pop(), 4
         b.token_ids.append(7)
         scheduler.decoding.append(b)
         step = new_step()
         scheduler._schedule_decodes(step)
-        assert step.sequences == [a], f"the pool has 2 pages: only the earlier one runs, got {step}"
+        assert step.sequences == [a], f"the pool has 2 blocks: only the earlier one runs, got {step}"
         assert [p.sequence for p in step.preempted] == [b] and b.state is State.WAITING
         check_books(scheduler)
 
 
 class TestGrow:
     def full(self, prompt_len: int = 4, count: int = 2) -> tuple[Scheduler, list[BatchSequence]]:
-        """Decoding sequences with full pages, in a pool without a free one."""
+        """Decoding sequences with full blocks, in a pool without a free one."""
         scheduler = scheduler_of(num_blocks=count)
         sequences = []
         for phrase in range(1, count + 1):
             sequence = add(scheduler, prompt_len, 4, phrase=phrase)
             scheduler.waiting.remove(sequence)
             assert scheduler.block_manager.allocate(sequence, prompt_len)
-            sequence.state, sequence.row = State.DECODING, scheduler._free_rows.pop()
+            sequence.state, sequence.batch_slot = State.DECODING, scheduler._free_batch_slots.pop()
             sequence.num_computed_tokens = prompt_len
             sequence.token_ids.append(7)
             scheduler.decoding.append(sequence)
@@ -229,14 +229,14 @@ class TestGrow:
         [sequence] = decoding(scheduler, 4)
         step = new_step()
         assert scheduler._grow(sequence, step) is True
-        assert len(sequence.block_table) == 2, "it has no page for its next token"
-        assert step.grown == [sequence] and step.preempted == [], "nobody has to go for a page that is free"
+        assert len(sequence.block_table) == 2, "it has no block for its next token"
+        assert step.grown == [sequence] and step.preempted == [], "nobody has to go for a block that is free"
 
     def test_the_latest_arrival_gives_its_pages_up(self):
         scheduler, (a, b, c) = self.full(count=3)
         step = new_step()
-        assert scheduler._grow(a, step) is True, "the oldest gets its page; it is never the one to go"
-        assert [p.sequence.arrival for p in step.preempted] == [2], "the last to come is the first to go"
+        assert scheduler._grow(a, step) is True, "the oldest gets its block; it is never the one to go"
+        assert [p.sequence.request_id for p in step.preempted] == [2], "the last to come is the first to go"
         assert len(a.block_table) == 2 and len(b.block_table) == 1 and c.block_table == []
         assert c.state is State.WAITING and list(scheduler.waiting) == [c] and step.grown == [a]
         check_books(scheduler)
@@ -261,10 +261,10 @@ class TestGrow:
     def test_a_full_page_enters_the_prefix_cache(self):
         scheduler = scheduler_of()
         [sequence] = decoding(scheduler, 7)
-        finish(scheduler, scheduler.schedule())  # 8 tokens computed: the second page is full
+        finish(scheduler, scheduler.schedule())  # 8 tokens computed: the second block is full
         scheduler._grow(sequence, new_step())
         twin = BatchSequence(request_of([*sequence.token_ids[:8], 1]))
-        assert scheduler.block_manager.count_cached_tokens(twin) == 8, "index what is full before taking a new page"
+        assert scheduler.block_manager.count_cached_tokens(twin) == 8, "index what is full before taking a new block"
 
 
 class TestSchedule:
@@ -273,13 +273,13 @@ class TestSchedule:
         [a] = decoding(scheduler, 5)
         b, c = add(scheduler, 20, phrase=5), add(scheduler, 9, phrase=6)
         step = scheduler.schedule()
-        entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
-        expected = [(a.arrival, 5, 1, True), (b.arrival, 0, 15, False)]
+        entries = [(e.sequence.request_id, e.start, e.num_tokens, e.samples) for e in step]
+        expected = [(a.request_id, 5, 1, True), (b.request_id, 0, 15, False)]
         assert entries == expected, f"1 decode and 15 of b's 20; got {entries}"
         finish(scheduler, step)
         step = scheduler.schedule()
-        entries = [(e.sequence.arrival, e.start, e.num_tokens, e.samples) for e in step]
-        assert entries == [(a.arrival, 6, 1, True), (b.arrival, 15, 5, True), (c.arrival, 0, 9, True)], (
+        entries = [(e.sequence.request_id, e.start, e.num_tokens, e.samples) for e in step]
+        assert entries == [(a.request_id, 6, 1, True), (b.request_id, 15, 5, True), (c.request_id, 0, 9, True)], (
             f"a decode, the rest of b, then c; got {entries}"
         )
         assert step.num_decodes == 1 and step.total_tokens <= 16
@@ -316,9 +316,9 @@ class TestAdmit:
         scheduler, step = scheduler_of(), new_step()
         a, b, c = (add(scheduler, 6, phrase=i) for i in range(3))
         scheduler._admit(step, 10)
-        assert step.admitted == [a, b], f"10 tokens: a whole, 4 of b; got {[s.arrival for s in step.admitted]}"
+        assert step.admitted == [a, b], f"10 tokens: a whole, 4 of b; got {[s.request_id for s in step.admitted]}"
         assert step.num_tokens == [6, 4] and step.samples == [True, False] and step.grown == [a, b]
-        assert list(scheduler.waiting) == [c] and a.row != b.row and a.row >= 0
+        assert list(scheduler.waiting) == [c] and a.batch_slot != b.batch_slot and a.batch_slot >= 0
         assert a.state is State.DECODING and b.state is State.PREFILLING
         assert a.first_scheduled_time == step.time
         check_books(scheduler)
@@ -336,7 +336,7 @@ class TestAdmit:
         large, small = add(scheduler, 40, 4, phrase=5), add(scheduler, 4, 4, phrase=6)
         step = new_step()
         scheduler._admit(step, 16)
-        assert step.admitted == [small], f"the small one fits, got {[s.arrival for s in step.admitted]}"
+        assert step.admitted == [small], f"the small one fits, got {[s.request_id for s in step.admitted]}"
         times = (large.times_overtaken, small.times_overtaken)
         assert times == (1, 0), f"the large one was passed once, and nobody passed the small one: got {times}"
         assert large.state is State.WAITING

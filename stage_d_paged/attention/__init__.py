@@ -1,7 +1,7 @@
 """Paged attention: one interface, three implementations, and the choice between them.
 
 In earlier stages each request kept its keys and values in one long tensor. Here they are stored in *blocks* of a shared
-pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's page table
+pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's block table
 does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged; what changes is how it finds
 its keys.
 
