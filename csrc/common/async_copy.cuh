@@ -67,11 +67,10 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
 // The same for bytes that L2 keeps or drops as `policy` says.
 __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          destination),
-      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+               "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
+               : "memory");
 }
 
 #endif

@@ -110,8 +110,8 @@ Tensor swiglu_mlp_cuda(const Tensor& x, const Tensor& rms_weight, const Tensor& 
   problem.scratch = scratch.mutable_data_ptr();
 
   const int per_launch = fused_rows_per_launch(problem);
-  TORCH_CHECK_VALUE(kernel != "fused" || per_launch > 0, "the fused kernel needs compute capability 9.0 and one row of ",
-                    to_string(hidden), " numbers in shared memory; use 'warp' here");
+  TORCH_CHECK_VALUE(kernel != "fused" || per_launch > 0, "the fused kernel needs compute capability 9.0 and one row ",
+                    "of ", to_string(hidden), " numbers in shared memory; use 'warp' here");
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   const bool fused = kernel == "fused" || (automatic && per_launch >= rows);
   const cudaError_t error = kernel == "naive" ? launch_mlp_naive(problem, stream)

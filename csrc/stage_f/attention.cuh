@@ -193,8 +193,8 @@ __device__ __forceinline__ void merge_splits(Worker& w, int unit) {
       const int split = min(i * 8 + g, splits - 1);  // lanes without a split repeat the last, and weigh it 0
       peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
       peek2(parts + split * (D + 2) + D, state[i]);
-      ready = ready && has_flag(value[i][0], w.flag) && has_flag(value[i][1], w.flag) && has_flag(state[i][0], w.flag) &&
-              has_flag(state[i][1], w.flag);
+      ready = ready && has_flag(value[i][0], w.flag) && has_flag(value[i][1], w.flag) &&
+              has_flag(state[i][0], w.flag) && has_flag(state[i][1], w.flag);
     }
     return ready;
   });

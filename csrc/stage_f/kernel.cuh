@@ -5,7 +5,7 @@
 // and end with a drained one. Here one block a multiprocessor stays for the whole step and does two things that
 // separate kernels cannot:
 //   * weights never stop flowing: they do not depend on activations, so one warp streams them through a ring of
-//     about 200 KB a multiprocessor (26 MB together, almost a layer) however long the others wait (gemv.cuh);
+//     about 200 KB a multiprocessor (26 MB together, almost a layer) however long the others wait (stream.cuh);
 //   * no barrier over the grid: every value that crosses multiprocessors is handed off through L2 in an 8-byte word
 //     beside a flag (step and layer), and its reader polls the word until the flag is right (primitives.cuh).
 //
@@ -28,6 +28,7 @@
 
 #include "stage_f/attention.cuh"
 #include "stage_f/product.cuh"
+#include "stage_f/stream.cuh"
 
 namespace six_engines {
 
@@ -41,7 +42,8 @@ __device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, un
   if (w.lane == 0) w.shared<AttentionItem>(plan.items_at)[w.warp] = item;
   __syncwarp();
 
-  long long* trace = s.trace == nullptr || w.thread != 0 ? nullptr : s.trace + blockIdx.x * (kLayerMarks * s.layers + kEndMarks);
+  const int marks = kLayerMarks * s.layers + kEndMarks;
+  long long* trace = s.trace == nullptr || w.thread != 0 ? nullptr : s.trace + blockIdx.x * marks;
   const auto mark = [&] {
     if (trace != nullptr) *trace++ = clock64();
   };
