@@ -73,7 +73,6 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._contents: list[CachedBlock | None] = [None] * num_blocks
         self._index: dict[int, list[CachedBlock]] = {}
-        self._unconfirmed: list[int] = []  # blocks indexed since the last confirm()
 
     @property
     def num_free(self) -> int:
@@ -149,16 +148,14 @@ class BlockManager:
         """Enter the blocks filled up to `sequence.num_computed_tokens` into the prefix cache.
 
         Call it when a step that computes them is about to run: others in the *same* step may then share them, because
-        in every layer a step stores all its K and V before it reads any. After the step call `confirm()`; if the step
-        failed, `revoke()`, since the blocks never got their content.
+        in every layer a step stores all its K and V before it reads any. If the step fails, the index is wrong about
+        blocks that were not written: an engine then starts again with a new, empty `BlockManager`.
         """
         if not self.enable_prefix_caching:
             return
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         for i in range(sequence.num_indexed_blocks, known // self.block_size):
             parent = self._contents[sequence.block_table[i - 1]] if i else None
-            if i and parent is None:  # its parent was revoked: it could never be found
-                return
             block = sequence.block_table[i]
             entry = self._find_entry(sequence, i, parent)
             if entry is None:
@@ -166,20 +163,7 @@ class BlockManager:
                 self._index.setdefault(entry.key, []).append(entry)
             entry.blocks.append(block)
             self._contents[block] = entry
-            self._unconfirmed.append(block)
             sequence.num_indexed_blocks = i + 1
-
-    def confirm(self) -> None:
-        """The step ran: the blocks indexed for it hold what the index says."""
-        self._unconfirmed.clear()
-
-    def revoke(self) -> None:
-        """The step failed: take its blocks out of the index. (Free the sequences that were in it as well.)"""
-        for block in self._unconfirmed:
-            self._forget(block)
-            if block in self._free:
-                self._free.move_to_end(block, last=False)
-        self._unconfirmed.clear()
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest cached prefix. The last token is left out: its logits are needed, so it must run."""

@@ -172,9 +172,7 @@ class StaticEngine:
         hidden = model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
         live = [chunk.sequence for chunk in chunks if not chunk.sequence.is_finished]  # one of batch.last_rows each
         ready = [(row, sequence) for row, sequence in enumerate(live) if sequence.num_uncomputed_tokens == 0]
-        news = self._sample(hidden, batch.last_rows, ready) if ready else []
-        self.block_manager.confirm()
-        return news
+        return self._sample(hidden, batch.last_rows, ready) if ready else []
 
     def _sample(
         self,

@@ -101,7 +101,6 @@ class Engine(LiveRequests):
         """Give each sequence its token, and release those that are done."""
         now = time.perf_counter()
         self._count(step)
-        self.scheduler.block_manager.confirm()
         ended: list[BatchSequence] = []
         sampling = step.sequences if all(step.samples) else [entry.sequence for entry in step if entry.samples]
         logprobs = sampled.logprobs or [None] * len(sampling)

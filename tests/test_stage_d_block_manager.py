@@ -30,7 +30,6 @@ def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
 def run(manager: BlockManager, sequence: Sequence) -> None:
     sequence.num_computed_tokens = len(sequence)
     manager.index_computed(sequence)
-    manager.confirm()
 
 
 def test_a_sequence_gets_exactly_the_pages_its_tokens_need():
@@ -95,32 +94,15 @@ def test_a_running_sequence_shares_its_full_blocks():
     manager.check_invariants([second])
 
 
-def test_identical_prompts_of_one_step_share_and_an_error_takes_that_back():
+def test_identical_prompts_of_one_step_share():
     manager = BlockManager(10, 4)
     first, second = make(list(range(9))), make(list(range(9)))
     assert manager.allocate(first, 9)
     first.num_computed_tokens = 9
-    manager.index_computed(first)  # about to be computed, not confirmed yet
+    manager.index_computed(first)  # about to be computed
     assert manager.allocate(second, 9)
     assert second.block_table[:2] == first.block_table[:2] and second.num_cached_tokens == 8
-    manager.revoke()
-    manager.free(first)
-    manager.free(second)
-    manager.check_invariants([])
-    assert manager.count_cached_tokens(make(list(range(9)))) == 0
-
-
-def test_an_error_takes_back_nothing_of_an_earlier_step():
-    manager = BlockManager(10, 4)
-    first, failing = admit(manager, list(range(8))), make([50] * 8)
-    assert manager.allocate(failing, 8)
-    failing.num_computed_tokens = 8
-    manager.index_computed(failing)
-    manager.revoke()
-    manager.free(failing)
-    assert manager.count_cached_tokens(make([*range(8), 9])) == 8
-    assert manager.count_cached_tokens(make([50] * 9)) == 0
-    manager.check_invariants([first])
+    manager.check_invariants([first, second])
 
 
 def test_a_reused_page_is_no_longer_found_under_its_old_content():
@@ -236,7 +218,7 @@ def test_waste_grows_with_the_page_up_to_the_contiguous_reservation():
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Any order of allocate, append, share, free, evict and failing steps, on a pool that is always too small.
+    """Any order of allocate, append, share, free and evict, on a pool that is always too small.
 
     Beside the manager runs a model of the pool's *content*: what a computed token would have written is a function of
     its whole prefix. A sequence that reads anything else than its own prefix from its blocks has been given wrong ones.
@@ -253,17 +235,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
             slot = sequence.block_table[position // 3], position % 3
             self.content[slot] = tuple(sequence.token_ids[: position + 1])
 
-    def compute(self, sequence: Sequence, count: int, fails: bool) -> None:
-        """One step: index, run, confirm; or index, fail, revoke, as an engine does."""
+    def compute(self, sequence: Sequence, count: int) -> None:
+        """One step: index, run, as an engine does."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens += count
         self.manager.index_computed(sequence)
-        if fails:
-            self.manager.revoke()
-            self.drop(sequence)
-        else:
-            self.write(sequence, start, start + count)
-            self.manager.confirm()
+        self.write(sequence, start, start + count)
 
     def drop(self, sequence: Sequence) -> None:
         self.live.remove(sequence)
@@ -274,29 +251,28 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         watermark=st.integers(0, 2),
         part=st.integers(1, 14),
-        fails=st.booleans(),
     )
-    def admit(self, tokens: list[int], watermark: int, part: int, fails: bool) -> None:
+    def admit(self, tokens: list[int], watermark: int, part: int) -> None:
         sequence = make(tokens)
         free = self.manager.num_free
         if self.manager.allocate(sequence, len(sequence), watermark):
             self.live.append(sequence)
             assert sequence.num_uncomputed_tokens >= 1
             assert self.manager.num_free >= watermark
-            self.compute(sequence, min(part, sequence.num_uncomputed_tokens), fails)
+            self.compute(sequence, min(part, sequence.num_uncomputed_tokens))
         else:
             assert not sequence.block_table and self.manager.num_free == free
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), token=st.integers(0, 1), fails=st.booleans())
-    def advance(self, data: st.DataObject, token: int, fails: bool) -> None:
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def advance(self, data: st.DataObject, token: int) -> None:
         sequence = data.draw(st.sampled_from(self.live))
         if sequence.num_uncomputed_tokens == 0:
             sequence.token_ids.append(token)
             if not self.manager.append(sequence):
                 self.drop(sequence)
                 return
-        self.compute(sequence, data.draw(st.integers(1, sequence.num_uncomputed_tokens)), fails and token == 1)
+        self.compute(sequence, data.draw(st.integers(1, sequence.num_uncomputed_tokens)))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -59,7 +59,6 @@ class Stepper:
         planned = [self.plan(sequence, count) for sequence, count in chunks]
         batch = flat_batch(planned, self.runtime.block_size, CPU)
         hidden = self.runtime.model(batch.input_ids, batch.positions, self.pool, batch.metadata)
-        self.manager.confirm()
         return self.runtime.model.compute_logits(hidden)
 
 

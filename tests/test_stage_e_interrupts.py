@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from interrupts import interrupt_after
 
 import stage_e_batching
+import stage_f_graph_tp
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -192,15 +193,14 @@ def throw() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("stage", [stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("num_prompts", [1, 2])
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(monkeypatch, error, num_prompts, fails_at):
-    llm = stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4)
-    assert_unwritten_blocks_are_not_served(llm, monkeypatch, error, num_prompts, fails_at)
-
-
-def assert_unwritten_blocks_are_not_served(llm, monkeypatch, error, num_prompts: int, fails_at: int) -> None:
+def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(monkeypatch, stage, error, num_prompts, fails_at):
+    llm, fresh = (
+        stage.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4) for _ in range(2)
+    )
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompts = [[*range(10, 27), 100 + i] for i in range(num_prompts)]
     calls = 0
@@ -219,6 +219,5 @@ def assert_unwritten_blocks_are_not_served(llm, monkeypatch, error, num_prompts:
         llm.generate(prompts, greedy, False)
     outputs = llm.generate(prompts, greedy, False)
     assert outputs[0]["metrics"]["num_cached_tokens"] == 0
-    fresh = type(llm)("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4)
     expected = fresh.generate(prompts, greedy, False)
     assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]

@@ -22,7 +22,6 @@ def prefill(manager: BlockManager, sequence: Sequence) -> bool:
         return False
     sequence.num_computed_tokens = len(sequence)
     manager.index_computed(sequence)
-    manager.confirm()
     return True
 
 

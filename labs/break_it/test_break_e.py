@@ -23,7 +23,6 @@ def run_step(scheduler: Scheduler) -> None:
     for entry in step:
         if entry.samples:
             entry.sequence.token_ids.append(7)
-    scheduler.block_manager.confirm()
     for entry in step:
         if len(entry.sequence) >= entry.sequence.max_total_tokens:
             scheduler.remove(entry.sequence)

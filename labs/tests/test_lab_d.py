@@ -101,7 +101,6 @@ def computed(manager: BlockManager, sequence: Sequence) -> Sequence:
     assert manager.allocate(sequence, len(sequence))
     sequence.num_computed_tokens = len(sequence)
     manager.index_computed(sequence)
-    manager.confirm()
     return sequence
 
 

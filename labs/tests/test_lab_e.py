@@ -42,7 +42,6 @@ def finish(scheduler: Scheduler, step: ScheduledStep) -> None:
     for entry in step:
         if entry.samples:
             entry.sequence.token_ids.append(7)
-    scheduler.block_manager.confirm()
     for entry in step:
         if len(entry.sequence) >= entry.sequence.max_total_tokens:
             scheduler.remove(entry.sequence)
