@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from fake_model import FakeRunner, check_books, make_engine
+from fake_model import FakeRunner, check_books, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupt_after
@@ -187,6 +187,21 @@ def test_a_request_that_ended_in_the_interrupted_step_still_tells_its_end(expect
     events = mailbox.take()
     assert "".join(event.text for event in events) == expected[0][1]
     assert [event.output["token_ids"] for event in events if event.output] == [expected[1][1]["token_ids"]]
+
+
+def test_after_a_step_that_broke_off_a_request_counts_its_own_prompts_cached_tokens_only():
+    """Started again, the second of two equal requests finds the first one's blocks, with tokens that both generated."""
+    engine = make_engine(**POOL | {"num_blocks": 40}, fail_at=frozenset({9}))
+    for index in range(2):
+        engine.add_request(make_request(index, [5, 6, 7, 8, 9], 12, ignore_eos=True), streams=False)
+    events = []
+    with suppress(RuntimeError):
+        while True:
+            events += engine.step()
+    while engine.has_unfinished():
+        events += engine.step()
+    assert [event.output["metrics"]["num_cached_tokens"] for event in events] == [0, 4]
+    assert engine.counters.num_cached_tokens == 4
 
 
 def throw() -> None:
