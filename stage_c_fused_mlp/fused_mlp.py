@@ -88,7 +88,7 @@ def _loaded() -> Extension:
     @torch.library.register_fake("six_engines::fused_swiglu_mlp")
     def _(
         x: Tensor, rms_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, residual: Tensor, eps: float,
-        kernel: str = "auto",
+        variant: str = "auto",
     ) -> Tensor:  # fmt: skip
         return torch.empty_like(x)
 

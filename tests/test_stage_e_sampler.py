@@ -305,6 +305,6 @@ def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
 @pytest.mark.gpu
 def test_the_kernel_draws_what_pytorch_draws_on_the_gpu(capsys):
     cases = [(256, 151_936, torch.bfloat16), (64, 151_936, torch.float32), (7, 5000, torch.bfloat16)]
-    exec(KERNEL_PARITY.format(device="cuda", cases=cases))
-    exec(KERNEL_IN_SAMPLER.format(device="cuda"))
+    exec(KERNEL_PARITY.format(device="cuda", cases=cases), {})
+    exec(KERNEL_IN_SAMPLER.format(device="cuda"), {})
     assert capsys.readouterr().out.split() == ["equal"] * 2

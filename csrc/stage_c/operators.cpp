@@ -127,7 +127,7 @@ Tensor swiglu_mlp_cuda(const Tensor& x, const Tensor& rms_weight, const Tensor& 
 TORCH_LIBRARY_FRAGMENT(six_engines, library) {
   library.def(
       "fused_swiglu_mlp(Tensor x, Tensor rms_weight, Tensor w_gate_up, Tensor w_down, Tensor residual, float eps, "
-      "str kernel='auto') -> Tensor");
+      "str variant='auto') -> Tensor");  // not "kernel": PyTorch's compiler has an argument of that name
 }
 
 TORCH_LIBRARY_IMPL(six_engines, CPU, library) { library.impl("fused_swiglu_mlp", &swiglu_mlp_cpu); }
