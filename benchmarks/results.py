@@ -5,8 +5,8 @@
     options      what was asked for
     rows         a dict per row, with every sample
 
-A figure without its environment cannot be repeated. The commit comes from git; where the tree is an export without
-`.git`, from the environment variable `BENCH_COMMIT` (a commit's hash, with `-dirty` after it where the tree differed).
+A figure without its environment cannot be repeated. The commit comes from the environment variable
+`BENCH_COMMIT` where it is set (a commit's hash, with `-dirty` after it where the tree differs), else from git.
 
 Committed files lie in `results/` and change on purpose alone (`--publish`); a learner's own go to `local/`, which git
 ignores. A table is one commit, clean, and at least three repeats of every row.
@@ -33,7 +33,7 @@ PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
 # Committed files that are no table by these rules; the report marks them instead of refusing.
 TO_MEASURE_AGAIN = frozenset({
-    "cpu-tutor.json", "gpu-qwen2.5-0.5b-e.json", "gpu-qwen3-0.6b-ef.json", "gpu-qwen2.5-0.5b-ranks.json",
+    "cpu-tutor.json", "gpu-qwen2.5-0.5b-ranks.json",
     "gpu-qwen3-0.6b-ranks.json", "gpu-qwen2.5-0.5b-stage-f.json", "step_cost-cpu.json", "soak-cpu.json",
 })  # fmt: skip
 
@@ -90,12 +90,15 @@ def cpu_name() -> str:
 
 
 def commit_of_tree() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it), from git or from `BENCH_COMMIT`; (None, None) where neither tells."""
-    commit = _output("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() and shutil.which("git") else ""
-    if commit:  # what measuring writes changes nothing about what was measured
-        return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.png"))
+    """(commit, whether the tree differs from it), from `BENCH_COMMIT` or from git; (None, None) where neither tells."""
     given = os.environ.get("BENCH_COMMIT", "").strip()
-    return (given.removesuffix("-dirty"), given.endswith("-dirty")) if given else (None, None)
+    if given:
+        return given.removesuffix("-dirty"), given.endswith("-dirty")
+    commit = _output("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() and shutil.which("git") else ""
+    if not commit:
+        return None, None
+    # What measuring writes changes nothing about what was measured.
+    return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.png"))
 
 
 def _output(*command: str) -> str:

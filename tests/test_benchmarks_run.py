@@ -309,8 +309,10 @@ def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
 def test_the_commit_comes_from_the_environment_where_there_is_no_git(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    assert results.commit_of_tree() == ("0123abc", False), "it is asked before git"
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    monkeypatch.delenv("BENCH_COMMIT")
     assert results.commit_of_tree() == (None, None)
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     assert results.commit_of_tree() == ("0123abc", False)
