@@ -223,7 +223,7 @@ def test_a_step_after_one_that_gave_up_is_right(behind):
         kernel.step(*step.arguments(), torch.empty_like(logits))
     with pytest.raises(RuntimeError, match="waited longer than .* ms in layer"):
         kernel.check()
-    assert sleeping.query() and torch.cuda.current_stream().query(), "something is still in flight"
+    assert sleeping.query(), "the device was not waited for"
     assert all(torch.equal(run(kernel, step), logits) for _ in range(20))
     assert_step_is_right(kernel, step, TOLERANCE[torch.bfloat16])
 
