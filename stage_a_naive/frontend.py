@@ -19,10 +19,9 @@ from stage_a_naive.call_guard import CallGuard
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.errors import shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.outputs import GenerationOutput, Request, SamplingFunction
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
-from stage_a_naive.sampling import SamplingFunction
 
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 

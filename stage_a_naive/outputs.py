@@ -7,6 +7,7 @@ it is done. `Completion` is the only place that knows when a generation ends, in
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal, NotRequired, TypedDict
@@ -16,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from stage_a_naive.detokenize import IncrementalDecoder, decode_all
 from stage_a_naive.params import SamplingParams
-from stage_a_naive.sampling import SamplingFunction
 from stage_a_naive.stop_strings import first_stop, num_held_back
 
 FinishReason = Literal["stop", "length"]
+SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
 
 
 class Metrics(TypedDict):

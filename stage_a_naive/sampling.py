@@ -13,7 +13,7 @@ What else a request may ask for is in files of its own: penalties (`penalties.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,6 @@ from stage_a_naive.penalties import apply_penalties
 if TYPE_CHECKING:
     from stage_a_naive.outputs import Request
 
-SamplingFunction = Callable[[Tensor, list[SamplingParams]], Tensor]
 
 
 def choose_tokens(
