@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from stage_a_naive.outputs import Request
 
 
-
 def choose_tokens(
     logits: Tensor,
     requests: Sequence[Request],
