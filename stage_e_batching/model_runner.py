@@ -39,7 +39,7 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> Sampled:
         """Run a step and return its sampled tokens, waiting for the device."""
         for sequence in step.admitted:
-            self.sampler.seat(sequence)
+            self.sampler.admit(sequence)
         if not step.sequences:
             return Sampled([])
         chunks = map(Chunk, step.sequences, step.starts, step.num_tokens)

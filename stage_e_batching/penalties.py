@@ -16,34 +16,34 @@ from stage_e_batching.step import BatchSequence
 
 
 class PenaltyState:
-    """Token counts of the seats that need them.
+    """Token counts of the batch slots that need them.
 
     Args:
-        num_seats: sequences that can run at the same time.
+        max_num_seqs: sequences that can run at the same time.
         vocab_size: columns of the tables.
         device: where the tables live; they are made when first needed, and grow by doubling.
     """
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        self._row_of_seat = np.full(num_seats, -1, np.int64)
+        self._row_of_slot = np.full(max_num_seqs, -1, np.int64)
         self._free_rows: list[int] = []
-        self._strengths = np.zeros((num_seats, 3), np.float32)  # repetition, presence, frequency
+        self._strengths = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # generated, by token
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
-    def seat(self, sequence: BatchSequence, params: SamplingParams) -> None:
-        """A sequence took a seat (perhaps after a preemption): count what it has so far."""
-        seat = sequence.batch_slot
-        if self._row_of_seat[seat] >= 0:  # the seat's last owner is gone
-            self._free_rows.append(int(self._row_of_seat[seat]))
-            self._row_of_seat[seat] = -1
+    def admit(self, sequence: BatchSequence, params: SamplingParams) -> None:
+        """Count the tokens of a sequence that was given a batch slot (perhaps again, after a preemption)."""
+        slot = sequence.batch_slot
+        if self._row_of_slot[slot] >= 0:  # the slot's last sequence has left
+            self._free_rows.append(int(self._row_of_slot[slot]))
+            self._row_of_slot[slot] = -1
         if not params.needs_penalties:
             return
         if not self._free_rows:
             self._grow()
-        row = self._row_of_seat[seat] = self._free_rows.pop()
-        self._strengths[seat] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        row = self._row_of_slot[slot] = self._free_rows.pop()
+        self._strengths[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._device)
         output = torch.tensor(sequence.token_ids[len(prompt) :], dtype=torch.int64, device=self._device)
         self._in_prompt[row] = False
@@ -57,12 +57,12 @@ class PenaltyState:
         self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(new - old, self._counts.shape[1])])
         self._free_rows += range(old, new)
 
-    def apply(self, logits: Tensor, seats: np.ndarray) -> Tensor:
-        """New logits `[rows, vocab]`, float32, of sequences in these seats; rows without penalties are as they were."""
-        asking = np.flatnonzero(self._row_of_seat[seats] >= 0)
+    def apply(self, logits: Tensor, batch_slots: np.ndarray) -> Tensor:
+        """New logits `[rows, vocab]`, float32, of these batch slots; rows without penalties are as they were."""
+        asking = np.flatnonzero(self._row_of_slot[batch_slots] >= 0)
         at = torch.from_numpy(asking).to(self._device)
-        counts, seen = self._tables_of(seats[asking])
-        strengths = torch.from_numpy(self._strengths[seats[asking]]).to(self._device)
+        counts, seen = self._tables_of(batch_slots[asking])
+        strengths = torch.from_numpy(self._strengths[batch_slots[asking]]).to(self._device)
         repetition, presence, frequency = strengths.T.unsqueeze(-1)  # each [asking, 1]
         logits = logits.to(torch.float32, copy=True)
         scores = logits[at]  # [asking, vocab]
@@ -70,15 +70,15 @@ class PenaltyState:
         logits[at] = torch.where(counts > 0, scores - (presence + frequency * counts), scores)
         return logits
 
-    def _tables_of(self, seats: np.ndarray) -> tuple[Tensor, Tensor]:
-        rows = torch.from_numpy(self._row_of_seat[seats]).to(self._device)
+    def _tables_of(self, batch_slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(self._row_of_slot[batch_slots]).to(self._device)
         counts = self._counts[rows]  # [asking, vocab]
         return counts, self._in_prompt[rows] | (counts > 0)
 
-    def count(self, seats: np.ndarray, ids: Tensor) -> None:
-        """Add the tokens `[rows]` just drawn for these seats."""
-        asking = np.flatnonzero(self._row_of_seat[seats] >= 0)
-        rows = torch.from_numpy(self._row_of_seat[seats[asking]]).to(self._device)
-        drawn = ids[torch.from_numpy(asking).to(self._device)]
+    def count(self, batch_slots: np.ndarray, ids: Tensor) -> None:
+        """Add the tokens `[rows]` just sampled for these batch slots."""
+        asking = np.flatnonzero(self._row_of_slot[batch_slots] >= 0)
+        rows = torch.from_numpy(self._row_of_slot[batch_slots[asking]]).to(self._device)
+        sampled = ids[torch.from_numpy(asking).to(self._device)]
         one = torch.ones((), dtype=torch.int32, device=self._device)
-        self._counts.index_put_((rows, drawn), one, accumulate=True)
+        self._counts.index_put_((rows, sampled), one, accumulate=True)

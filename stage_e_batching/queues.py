@@ -1,4 +1,4 @@
-"""Who is here: the sequences that wait and run, their seats, and how they come and go.
+"""The sequences that wait and run, their batch slots, and how they come and go.
 
     arrive -> waiting -> prefilling -> decoding -> gone
 

@@ -5,8 +5,8 @@ What is computed is stage A's `sample`, row for row and bit for bit on a CPU; on
 * a batch's requests are looked at once, for what any of them needs. All greedy: one argmax. Plain temperature beside
   greedy: noise and argmax in one pass. Only rows with top-k, top-p or min-p are filtered, and only those with top-p are
   sorted, which is the one expensive operation here;
-* what a request brings (its parameters, its seed) is put into numpy columns when it is seated, and a step picks rows;
-* a row's noise is a hash of its own seed and step, so a row draws the same token in any company.
+* what a request brings (its parameters, its seed) is put into numpy columns when it is admitted, and a step picks rows;
+* a row's noise is a hash of its own seed and step, so a row samples the same token in any batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.sampling_functions import choose_replaced
 from stage_e_batching.step import BatchSequence
 
-DRAWN, FILTERED, PENALISED, LOGPROBS, REPLACED = 1, 2, 4, 8, 16  # what a row needs; 0 is greedy
+RANDOM, FILTERED, PENALISED, LOGPROBS, REPLACED = 1, 2, 4, 8, 16  # what a row needs; 0 is greedy
 SMALLEST = torch.finfo(torch.float32).tiny  # temperature and top_p: what is smaller, float32 would make 0
 FILTER_GROUP = 2**25  # logits filtered at a time: sorting takes several times the memory of what it sorts
 
 
 @dataclass(frozen=True)
-class DrawnTokens:
+class SampledTokens:
     """A step's tokens, still on the device."""
 
     ids: Tensor  # int64 [rows]
@@ -47,10 +47,10 @@ class RowLogprobs:
     counts: list[int]  # how many of the likeliest each row asks for
     ids: Tensor  # [asking, most]
     values: Tensor  # [asking, most], likeliest first
-    chosen: Tensor  # [asking]: of the token drawn
+    chosen: Tensor  # [asking]: of the sampled token
 
     def to_host(self, num_rows: int, token_ids: list[int]) -> list[dict[int, float] | None]:
-        """A dictionary for each row that asks, in stage A's order: the likeliest first, then the token drawn."""
+        """A dictionary for each row that asks, in stage A's order: the likeliest first, then the sampled token."""
         result: list[dict[int, float] | None] = [None] * num_rows
         ids, values, chosen = self.ids.tolist(), self.values.tolist(), self.chosen.tolist()
         for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
@@ -61,102 +61,106 @@ class RowLogprobs:
 
 
 class Sampler:
-    """Chooses tokens for the sequences in the seats."""
+    """Chooses tokens for the sequences in the batch slots."""
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._requests: list[Request | None] = [None] * num_seats
-        self._needs = np.zeros(num_seats, np.uint8)
-        self._temperatures = np.zeros(num_seats, np.float32)
-        self._seed_keys = np.zeros(num_seats, np.int64)
-        self._filters = np.zeros((num_seats, 3), np.float32)  # top_k, top_p, log(min_p)
-        self._penalties = PenaltyState(num_seats, vocab_size, device)
+        self._requests: list[Request | None] = [None] * max_num_seqs
+        self._needs = np.zeros(max_num_seqs, np.uint8)
+        self._temperatures = np.zeros(max_num_seqs, np.float32)
+        self._seed_keys = np.zeros(max_num_seqs, np.int64)
+        self._filters = np.zeros((max_num_seqs, 3), np.float32)  # top_k, top_p, log(min_p)
+        self._penalties = PenaltyState(max_num_seqs, vocab_size, device)
         self._mixed_ids: Tensor | None = None  # the hash of every token id, computed once
 
-    def seat(self, sequence: BatchSequence) -> None:
-        """Note what a sequence that took a seat asks for."""
-        seat, params, seed = sequence.batch_slot, sequence.request.params, sequence.request.seed
-        drawn = params.temperature > 0
+    def admit(self, sequence: BatchSequence) -> None:
+        """Record what the request of an admitted sequence asks for, in its batch slot."""
+        slot, params, seed = sequence.batch_slot, sequence.request.params, sequence.request.seed
+        random = params.temperature > 0
         top_k = params.top_k if params.top_k < self._vocab_size else 0
-        filtered = drawn and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self._needs[seat] = (
-            DRAWN * drawn
+        filtered = random and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._needs[slot] = (
+            RANDOM * random
             | FILTERED * filtered
             | PENALISED * params.needs_penalties
             | LOGPROBS * (params.logprobs is not None)
             | REPLACED * (sequence.request.sampling_fn is not None)
         )
-        self._requests[seat] = sequence.request
+        self._requests[slot] = sequence.request
         with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
-            self._temperatures[seat] = max(params.temperature, SMALLEST) if drawn else 0.0
-        self._seed_keys[seat] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
+            self._temperatures[slot] = max(params.temperature, SMALLEST) if random else 0.0
+        self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
         log_min_p = math.log(params.min_p) if params.min_p else -math.inf
-        self._filters[seat] = top_k, max(params.top_p, SMALLEST), log_min_p
-        self._penalties.seat(sequence, params)
+        self._filters[slot] = top_k, max(params.top_p, SMALLEST), log_min_p
+        self._penalties.admit(sequence, params)
 
-    def fill(self, seats: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray) -> None:
+    def fill(
+        self, batch_slots: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray
+    ) -> None:
         """Write the temperature and the noise key (`noise_key(seed, step)`) of each row into a step's input."""
-        np.take(self._temperatures, seats, out=temperatures)
-        noise_keys[:] = mix32(self._seed_keys[seats] ^ steps).astype(np.uint32).view(np.int32)
+        np.take(self._temperatures, batch_slots, out=temperatures)
+        noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
 
-    def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> DrawnTokens:
+    def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> SampledTokens:
         """Choose a token for each of `sequences`, from its row of `logits [rows, vocab]`."""
-        seats = np.array([sequence.batch_slot for sequence in sequences])
+        batch_slots = np.array([sequence.batch_slot for sequence in sequences])
         steps = np.array([sequence.num_generated_tokens for sequence in sequences])
-        temperatures, noise_keys = np.empty(len(seats), np.float32), np.empty(len(seats), np.int32)
-        self.fill(seats, steps, temperatures, noise_keys)
+        temperatures, noise_keys = np.empty(len(batch_slots), np.float32), np.empty(len(batch_slots), np.int32)
+        self.fill(batch_slots, steps, temperatures, noise_keys)
         on_device = (torch.from_numpy(column).to(self._device) for column in (temperatures, noise_keys))
-        return self(logits, seats, *on_device)
+        return self(logits, batch_slots, *on_device)
 
-    def needs(self, seats: np.ndarray) -> int:
+    def needs(self, batch_slots: np.ndarray) -> int:
         """What the rows of a step need, all together."""
-        return int(np.bitwise_or.reduce(self._needs[seats]))
+        return int(np.bitwise_or.reduce(self._needs[batch_slots]))
 
-    def __call__(self, logits: Tensor, seats: np.ndarray, temperatures: Tensor, noise_keys: Tensor) -> DrawnTokens:
+    def __call__(
+        self, logits: Tensor, batch_slots: np.ndarray, temperatures: Tensor, noise_keys: Tensor
+    ) -> SampledTokens:
         """Choose a token for every row.
 
         Args:
             logits: `[rows, vocab]`, in the model's dtype.
-            seats: the row's sequences, int64 `[rows]`, on the host.
+            batch_slots: the row's sequences, int64 `[rows]`, on the host.
             temperatures, noise_keys: what `fill` wrote, on the device.
 
         Raises:
             Exception: a replaced `sampling_fn` failed, and for no row alone.
         """
-        needs = self.needs(seats)
-        scores = self._penalties.apply(logits, seats) if needs & PENALISED else logits
-        if not needs & DRAWN:
+        needs = self.needs(batch_slots)
+        scores = self._penalties.apply(logits, batch_slots) if needs & PENALISED else logits
+        if not needs & RANDOM:
             ids = scores.argmax(-1)
         else:
-            filtered = self._filter(scores, seats, temperatures) if needs & FILTERED else (scores, temperatures)
-            ids = self.draw_plain(*filtered, noise_keys)
+            filtered = self._filter(scores, batch_slots, temperatures) if needs & FILTERED else (scores, temperatures)
+            ids = self.sample_plain(*filtered, noise_keys)
         errors = None
         if needs & REPLACED:
-            errors = choose_replaced(scores, [self._requests[seat] for seat in seats.tolist()], ids)
+            errors = choose_replaced(scores, [self._requests[slot] for slot in batch_slots.tolist()], ids)
         if needs & PENALISED:
-            self._penalties.count(seats, ids)
-        return DrawnTokens(ids, self._logprobs(logits, seats, ids) if needs & LOGPROBS else None, errors)
+            self._penalties.count(batch_slots, ids)
+        return SampledTokens(ids, self._logprobs(logits, batch_slots, ids) if needs & LOGPROBS else None, errors)
 
-    def draw_plain(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
+    def sample_plain(self, scores: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
         """Choose where nothing but each row's temperature counts: `[rows, vocab]` -> ids `[rows]`."""
         if scores.device.type == "cuda":
-            from stage_e_batching.sampler_kernels import draw
+            from stage_e_batching.sampler_kernels import sample_rows
 
-            return draw(scores, temperatures, noise_keys)
+            return sample_rows(scores, temperatures, noise_keys)
         if self._mixed_ids is None:
             self._mixed_ids = mix32(torch.arange(self._vocab_size, device=self._device))
         return draw_reference(scores, temperatures, noise_keys, self._mixed_ids)
 
-    def _filter(self, scores: Tensor, seats: np.ndarray, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    def _filter(self, scores: Tensor, batch_slots: np.ndarray, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """Filter the rows that ask for it. They come back divided by their temperature, which then counts as 1."""
-        asking = np.flatnonzero(self._needs[seats] & FILTERED)
+        asking = np.flatnonzero(self._needs[batch_slots] & FILTERED)
         scores, temperatures = scores.to(torch.float32, copy=True), temperatures.clone()
         group = max(1, FILTER_GROUP // self._vocab_size)
         for start in range(0, len(asking), group):
             rows = asking[start : start + group]
             at = torch.from_numpy(rows).to(self._device)
-            scores[at] = self._filtered(scores[at], temperatures[at], self._filters[seats[rows]])
+            scores[at] = self._filtered(scores[at], temperatures[at], self._filters[batch_slots[rows]])
             temperatures[at] = 1.0
         return scores, temperatures
 
@@ -174,9 +178,9 @@ class Sampler:
             rows = rows.masked_fill(rows < torch.from_numpy(log_min_p).to(self._device)[:, None], -math.inf)
         return rows
 
-    def _logprobs(self, logits: Tensor, seats: np.ndarray, ids: Tensor) -> RowLogprobs:
-        rows = np.flatnonzero(self._needs[seats] & LOGPROBS)
-        counts = [min(self._requests[seat].params.logprobs, self._vocab_size) for seat in seats[rows].tolist()]
+    def _logprobs(self, logits: Tensor, batch_slots: np.ndarray, ids: Tensor) -> RowLogprobs:
+        rows = np.flatnonzero(self._needs[batch_slots] & LOGPROBS)
+        counts = [min(self._requests[slot].params.logprobs, self._vocab_size) for slot in batch_slots[rows].tolist()]
         at = torch.from_numpy(rows).to(self._device)
         logprobs = logits[at].float().log_softmax(-1)  # [asking, vocab], of the model, without penalties
         best = likeliest(logprobs, max(counts))
@@ -212,9 +216,9 @@ def draw_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mix
         mixed_ids: `mix32` of every token id, int64 `[vocab]`.
     """
     ids = scores.argmax(-1)
-    drawn = temperatures.nonzero()[:, 0]
-    rows = scores[drawn].float()
-    rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[drawn, None]
-    keys = noise_keys[drawn, None].long() & 0xFFFFFFFF
-    ids[drawn] = (rows + gumbel_from_bits(mix32(mixed_ids ^ keys))).argmax(-1)
+    random = temperatures.nonzero()[:, 0]
+    rows = scores[random].float()
+    rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[random, None]
+    keys = noise_keys[random, None].long() & 0xFFFFFFFF
+    ids[random] = (rows + gumbel_from_bits(mix32(mixed_ids ^ keys))).argmax(-1)
     return ids

@@ -1,4 +1,4 @@
-"""A Triton kernel for the draw: temperature, noise and argmax in one pass over the logits.
+"""A Triton kernel that samples: temperature, noise and argmax in one pass over the logits.
 
 PyTorch would write the scaled logits, the random bits, the noise and the sum to memory and read them back, a dozen
 passes over `[rows, vocab]`. Everything a logit needs is known where it is read, its temperature, its row's key and its
@@ -6,7 +6,7 @@ own token id, so one pass that keeps the best of each stretch is enough: 256 row
 78 MB, read once. A second, tiny kernel compares the stretches' winners.
 
 The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
-in the fifth digit, so a draw differs only where two tokens come that close: one in some hundred thousand.
+in the fifth digit, so a sampled token differs only where two tokens come that close: one in some hundred thousand.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _best_of_row_kernel(
     tl.store(ids + row, tl.sum(tl.where(stretch == best, token, 0), 0))
 
 
-def draw(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: Tensor | None = None) -> Tensor:
+def sample_rows(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: Tensor | None = None) -> Tensor:
     """One token a row: gumbel-max at the row's temperature, plain argmax where that is 0.
 
     Args:

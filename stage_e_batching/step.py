@@ -69,7 +69,7 @@ class ScheduledSequence(NamedTuple):
     sequence: BatchSequence
     start: int
     num_tokens: int
-    samples: bool  # whether a token is drawn from the last position's logits
+    samples: bool  # whether a token is sampled from the last position's logits
 
 
 class Preemption(NamedTuple):
@@ -92,7 +92,7 @@ class ScheduledStep:
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # this many entries run one token, the one sampled last
-    admitted: list[BatchSequence] = field(default_factory=list)  # those that took a seat in this step
+    admitted: list[BatchSequence] = field(default_factory=list)  # those that were given a batch slot in this step
     grown: list[BatchSequence] = field(default_factory=list)  # those whose block table is longer than before
     preempted: list[Preemption] = field(default_factory=list)
     num_recomputed: int = 0  # of the tokens that run, those that ran before and were lost by preemption

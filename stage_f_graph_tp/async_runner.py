@@ -19,7 +19,7 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.model_runner import ModelRunner
-from stage_e_batching.sampler import DrawnTokens
+from stage_e_batching.sampler import SampledTokens
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, attention_metadata, largest_input
@@ -29,19 +29,19 @@ from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, atten
 class InFlight:
     """A step that the device has been told to run."""
 
-    drawn: DrawnTokens | None  # None: nothing samples in this step
+    sampled: SampledTokens | None  # None: nothing samples in this step
     host_ids: Tensor | None = None
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> Sampled:
         """The step's tokens, once they are there."""
-        if self.drawn is None:
+        if self.sampled is None:
             return Sampled([])
         if self.arrived is not None:
             self.arrived.synchronize()
         token_ids = self.host_ids.tolist()
-        logprobs = self.drawn.logprobs
-        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids), self.drawn.errors)
+        logprobs = self.sampled.logprobs
+        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids), self.sampled.errors)
 
 
 class AsyncModelRunner(ModelRunner):
@@ -68,13 +68,13 @@ class AsyncModelRunner(ModelRunner):
         return self.launch(step).wait()
 
     def launch(self, step: ScheduledStep) -> InFlight:
-        """Order a step's work and the copy of its tokens to the host."""
+        """Launch a step's work and the copy of its tokens to the host."""
         shape, host = self.prepare(step)
-        return InFlight(None) if shape is None else self.execute(shape, host.sample_seats)
+        return InFlight(None) if shape is None else self.execute(shape, host.sample_slots)
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
-        """The host's part: bring the seats up to date and build the step's input in a host buffer."""
-        self.take_seats(step)
+        """The host's part: bring the batch slots up to date and build the step's input in a host buffer."""
+        self.admit(step)
         if not step.sequences:
             return None, None
         shape = self.batch.shape_of(step)
@@ -82,20 +82,20 @@ class AsyncModelRunner(ModelRunner):
         self.fill(step, host)
         return shape, host
 
-    def take_seats(self, step: ScheduledStep) -> None:
-        """Note who was seated and whose block table has grown."""
+    def admit(self, step: ScheduledStep) -> None:
+        """Record the admitted sequences and the block tables that have grown."""
         for sequence in step.admitted:
-            self.sampler.seat(sequence)
+            self.sampler.admit(sequence)
         self.batch.update(step)
 
     def fill(self, step: ScheduledStep, host: StepInput) -> None:
         """Write a step's input into host views."""
         steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
+        self.sampler.fill(host.sample_slots, steps, host.temperatures, host.noise_keys)
 
     @torch.inference_mode()
-    def execute(self, shape: StepShape, sample_seats: np.ndarray) -> InFlight:
-        """The device's part: send the input that `prepare` built, run the model, draw the tokens."""
+    def execute(self, shape: StepShape, sample_slots: np.ndarray) -> InFlight:
+        """The device's part: send the input that `prepare` built, run the model, sample the tokens."""
         inputs = self.buffers.send(shape)
         hidden = self.forward(inputs, shape)
         if shape.num_samples == 0:
@@ -103,29 +103,29 @@ class AsyncModelRunner(ModelRunner):
         if shape.num_samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens)
         logits = self.model.compute_logits(hidden)  # [samples, vocab]
-        drawn = self.draw(logits, sample_seats, inputs)
-        self.last_tokens.index_copy_(0, inputs.sample_seats, drawn.ids)
-        return self.fetch(drawn)
+        sampled = self.sample(logits, sample_slots, inputs)
+        self.last_tokens.index_copy_(0, inputs.sample_slots, sampled.ids)
+        return self.fetch(sampled)
 
-    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Choose a token for every row of `logits`."""
-        return self.sampler(logits, sample_seats, inputs.temperatures, inputs.noise_keys)
+        return self.sampler(logits, sample_slots, inputs.temperatures, inputs.noise_keys)
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""
         decodes = shape.num_decodes
         if decodes:
-            torch.index_select(self.last_tokens, 0, inputs.seats[:decodes], out=inputs.input_ids[:decodes])
+            torch.index_select(self.last_tokens, 0, inputs.batch_slots[:decodes], out=inputs.input_ids[:decodes])
         metadata = attention_metadata(inputs, shape)
         return self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata)
 
-    def fetch(self, drawn: DrawnTokens) -> InFlight:
+    def fetch(self, sampled: SampledTokens) -> InFlight:
         """Start the copy of the tokens to the host."""
         if self.device.type != "cuda":
-            return InFlight(drawn, drawn.ids)
+            return InFlight(sampled, sampled.ids)
         self._host_ids.reverse()  # the other one may still be read
-        host_ids = self._host_ids[0][: len(drawn.ids)]
-        host_ids.copy_(drawn.ids, non_blocking=True)
+        host_ids = self._host_ids[0][: len(sampled.ids)]
+        host_ids.copy_(sampled.ids, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return InFlight(drawn, host_ids, arrived)
+        return InFlight(sampled, host_ids, arrived)

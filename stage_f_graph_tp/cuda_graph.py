@@ -1,16 +1,16 @@
 """CUDA graphs: the launches of a decode step recorded once and replayed as one.
 
-A decode step is a few hundred kernels, each of a few microseconds, and ordering one from Python costs about as much as
+A decode step is a few hundred kernels, each of a few microseconds, and launching one from Python costs about as much as
 running it. A CUDA graph is the recorded list of launches with all their arguments; replaying it costs one launch, and
 the kernels follow each other within about a microsecond.
 
 What is recorded is fixed: addresses, grid sizes, the number of rows. So
 
-* inputs lie at fixed places, and a step copies its own there before the replay;
-* there is a graph for each size of a *ladder* of batch sizes, and a batch is padded up to the next one. Padding rows
-  have a context of 0 and slot -1, so that they read no KV and write none, and a seat of their own, so that their tokens
-  go nowhere. Above the ladder, and in steps with prefill, the model runs eagerly;
-* lengths, positions and pages are read from device memory, so one graph serves every step of its size.
+* inputs are stored at fixed addresses, and a step copies its own there before the replay;
+* there is a graph for each of the *capture sizes*, and a batch is padded up to the next one. Padding rows
+  have a context of 0 and slot -1, so that they read no KV and write none, and a batch slot of their own, so that
+  their tokens go nowhere. Above the largest size, and in steps with prefill, the model runs eagerly;
+* lengths, positions and block tables are read from device memory, so one graph serves every step of its size.
 
 All graphs share one memory pool: they never run at the same time.
 """
@@ -32,7 +32,7 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 LARGEST_GRAPH = 512
 
 
-def ladder(max_num_seqs: int) -> list[int]:
+def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: small ones close together, then steps of 16, up to `max_num_seqs` or 512."""
     top = min(max_num_seqs, LARGEST_GRAPH)
     sizes = [size for size in (1, 2, 4, 8) if size < top] + list(range(16, top, 16))
@@ -82,18 +82,18 @@ class GraphRecorder:
 
 
 class DecodeGraphs:
-    """A recorded decode step for every size of the ladder.
+    """A recorded decode step for every capture size.
 
     Args:
         sizes: batch sizes, ascending.
         table_width: columns of the block tables: what `max_model_len` takes.
         max_model_len: the longest context.
-        padding_seat: the seat of padding rows.
+        padding_slot: the batch slot of padding rows.
     """
 
-    def __init__(self, sizes: list[int], table_width: int, max_model_len: int, padding_seat: int) -> None:
+    def __init__(self, sizes: list[int], table_width: int, max_model_len: int, padding_slot: int) -> None:
         self._sizes = sizes
-        self._padding_seat = padding_seat
+        self._padding_slot = padding_slot
         self._shapes = {size: StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes}
         self._recorded: dict[int, Recorded] = {}
         self.num_bytes = 0  # device memory that the graphs took
@@ -122,8 +122,8 @@ class DecodeGraphs:
         host.input_ids[count:] = 0
         host.positions[count:] = 0
         host.slot_mapping[count:] = -1
-        host.seats[count:] = self._padding_seat
-        host.sample_seats[count:] = self._padding_seat
+        host.batch_slots[count:] = self._padding_slot
+        host.sample_slots[count:] = self._padding_slot
         host.sample_tokens[count:] = 0
         host.cu_seqlens_q[:] = np.arange(len(host.cu_seqlens_q))
         host.context_lens[count:] = 0

@@ -1,8 +1,8 @@
 """Stage E's model runner with the CPU taken out: graphs for decode, fused kernels.
 
 Where there is a graph for a step, its input is padded to the graph's size, sent in one copy, and the whole step, from
-the embedding to the drawn tokens, is one replay. Everything else (steps with prefill, batches above the ladder, a
-machine without a GPU) goes stage E's way.
+the embedding to the sampled tokens, is one replay. Everything else (steps with prefill, batches above the largest
+graph, a machine without a GPU) goes stage E's way.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from torch import Tensor
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import DRAWN, DrawnTokens
+from stage_e_batching.sampler import RANDOM, SampledTokens
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
-from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs, DecodeResult, GraphRecorder, Recorded, Recorder, ladder
+from stage_f_graph_tp.cuda_graph import (
+    Body,
+    DecodeGraphs,
+    DecodeResult,
+    GraphRecorder,
+    Recorded,
+    Recorder,
+    capture_sizes,
+)
 from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
@@ -51,15 +59,15 @@ class GraphModelRunner(AsyncModelRunner):
             if runtime.backend.name == "reference":  # it asks the device for the longest context
                 self._report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
             else:
-                self.capture(GraphRecorder(runtime.device), ladder(options.max_num_seqs))
+                self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs))
 
     # ---- graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int]) -> None:
         """Record a decode step for each batch size; says how much memory that took."""
-        padding_seat = len(self.last_tokens) - 1
-        graphs = DecodeGraphs(sizes, self.batch.max_blocks, self._max_model_len, padding_seat)
+        padding_slot = len(self.last_tokens) - 1
+        graphs = DecodeGraphs(sizes, self.batch.max_blocks, self._max_model_len, padding_slot)
         start = time.perf_counter()
         graphs.capture(record, lambda shape: self._decode_body(graphs, shape), self.device)
         self.graphs = graphs
@@ -84,25 +92,25 @@ class GraphModelRunner(AsyncModelRunner):
     def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         hidden = self.forward(inputs, shape)
         logits = self.model.compute_logits(hidden)
-        return DecodeResult(self._draw_to_slots(logits, inputs), hidden=hidden)
+        return DecodeResult(self._sample_to_slots(logits, inputs), hidden=hidden)
 
     def _decode_megakernel(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
-        torch.index_select(self.last_tokens, 0, inputs.seats, out=inputs.input_ids)
+        torch.index_select(self.last_tokens, 0, inputs.batch_slots, out=inputs.input_ids)
         logits = self.megakernel.make_logits(shape.num_seqs)
         self.megakernel.step(
             inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
             self.kv_cache.tensor, logits,
         )  # fmt: skip
-        return DecodeResult(self._draw_to_slots(logits, inputs), logits=logits)
+        return DecodeResult(self._sample_to_slots(logits, inputs), logits=logits)
 
-    def _draw_to_slots(self, logits: Tensor, inputs: StepInput) -> Tensor:
-        ids = self.draw_plain(logits, inputs)
-        self.last_tokens.index_copy_(0, inputs.sample_seats, ids)
+    def _sample_to_slots(self, logits: Tensor, inputs: StepInput) -> Tensor:
+        ids = self.sample_plain(logits, inputs)
+        self.last_tokens.index_copy_(0, inputs.sample_slots, ids)
         return ids
 
-    def draw_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
+    def sample_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
         """Sample rows that are greedy or at a plain temperature, from what the input says alone."""
-        return self.sampler.draw_plain(logits, inputs.temperatures, inputs.noise_keys)
+        return self.sampler.sample_plain(logits, inputs.temperatures, inputs.noise_keys)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -111,16 +119,16 @@ class GraphModelRunner(AsyncModelRunner):
         shape, host = self.prepare(step)
         if shape is None:
             return InFlight(None)
-        seats = host.sample_seats
-        needs = self.sampler.needs(seats) if len(seats) else 0
-        return self.execute_step(shape, seats, needs)
+        batch_slots = host.sample_slots
+        needs = self.sampler.needs(batch_slots) if len(batch_slots) else 0
+        return self.execute_step(shape, batch_slots, needs)
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
         """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
         graphs = self.graphs  # a thread that closes the engine takes them away
         if graphs is None or not step.sequences:
             return super().prepare(step)
-        self.take_seats(step)
+        self.admit(step)
         exact = self.batch.shape_of(step)
         shape = graphs.padded(exact)
         host = self.buffers.next_host(shape)
@@ -129,36 +137,38 @@ class GraphModelRunner(AsyncModelRunner):
         self.fill(step, host)
         return shape, host
 
-    def execute_step(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+    def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """Execute a prepared step: by replaying its graph, or eagerly."""
         graphs = self.graphs
         recorded = graphs and graphs.find(shape)
-        return self._replay(recorded, shape, sample_seats, needs) if recorded else self.execute(shape, sample_seats)
+        return self._replay(recorded, shape, sample_slots, needs) if recorded else self.execute(shape, sample_slots)
 
     @torch.inference_mode()
-    def _replay(self, recorded: Recorded, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+    def _replay(self, recorded: Recorded, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         inputs = self.buffers.send(shape)
         recorded.replay()
-        count, result = len(sample_seats), recorded.result
-        if needs & ~DRAWN:  # filters, penalties, logprobs, another sampler: draw again, with all of stage E's sampler
+        count, result = len(sample_slots), recorded.result
+        if (
+            needs & ~RANDOM
+        ):  # filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler
             logits = result.logits if result.logits is not None else self.model.compute_logits(result.hidden)
             live = StepInput(*(array[:count] for array in inputs))
-            drawn = self.draw(logits[:count], sample_seats, live)
-            self.last_tokens.index_copy_(0, live.sample_seats, drawn.ids)
+            sampled = self.sample(logits[:count], sample_slots, live)
+            self.last_tokens.index_copy_(0, live.sample_slots, sampled.ids)
         else:
             ids = result.ids[:count]
-            drawn = DrawnTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
+            sampled = SampledTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
         if not self._takes_megakernel(shape.num_seqs):
-            return self.fetch(drawn)
+            return self.fetch(sampled)
         self._host_failure.copy_(self.megakernel.failure, non_blocking=True)  # travels with the tokens
-        fetched = self.fetch(drawn)
+        fetched = self.fetch(sampled)
         check = partial(self.megakernel.check, self._host_failure)
-        return CheckedInFlight(fetched.drawn, fetched.host_ids, fetched.arrived, check)
+        return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
 
-    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Choose a token for every row of `logits`."""
         try:
-            return super().draw(logits, sample_seats, inputs)
+            return super().sample(logits, sample_slots, inputs)
         except Exception:
             if self.megakernel is not None:
                 self.megakernel.check()  # the sampler may have been handed what a step that gave up left

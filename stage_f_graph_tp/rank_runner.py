@@ -24,7 +24,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import DrawnTokens
+from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs
 from stage_f_graph_tp.kernels import choose_layers
@@ -158,39 +158,39 @@ class RankRunner(GraphModelRunner):
         self.buffers.unpack(command.data)
         self.execute_step(command.shape, np.empty(command.num_live, np.int64), command.needs)
 
-    def execute_step(self, shape: StepShape, sample_seats: np.ndarray, needs: int) -> InFlight:
+    def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """As one rank does; rank 0 sends the step to the others first."""
         if self.workers is None:
-            return super().execute_step(shape, sample_seats, needs)
-        command = StepCommand(shape, len(sample_seats), needs, self.buffers.packed(shape))
+            return super().execute_step(shape, sample_slots, needs)
+        command = StepCommand(shape, len(sample_slots), needs, self.buffers.packed(shape))
         self._sampling_failed = False
         with interrupts_held():
             self.workers.send(command.encode())
             try:
-                step = super().execute_step(shape, sample_seats, needs)
+                step = super().execute_step(shape, sample_slots, needs)
             except BaseException as error:
                 if not self._sampling_failed:  # rank 0 left before the step's last collective: the others still wait
                     self.workers.explain()
                     self.workers.fail(f"rank 0 could not run a step: {error!r}")
                 self.workers.check()
                 raise
-        return WatchedInFlight(step.drawn, step.host_ids, step.arrived, self.workers)
+        return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
 
-    def draw(self, logits: Tensor, sample_seats: np.ndarray, inputs: StepInput) -> DrawnTokens:
+    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Sample on rank 0 and broadcast the ids."""
-        drawn = DrawnTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
+        sampled = SampledTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
         try:
             if self.group.rank == 0:
-                drawn = super().draw(logits, sample_seats, inputs)
+                sampled = super().sample(logits, sample_slots, inputs)
         except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
             self._sampling_failed = True
             raise
         finally:
-            self.group.broadcast(drawn.ids)
-        return drawn
+            self.group.broadcast(sampled.ids)
+        return sampled
 
-    def draw_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
-        ids = super().draw_plain(logits, inputs)
+    def sample_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
+        ids = super().sample_plain(logits, inputs)
         self.group.broadcast(ids)
         return ids
 

@@ -1,8 +1,8 @@
 """A step's input in one piece of memory, so that it travels to the device in one copy.
 
-The model and the sampler need eleven arrays for a step. Eleven copies to a GPU would each cost more to order than to
-carry out; so all arrays lie side by side in one pinned buffer. Where each lies follows from a handful of sizes
-(`StepShape`), so the other side, a GPU or another process, needs no more than those and the bytes.
+The model and the sampler need eleven arrays for a step. Eleven copies to a GPU would each cost more to launch than to
+carry out; so all arrays are stored side by side in one pinned buffer. The offset of each follows from a handful of
+sizes (`StepShape`), so the other side, a GPU or another process, needs no more than those and the bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class StepShape:
 
     num_tokens: int
     num_seqs: int
-    num_samples: int  # sequences that draw a token
-    table_width: int  # pages of the longest context
+    num_samples: int  # sequences that sample a token
+    table_width: int  # blocks of the longest context
     num_decodes: int  # sequences that run one token, the one sampled last; they come first
     max_query_len: int  # most tokens that one sequence runs
     max_context_len: int  # most keys that one sequence sees
 
     @property
     def wide_sizes(self) -> tuple[int, ...]:
-        """Lengths of the int64 arrays: input_ids, positions, slot_mapping, seats, sample_seats, sample_tokens."""
+        """Lengths of the int64 arrays: input_ids, positions, slot_mapping, batch_slots, sample_slots, sample_tokens."""
         return (self.num_tokens,) * 3 + (self.num_seqs, self.num_samples, self.num_samples)
 
     @property
@@ -44,7 +44,7 @@ class StepShape:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Equal for steps whose arrays lie in the same places."""
+        """Equal for steps whose arrays have the same offsets."""
         return self.num_tokens, self.num_seqs, self.num_samples, self.table_width
 
     @property
@@ -67,9 +67,9 @@ class StepInput(NamedTuple):
     input_ids: Tensor  # int64 [tokens]; those of decodes are filled in on the device
     positions: Tensor  # int64 [tokens]
     slot_mapping: Tensor  # int64 [tokens]
-    seats: Tensor  # int64 [seqs]
-    sample_seats: Tensor  # int64 [samples]
-    sample_tokens: Tensor  # int64 [samples]: the place, among the tokens, of each sampling sequence's last one
+    batch_slots: Tensor  # int64 [seqs]
+    sample_slots: Tensor  # int64 [samples]
+    sample_tokens: Tensor  # int64 [samples]: the index, among the tokens, of each sampling sequence's last one
     cu_seqlens_q: Tensor  # int32 [seqs + 1]
     context_lens: Tensor  # int32 [seqs]
     temperatures: Tensor  # float32 [samples]
@@ -87,9 +87,7 @@ def device_views(buffer: Tensor, shape: StepShape) -> StepInput:
     return _views(buffer, shape, torch.int64, torch.int32, torch.float32)
 
 
-def _views(
-    buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: object, float32: object
-) -> StepInput:
+def _views(buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: object, float32: object) -> StepInput:
     """numpy and PyTorch name their dtypes differently; all else that is needed here they spell alike."""
     split = shape.wide_bytes
     wide = _carve(buffer[:split].view(int64), shape.wide_sizes)
@@ -179,6 +177,6 @@ class StepBuffers:
         return views
 
 
-def largest_input(num_tokens: int, num_seats: int, table_width: int) -> int:
+def largest_input(num_tokens: int, max_num_seqs: int, table_width: int) -> int:
     """Bytes of the largest input there can be."""
-    return StepShape(num_tokens, num_seats, num_seats, table_width, 0, 1, 1).num_bytes
+    return StepShape(num_tokens, max_num_seqs, max_num_seqs, table_width, 0, 1, 1).num_bytes

@@ -132,7 +132,7 @@ class FakeRunner:
         assert found.slot_mapping.tolist() == [self._slot(e.sequence, i) for e, span in spans for i in span]
         assert found.cu_seqlens_q.tolist() == [0, *ends]
         assert found.context_lens.tolist() == [span.stop for _, span in spans]
-        assert found.seats.tolist() == [e.sequence.batch_slot for e in entries]
+        assert found.batch_slots.tolist() == [e.sequence.batch_slot for e in entries]
         for entry, table in zip(entries, found.block_tables.tolist(), strict=True):
             blocks = entry.sequence.block_table[: shape.table_width]
             assert table == blocks + [-1] * (shape.table_width - len(blocks))
@@ -141,7 +141,7 @@ class FakeRunner:
         known = [e.sequence.token_ids[i] for e, span in prompts for i in span]
         assert found.input_ids.tolist() == [0] * step.num_decodes + known
         sampling = [(e, end) for e, end in zip(entries, ends, strict=True) if e.samples]
-        assert found.sample_seats.tolist() == [e.sequence.batch_slot for e, _ in sampling]
+        assert found.sample_slots.tolist() == [e.sequence.batch_slot for e, _ in sampling]
         assert found.sample_tokens.tolist() == [end - 1 for _, end in sampling]
         assert generated.tolist() == [e.start + e.num_tokens - e.sequence.num_prompt_tokens for e, _ in sampling]
 

@@ -51,16 +51,16 @@ def rows(draw) -> dict[str, object]:
     }
 
 
-def seated(sampler: Sampler, batch: list[dict], seats: list[int]) -> None:
-    for row, seat in zip(batch, seats, strict=True):
-        sequence = BatchSequence(Request(0, row["prompt"], row["params"], row["seed"]), batch_slot=seat)
+def admit_all(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> None:
+    for row, slot in zip(batch, batch_slots, strict=True):
+        sequence = BatchSequence(Request(0, row["prompt"], row["params"], row["seed"]), batch_slot=slot)
         sequence.token_ids += row["output"]
-        sampler.seat(sequence)
+        sampler.admit(sequence)
 
 
-def choose(sampler: Sampler, batch: list[dict], seats: list[int]):
-    seat_array = np.array(seats)
-    temperatures, keys = np.empty(len(seats), np.float32), np.empty(len(seats), np.int32)
+def choose(sampler: Sampler, batch: list[dict], batch_slots: list[int]):
+    seat_array = np.array(batch_slots)
+    temperatures, keys = np.empty(len(batch_slots), np.float32), np.empty(len(batch_slots), np.int32)
     sampler.fill(seat_array, np.array([len(row["output"]) for row in batch]), temperatures, keys)
     logits = torch.tensor([row["logits"] for row in batch])
     return sampler(logits, seat_array, torch.from_numpy(temperatures), torch.from_numpy(keys))
@@ -69,14 +69,14 @@ def choose(sampler: Sampler, batch: list[dict], seats: list[int]):
 def chosen_for(batch: list[dict]) -> list[int]:
     """The sampler's choices for a batch of its own."""
     sampler = Sampler(len(batch), len(batch[0]["logits"]), torch.device("cpu"))
-    seated(sampler, batch, list(range(len(batch))))
+    admit_all(sampler, batch, list(range(len(batch))))
     return choose(sampler, batch, list(range(len(batch)))).ids.tolist()
 
 
 def logprobs_for(batch: list[dict]) -> list[dict[int, float] | None]:
     """The log-probabilities that the sampler reports for a batch of its own."""
     sampler = Sampler(len(batch), len(batch[0]["logits"]), torch.device("cpu"))
-    seated(sampler, batch, list(range(len(batch))))
+    admit_all(sampler, batch, list(range(len(batch))))
     drawn = choose(sampler, batch, list(range(len(batch))))
     return drawn.logprobs.to_host(len(batch), drawn.ids.tolist())
 
@@ -95,9 +95,9 @@ def choose_one_by_one(batch: list[dict]) -> list[int]:
 @given(st.lists(rows(), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_every_row_is_what_stage_a_chooses_for_it_alone(batch, random):
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
-    seats = random.sample(range(8), len(batch))
-    seated(sampler, batch, seats)
-    drawn = choose(sampler, batch, seats)
+    batch_slots = random.sample(range(8), len(batch))
+    admit_all(sampler, batch, batch_slots)
+    drawn = choose(sampler, batch, batch_slots)
     assert drawn.ids.tolist() == choose_one_by_one(batch)
 
 
@@ -105,9 +105,9 @@ def test_every_row_is_what_stage_a_chooses_for_it_alone(batch, random):
 @given(st.lists(rows(), min_size=1, max_size=4))
 def test_logprobs_are_stage_as(batch):
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
-    seats = list(range(len(batch)))
-    seated(sampler, batch, seats)
-    drawn = choose(sampler, batch, seats)
+    batch_slots = list(range(len(batch)))
+    admit_all(sampler, batch, batch_slots)
+    drawn = choose(sampler, batch, batch_slots)
     ids = drawn.ids.tolist()
     found = drawn.logprobs.to_host(len(ids), ids) if drawn.logprobs else [None] * len(ids)
     for row, token_id, logprobs in zip(batch, ids, found, strict=True):
@@ -180,7 +180,7 @@ def test_a_batch_slot_that_is_used_again_keeps_nothing_of_its_last_owner(arrival
     owners: dict[int, dict] = {}
     for slot, row in arrivals:
         owners[slot] = row | {"output": list(row["output"])}
-        seated(sampler, [row], [slot])
+        admit_all(sampler, [row], [slot])
         slots, batch = list(owners), list(owners.values())
         logits = torch.tensor([row["logits"] for row in batch])
         expected = apply_penalties(
@@ -198,7 +198,7 @@ def test_penalty_counts_follow_the_tokens_drawn_and_start_again_with_a_new_owner
     logits = [float(i % 7) for i in range(VOCAB)]
     row = {"params": params, "seed": 1, "prompt": [3, 4], "output": [], "logits": logits}
     other = row | {"params": SamplingParams(temperature=0), "logits": logits[::-1]}
-    seated(sampler, [other, row], [0, 2])
+    admit_all(sampler, [other, row], [0, 2])
     for _ in range(12):
         expected = choose_one_by_one([other, row])
         ids = choose(sampler, [other, row], [0, 2]).ids.tolist()
@@ -206,17 +206,15 @@ def test_penalty_counts_follow_the_tokens_drawn_and_start_again_with_a_new_owner
         row["output"] = [*row["output"], ids[1]]
     assert len(set(row["output"])) > 6, "the penalty moved the choice along"
     fresh = row | {"output": [], "prompt": [5]}
-    seated(sampler, [fresh], [2])
+    admit_all(sampler, [fresh], [2])
     assert choose(sampler, [fresh], [2]).ids.tolist() == choose_one_by_one([fresh])
 
 
 def test_noise_keys_are_stage_as():
     sampler = Sampler(3, VOCAB, torch.device("cpu"))
     seeds = [0, 2**64 - 1, 12345678901234567]
-    batch = [
-        {"params": SamplingParams(), "seed": seed, "prompt": [1], "output": [], "logits": []} for seed in seeds
-    ]
-    seated(sampler, batch, [0, 1, 2])
+    batch = [{"params": SamplingParams(), "seed": seed, "prompt": [1], "output": [], "logits": []} for seed in seeds]
+    admit_all(sampler, batch, [0, 1, 2])
     temperatures, keys = np.empty(3, np.float32), np.empty(3, np.int32)
     sampler.fill(np.array([2, 0, 1]), np.array([7, 0, 100_000]), temperatures, keys)
     expected = [noise_key(seeds[2], 7), noise_key(seeds[0], 0), noise_key(seeds[1], 100_000)]
@@ -227,9 +225,9 @@ def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch):
     sampler = Sampler(4, VOCAB, torch.device("cpu"))
     row = {"params": SamplingParams(temperature=0, top_p=0.5, top_k=3), "seed": 0, "prompt": [1], "output": []}
     row["logits"] = [float(i) for i in range(VOCAB)]
-    seated(sampler, [row, row], [0, 1])
+    admit_all(sampler, [row, row], [0, 1])
     monkeypatch.setattr(Sampler, "_filter", lambda *_: pytest.fail("filtered"))
-    monkeypatch.setattr(Sampler, "draw_plain", lambda *_: pytest.fail("drew"))
+    monkeypatch.setattr(Sampler, "sample_plain", lambda *_: pytest.fail("drew"))
     assert choose(sampler, [row, row], [0, 1]).ids.tolist() == [VOCAB - 1] * 2
 
 
@@ -237,7 +235,7 @@ def test_draws_follow_the_distribution():
     sampler = Sampler(1, 4, torch.device("cpu"))
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
     row = {"params": SamplingParams(temperature=1.0), "seed": 5, "prompt": [1], "output": [], "logits": probs.log()}
-    seated(sampler, [row], [0])
+    admit_all(sampler, [row], [0])
     rows = 20_000
     keys = torch.tensor([noise_key(5, i) for i in range(rows)]).to(torch.int32)
     ids = draw_reference(probs.log().expand(rows, 4), torch.ones(rows), keys, mix32(torch.arange(4)))
@@ -258,7 +256,7 @@ for rows, vocab, dtype in {cases}:
     temperatures = torch.tensor([(0.6, 0.0, 1.0, 1e-3, SMALLEST)[i % 5] for i in range(rows)])
     temperatures[0] = 0.8
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
-    ids = sampler_kernels.draw(scores.to(device), temperatures.to(device), keys.to(device)).cpu()
+    ids = sampler_kernels.sample_rows(scores.to(device), temperatures.to(device), keys.to(device)).cpu()
     expected = draw_reference(scores, temperatures, keys, mix32(torch.arange(vocab)))
     assert torch.equal(ids, expected), (rows, vocab, dtype, (ids != expected).nonzero())
 print("equal")
@@ -271,7 +269,7 @@ from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler_kernels
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import BatchSequence
-Sampler.draw_plain = lambda self, *inputs: sampler_kernels.draw(*inputs)
+Sampler.sample_plain = lambda self, *inputs: sampler_kernels.sample_rows(*inputs)
 params = [
     SamplingParams(temperature=t, top_p=p, top_k=k, min_p=0.1 if k else 0)
     for t in (0.0, 5e-324, 1e-45, 1e-40, 0.8) for p in (1.0, 5e-324, 0.5) for k in (0, 3)
@@ -280,7 +278,7 @@ rows, vocab, device = len(params), 101, torch.device("{device}")
 logits = torch.tensor([[i * 7 % vocab / 8 for i in range(vocab)]] * rows)
 sampler, slots = Sampler(rows, vocab, device), np.arange(rows)
 for row, p in enumerate(params):
-    sampler.seat(BatchSequence(Request(row, [1], p, row), batch_slot=row))
+    sampler.admit(BatchSequence(Request(row, [1], p, row), batch_slot=row))
 temperatures, keys = np.empty(rows, np.float32), np.empty(rows, np.int32)
 sampler.fill(slots, 0 * slots, temperatures, keys)
 found = sampler(logits.to(device), slots, torch.from_numpy(temperatures).to(device), torch.from_numpy(keys).to(device))

@@ -14,7 +14,7 @@ import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
-from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, ladder
+from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.step_input import StepShape
 
@@ -68,9 +68,9 @@ def stage_e() -> stage_e_batching.LLM:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 12, 17, 20, 100, 512, 513, 600])
 def test_every_batch_size_has_a_graph_or_the_eager_way(max_num_seqs):
-    sizes = ladder(max_num_seqs)
+    sizes = capture_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, LARGEST_GRAPH)
-    graphs = DecodeGraphs(sizes, table_width=4, max_model_len=64, padding_seat=max_num_seqs)
+    graphs = DecodeGraphs(sizes, table_width=4, max_model_len=64, padding_slot=max_num_seqs)
     for size in range(1, max_num_seqs + 1):
         shape = StepShape(size, size, size, 2, size, 1, 20)
         padded = graphs.padded(shape)
@@ -82,14 +82,16 @@ def test_every_batch_size_has_a_graph_or_the_eager_way(max_num_seqs):
 
 
 def test_a_step_with_prefill_is_left_to_the_eager_way():
-    graphs = DecodeGraphs([1, 2, 4], table_width=4, max_model_len=64, padding_seat=4)
+    graphs = DecodeGraphs([1, 2, 4], table_width=4, max_model_len=64, padding_slot=4)
     for shape in (StepShape(1, 1, 1, 1, 0, 1, 1), StepShape(5, 3, 2, 2, 2, 3, 8)):
         assert graphs.padded(shape) is shape and graphs.find(shape) is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_batch_size_from_forty_down_gives_stage_es_tokens(stage_e, overlap):
-    llm, replays = build(ladder(40), max_num_seqs=40, kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap)
+    llm, replays = build(
+        capture_sizes(40), max_num_seqs=40, kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap
+    )
     prompts, params = countdown(40)
     assert ids(llm.generate(prompts, params, False)) == ids(stage_e.generate(prompts, params, False))
     # The first token comes out of the prefill; 40 … 33 rows run in the graph of 40, 32 … 17 in that of 32, and so on.
@@ -99,7 +101,7 @@ def test_every_batch_size_from_forty_down_gives_stage_es_tokens(stage_e, overlap
 
 @pytest.mark.parametrize("rows", [12, 20, 100])
 def test_a_batch_between_two_sizes_is_padded_to_the_next(stage_e, rows):
-    llm, replays = build(ladder(rows), max_num_seqs=rows, kvcache_block_size=4, num_kvcache_blocks=512)
+    llm, replays = build(capture_sizes(rows), max_num_seqs=rows, kvcache_block_size=4, num_kvcache_blocks=512)
     prompts = [[7 * i + 1, 3 * i + 2] for i in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     assert ids(llm.generate(prompts, params, False)) == ids(stage_e.generate(prompts, params, False))
@@ -163,13 +165,13 @@ def test_rows_hold_their_sequences_pages_and_nothing_stale():
             assert all(row == [-1] * width for row in rows[len(step) :])
             padding = slice(len(step), None)
             assert (inputs.slot_mapping[padding] == -1).all() and (inputs.context_lens[padding] == 0).all()
-            assert (inputs.seats[padding] == 8).all() and (inputs.sample_seats[padding] == 8).all()
+            assert (inputs.batch_slots[padding] == 8).all() and (inputs.sample_slots[padding] == 8).all()
             checked.append(len(step))
         return result
 
     runner.launch = launch_and_look
-    llm.generate(PROMPTS, GREEDY, False)  # long tables in all seats
-    llm.generate([[5], [6], [7]], GREEDY, False)  # short ones in the same seats
+    llm.generate(PROMPTS, GREEDY, False)  # long tables in all batch_slots
+    llm.generate([[5], [6], [7]], GREEDY, False)  # short ones in the same batch_slots
     assert set(checked) == {5, 3}
 
 
@@ -212,7 +214,7 @@ def test_plain_temperature_beside_greedy_is_drawn_inside_the_step(stage_e, monke
     alone = [ids(llm.generate([prompt], [p], False))[0] for prompt, p in zip(PROMPTS, params, strict=True)]
     assert alone == expected
     drawn = []
-    monkeypatch.setattr(llm.runner, "draw", lambda *args: drawn.append(args))
+    monkeypatch.setattr(llm.runner, "sample", lambda *args: drawn.append(args))
     with pytest.raises(AttributeError):  # the prefill draws its tokens outside
         llm.generate(PROMPTS[:1], params[:1], False)
     assert len(drawn) == 1

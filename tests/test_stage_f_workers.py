@@ -22,7 +22,7 @@ import torch.distributed as dist
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.sampler import DrawnTokens
+from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.rank_runner import StepCommand, WatchedInFlight
 from stage_f_graph_tp.step_input import StepShape
@@ -344,7 +344,7 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
 
 def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
     workers = puppets(2)
-    step = WatchedInFlight(DrawnTokens(torch.tensor([7])), torch.tensor([7]), None, workers)
+    step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), None, workers)
     assert step.wait().token_ids == [7]
     workers.send(DIE.encode())
     workers._failing.wait(SECONDS)

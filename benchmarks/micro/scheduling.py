@@ -24,7 +24,7 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
-README, MARKERS = "stage_e_batching", ("seats", "preemption")
+README, MARKERS = "stage_e_batching", ("batch_slots", "preemption")
 
 
 def measure() -> dict:
@@ -129,7 +129,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     tight = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache"
     rules_heads = ["admission", "preemptions", "tokens computed again", "of the useful work", "steps"]
     return {
-        "seats": [*markdown(heads, batches), "", f"{full}. {command}"],
+        "batch_slots": [*markdown(heads, batches), "", f"{full}. {command}"],
         "preemption": [*markdown(rules_heads, pools), "", f"{tight}. {command}"],
     }
 

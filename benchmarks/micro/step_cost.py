@@ -45,16 +45,16 @@ class NullRunner:
 
     def run(self, step: ScheduledStep) -> Sampled:
         for sequence in step.admitted:
-            self.sampler.seat(sequence)
+            self.sampler.admit(sequence)
         self.batch.update(step)
         if not step.sequences:
             return Sampled([])
         shape = self.batch.shape_of(step)
         host = self.buffers.next_host(shape)
         steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_seats, steps, host.temperatures, host.noise_keys)
+        self.sampler.fill(host.sample_slots, steps, host.temperatures, host.noise_keys)
         self.buffers.send(shape)
-        self.sampler.needs(host.sample_seats)
+        self.sampler.needs(host.sample_slots)
         return Sampled(self.ids[: shape.num_samples].tolist())
 
 

@@ -13,7 +13,7 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 
 def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:
     """The graphs of batch size `size` alone, and the host arrays of its input, filled with what an old step left."""
-    graphs = DecodeGraphs([size], table_width=2, max_model_len=8, padding_seat=size)
+    graphs = DecodeGraphs([size], table_width=2, max_model_len=8, padding_slot=size)
     shape = StepShape(size, size, size, 2, size, 1, 8)
     return graphs, host_views(np.full(shape.num_bytes, 3, np.uint8), shape)
 
@@ -24,4 +24,4 @@ def test_a_batch_of_3_in_a_graph_of_4():
     graphs.pad(host, 3)
     assert host.slot_mapping[3] == -1, "its key and value must go nowhere"
     assert host.context_lens[3] == 0, "it must read no key"
-    assert host.seats[3] == host.sample_seats[3] == 4, "its token must go to the padding seat"
+    assert host.batch_slots[3] == host.sample_slots[3] == 4, "its token must go to the padding slot"

@@ -49,14 +49,14 @@ class TestSample:
         params = [SamplingParams(temperature=5.0)] * 6
         together = sampling.sample(logits, params, [7, 8, 9, 7, 8, 9], [0, 1, 2, 3, 4, 5])
         alone = [sampling.sample(logits[i : i + 1], params[:1], [(7, 8, 9)[i % 3]], [i]).item() for i in range(6)]
-        assert together.tolist() == alone, "a row draws the same token alone and in a batch"
+        assert together.tolist() == alone, "a row samples the same token alone and in a batch"
         same = logits[:1].repeat(20, 1)
         steps = sampling.sample(same, params[:1] * 20, [7] * 20, list(range(20)))
         seeds = sampling.sample(same, params[:1] * 20, list(range(20)), [0] * 20)
-        assert len(set(steps.tolist())) > 5, "another step must draw with other noise"
-        assert len(set(seeds.tolist())) > 5, "another seed must draw with other noise"
+        assert len(set(steps.tolist())) > 5, "another step must sample with other noise"
+        assert len(set(seeds.tolist())) > 5, "another seed must sample with other noise"
 
-    def test_greedy_and_drawn_rows_mix(self):
+    def test_greedy_and_random_rows_mix(self):
         logits = torch.tensor([[0.0, 9.0, 0.0]]).repeat(2, 1)
         params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=1)]
         assert sampling.sample(logits, params, [0, 1], [0, 0]).tolist() == [1, 1], "top_k=1 leaves only the likeliest"

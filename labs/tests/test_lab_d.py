@@ -90,7 +90,7 @@ class TestFlatBatch:
         done.completion.finish("length")
         out = batch.flat_batch([batch.Chunk(done, 2, 1), batch.Chunk(live, 2, 1)], 4, CPU)
         meta = out.metadata
-        assert len(out.input_ids) == 2, "the seat stays: one row of padding"
+        assert len(out.input_ids) == 2, "its row stays: one row of padding"
         assert meta.slot_mapping.tolist() == [-1, 10], f"padding writes to slot -1, got {meta.slot_mapping.tolist()}"
         assert meta.context_lens.tolist() == [0, 3], f"padding sees no key, got {meta.context_lens.tolist()}"
         assert out.last_rows.tolist() == [1], f"only live sequences have a last row, got {out.last_rows.tolist()}"

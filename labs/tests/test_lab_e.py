@@ -86,12 +86,12 @@ class TestTopK:
 class TestPenaltyState:
     def state_of(self, *requests: tuple[list[int], list[int], dict]) -> tuple[PenaltyState, list[SamplingParams]]:
         state, params = PenaltyState(8, 10, CPU), []
-        for seat, (prompt, output, options) in enumerate(requests):
+        for slot, (prompt, output, options) in enumerate(requests):
             sequence = BatchSequence(request_of(prompt, **options))
-            sequence.batch_slot = seat
+            sequence.batch_slot = slot
             sequence.token_ids += output
             params.append(sequence.request.params)
-            state.seat(sequence, sequence.request.params)
+            state.admit(sequence, sequence.request.params)
         return state, params
 
     def test_it_is_stage_as_penalty_row_for_row(self):
@@ -115,7 +115,7 @@ class TestPenaltyState:
     def test_rows_are_found_by_their_seats(self):
         state, params = self.state_of(([1], [2], {}), ([1], [2, 2], {"frequency_penalty": 1.0}))
         out = state.apply(torch.zeros(2, 10), np.array([1, 0]))
-        assert out[0, 2] == -2 and not out[1].any(), "row 0 of the logits belongs to seat 1 here"
+        assert out[0, 2] == -2 and not out[1].any(), "row 0 of the logits belongs to batch slot 1 here"
 
 
 class TestChunk:
@@ -132,7 +132,7 @@ class TestChunk:
         sequence = self.prefilling(scheduler, 10)
         assert scheduler._schedule_chunk(sequence, step, 6) == 6, "it returns how many tokens it took"
         assert (step.starts, step.num_tokens, step.samples) == ([0], [6], [False]), (
-            "6 of 10 tokens from 0 on, and no token is drawn before the prompt ends"
+            "6 of 10 tokens from 0 on, and no token is sampled before the prompt ends"
         )
         assert sequence.num_computed_tokens == 6 and sequence.state is State.PREFILLING
 
@@ -243,7 +243,7 @@ class TestGrow:
     def test_the_one_that_asks_may_be_the_one_to_go(self):
         scheduler, (a, b) = self.full()
         step = new_step()
-        assert scheduler._grow(b, step) is False, "False: it has no seat any more"
+        assert scheduler._grow(b, step) is False, "False: it has no batch slot any more"
         assert [p.sequence for p in step.preempted] == [b] and step.grown == [] and b.state is State.WAITING
         assert len(a.block_table) == 1, "the older one is left alone"
         check_books(scheduler)
@@ -327,7 +327,7 @@ class TestAdmit:
         for i in range(4):
             add(scheduler, 2, phrase=i)
         scheduler._admit(step, 16)
-        assert len(step.admitted) == 2 and len(scheduler.waiting) == 2, "2 seats, 2 sequences"
+        assert len(step.admitted) == 2 and len(scheduler.waiting) == 2, "2 batch slots, 2 sequences"
 
     def test_one_that_does_not_fit_may_be_overtaken_and_it_is_counted(self):
         scheduler = scheduler_of(num_blocks=12)

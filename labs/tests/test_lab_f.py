@@ -34,21 +34,23 @@ CPU = torch.device("cpu")
 class TestLadder:
     def test_small_sizes_close_together_then_every_sixteen(self):
         expected = [1, 2, 4, 8, 16, 32, 48, 64]
-        assert cuda_graph.ladder(64) == expected, f"ladder(64) is {expected}, got {cuda_graph.ladder(64)}"
+        assert cuda_graph.capture_sizes(64) == expected, (
+            f"capture_sizes(64) is {expected}, got {cuda_graph.capture_sizes(64)}"
+        )
 
     @pytest.mark.parametrize("most", [1, 2, 3, 5, 12, 20, 100, 512])
     def test_it_ends_with_the_largest_size_and_has_no_size_twice(self, most: int):
-        sizes = cuda_graph.ladder(most)
+        sizes = cuda_graph.capture_sizes(most)
         assert sizes[-1] == most, f"{most} requests must have a graph of their size, got {sizes}"
         assert sizes == sorted(set(sizes)), f"ascending, and each once: got {sizes}"
         assert sizes[0] == 1, "one request alone is the most common case"
 
     def test_it_stops_at_512(self):
-        assert cuda_graph.ladder(1000)[-1] == 512, "above 512 sequences the model runs eagerly"
+        assert cuda_graph.capture_sizes(1000)[-1] == 512, "above 512 sequences the model runs eagerly"
 
 
 def graphs_of(*sizes: int) -> cuda_graph.DecodeGraphs:
-    return cuda_graph.DecodeGraphs(list(sizes), table_width=5, max_model_len=20, padding_seat=99)
+    return cuda_graph.DecodeGraphs(list(sizes), table_width=5, max_model_len=20, padding_slot=99)
 
 
 def shape_of(num_seqs: int, num_decodes: int | None = None) -> StepShape:
@@ -107,7 +109,9 @@ class TestPad:
 
     def test_their_token_goes_to_the_padding_seat_and_is_a_valid_one(self):
         host, _ = self.padded(4, 2)
-        assert host.seats[2:].tolist() == host.sample_seats[2:].tolist() == [99, 99], "seat 99 is nobody's"
+        assert host.batch_slots[2:].tolist() == host.sample_slots[2:].tolist() == [99, 99], (
+            "batch slot 99 belongs to no sequence"
+        )
         assert host.input_ids[2:].tolist() == [0, 0] and host.positions[2:].tolist() == [0, 0]
         assert not host.sample_tokens[2:].any() and not host.temperatures[2:].any(), "valid numbers, greedy"
         assert not host.noise_keys[2:].any()
