@@ -8,7 +8,7 @@
 A figure without its environment cannot be repeated. The commit comes from the environment variable
 `BENCH_COMMIT` where it is set (a commit's hash, with `-dirty` after it where the tree differs), else from git.
 
-Committed files lie in `results/` and change on purpose alone (`--publish`); a learner's own go to `local/`, which git
+Committed files are in `results/` and change on purpose alone (`--publish`); a learner's own go to `local/`, which git
 ignores. A table is one commit, clean, and at least three repeats of every row.
 """
 

@@ -78,7 +78,7 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
 
 @dataclass(frozen=True)
 class Held:
-    """Pages held by each sequence of a batch in one step, and how many of its tokens they hold."""
+    """Blocks held by each sequence of a batch in one step, and how many of its tokens they hold."""
 
     tables: list[list[int]]
     context: list[int]  # 0: the sequence has finished; it keeps its batch slot and its blocks until the batch ends
