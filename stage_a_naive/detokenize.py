@@ -14,9 +14,6 @@ tokenizer), show as a placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-
 from transformers import PreTrainedTokenizerBase
 
 
@@ -77,13 +74,3 @@ class IncrementalDecoder:
         """Whether an id gives no text wherever it is."""
         shown = self._backend.decode([token_id], skip_special_tokens=False)
         return shown != "" and self._backend.decode([token_id], skip_special_tokens=True) == ""
-
-
-def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
-    backend = tokenizer.backend_tokenizer
-    parts: list[str] = []
-    for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
-        ids = list(run)
-        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
-    return "".join(parts)

@@ -6,22 +6,23 @@ plain `Request`s to the stage's own `_generate`.
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 
 import torch
 
-from stage_a_naive.call_guard import CallGuard
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.errors import shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import GenerationOutput, Request, SamplingFunction
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
+from stage_a_naive.params import SamplingParams, as_integer
+from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
 
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
@@ -52,7 +53,10 @@ class Frontend:
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.sampling_fn: SamplingFunction | None = None
         self._seeds = random.Random(seed)  # for the requests that bring no seed of their own
-        self._guard = CallGuard()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()  # held for a call: an engine has one set of buffers
+        self._calling_thread: int | None = None
 
     def generate(
         self,
@@ -78,7 +82,7 @@ class Frontend:
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
         """
         requests = self._requests(prompts, sampling_params)
-        with self._exclusive_call():
+        with self._one_call():
             return self._generate(requests, use_tqdm, on_text)
 
     def chat(
@@ -89,7 +93,7 @@ class Frontend:
         on_text: OnText | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`."""
-        self._guard.check_usable()
+        self._check_usable()
         one = len(messages) == 0 or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
         texts = [render_chat(self.tokenizer, conversation) for conversation in ([messages] if one else messages)]
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
@@ -99,21 +103,52 @@ class Frontend:
 
     def close(self) -> None:
         """End the engine: later calls are refused. A second call does nothing."""
-        self._guard.close()
+        self._closed = True
 
-    def _exclusive_call(self) -> AbstractContextManager[None]:
-        """Held while `_generate` runs. A stage whose engine serves several calls side by side overrides it."""
-        return self._guard.one_call()
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this engine belongs to process {self._pid} and cannot be used in its forked child {os.getpid()} "
+                "(locks, threads and GPU contexts do not survive a fork); make a new LLM in the child"
+            )
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new LLM")
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Hold the engine for one call, while calls from other threads wait.
+
+        A stage whose engine serves several calls side by side overrides it.
+
+        Raises:
+            RuntimeError: this thread holds the engine already, so that it would wait for itself.
+        """
+        if self._calling_thread == threading.get_ident():
+            raise RuntimeError(
+                "generate or chat was called from inside a callback or sampler of the same engine, which serves one "
+                "call at a time; make the call after the first has returned, or use a second LLM"
+            )
+        with self._lock:
+            self._check_usable()  # it may have been closed while this call waited
+            try:
+                self._calling_thread = threading.get_ident()
+                yield
+            finally:
+                self._calling_thread = None
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         raise NotImplementedError(f"{type(self).__name__} has no engine")
 
     def _encode(self, index: int, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text -> token ids, with what this tokenizer puts around a text (Llama's begin-of-sequence token)."""
-        check_text(index, text)
         limit = self.max_model_len - 1
-        check_text_length(index, text, self.tokenizer, lambda: self._longest_token, limit)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > 16 * limit:  # few tokens are longer: cutting a shorter text into tokens will not take long
+            check_text_length(index, text, self.tokenizer, self._longest_token, limit)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            check_text(index, text)
+            raise
 
     @cached_property
     def _longest_token(self) -> int:
@@ -122,7 +157,7 @@ class Frontend:
     def _requests(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        self._guard.check_usable()
+        self._check_usable()
         prompt_list = as_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -139,7 +174,8 @@ class Frontend:
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
-        prompt = text_or_ids(index, prompt)
+        if not isinstance(prompt, str):
+            prompt = text_or_ids(index, prompt)
         ids = self._encode(index, prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
@@ -153,3 +189,19 @@ class Frontend:
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed)
+
+
+def as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several -> a list of prompts.
+
+    Raises:
+        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
+    listed = list(prompts)
+    if listed and not isinstance(listed[0], str) and as_integer(listed[0]) is not None:
+        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
+    return listed

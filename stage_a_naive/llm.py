@@ -53,13 +53,13 @@ class LLM(Frontend):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         arrival = synchronized_time(self.device)
-        progress = progress_bar(requests, desc="generate", unit="request", disable=not use_tqdm)
+        progress = progress_bar(requests, desc="generate", unit="request") if use_tqdm else requests
         return [self._generate_one(request, arrival, on_text) for request in progress]
 
     @torch.inference_mode()
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
         """One request from its first token to its last. `arrival`: when the call came in, for the TTFT."""
-        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len)
+        completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)
         start = synchronized_time(self.device)
 
         # Prefill: all prompt tokens at once. [1, prompt] -> logits [1, prompt, vocab], of which the last row counts.

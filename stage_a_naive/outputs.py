@@ -7,15 +7,15 @@ it is done. `Completion` is the only place that knows when a generation ends, in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import Literal, NotRequired, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.detokenize import IncrementalDecoder, decode_all
+from stage_a_naive.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.stop_strings import first_stop, num_held_back
 
@@ -123,14 +123,15 @@ class Completion:
 
     def _add_text(self, piece: str) -> None:
         self.text += piece
-        at = first_stop(self.text, self.request.params.stop, len(piece))
+        stops = self.request.params.stop
+        at = first_stop(self.text, stops, len(piece)) if stops else None
         if at is not None:
             self.text = self.text[:at]
             self.finish_reason = "stop"
 
     def _release(self) -> str:
         end = len(self.text)
-        if self.finish_reason is None:
+        if self.finish_reason is None and self.request.params.stop:
             end -= num_held_back(self.text, self.request.params.stop)
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
@@ -161,6 +162,16 @@ class Completion:
         if self.request.params.logprobs is not None:
             output["logprobs"] = self.logprobs
         return output
+
+
+def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
+    backend = tokenizer.backend_tokenizer
+    parts: list[str] = []
+    for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
+        ids = list(run)
+        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+    return "".join(parts)
 
 
 def make_metrics(

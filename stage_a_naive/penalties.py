@@ -13,7 +13,7 @@ from stage_a_naive.params import SamplingParams
 def apply_penalties(
     logits: Tensor, params: Sequence[SamplingParams], prompt_ids: Sequence[list[int]], output_ids: Sequence[list[int]]
 ) -> Tensor:
-    """Lower the scores of tokens already used. Returns new logits where any row asks for it, else the same tensor.
+    """Lower the scores of tokens already used, in new logits.
 
     Args:
         logits: `[rows, vocab]`, float32.
@@ -23,8 +23,6 @@ def apply_penalties(
     The repetition penalty is that of Keskar et al., "CTRL" (2019), over prompt and output; the presence and frequency
     penalties are OpenAI's, over the output alone.
     """
-    if not any(p.needs_penalties for p in params):
-        return logits
     logits = logits.clone()
     for row, (p, prompt, output) in enumerate(zip(params, prompt_ids, output_ids, strict=True)):
         scores = logits[row]  # [vocab], a view

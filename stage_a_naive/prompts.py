@@ -1,4 +1,4 @@
-"""What may be given as a prompt, and what is refused before anything is computed for it.
+"""Prompts that are more than a plain text, and what is wrong with a text that is refused.
 
 A prompt is text, a list of token ids, or vLLM's dictionaries of either: `{"prompt": "…"}`, `{"prompt_token_ids": […]}`.
 """
@@ -6,7 +6,7 @@ A prompt is text, a list of token ids, or vLLM's dictionaries of either: `{"prom
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,22 +17,6 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 Prompts = Prompt | Sequence[Prompt]
 
 _KEYS = {"prompt", "prompt_token_ids"}
-
-
-def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt or several -> a list of prompts.
-
-    Raises:
-        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
-    """
-    if isinstance(prompts, (str, bytes, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
-    listed = list(prompts)
-    if listed and as_integer(listed[0]) is not None:
-        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
-    return listed
 
 
 def text_or_ids(index: int, prompt: Prompt) -> str | list[int]:
@@ -74,19 +58,17 @@ def check_text(index: int, text: str) -> None:
 
 
 def check_text_length(
-    index: int, text: str, tokenizer: PreTrainedTokenizerBase, longest_token: Callable[[], int], max_tokens: int
+    index: int, text: str, tokenizer: PreTrainedTokenizerBase, longest_token: int, max_tokens: int
 ) -> None:
     """Refuse text that is too long however it is cut into tokens, without cutting it.
 
     Args:
-        longest_token: gives the length of the vocabulary's longest token; called for long texts only.
+        longest_token: length of the vocabulary's longest token.
         max_tokens: how many tokens a prompt may have.
     """
-    if len(text) <= 16 * max_tokens:  # few tokens are longer than that: cutting it will not take long
-        return
     # A tokenizer's normalizer may compose up to four characters to one; text that is composed keeps its length.
     composed = tokenizer.backend_tokenizer.normalizer is None or unicodedata.is_normalized("NFC", text)
-    at_least = len(text) // (longest_token() * (1 if composed else 4))
+    at_least = len(text) // (longest_token * (1 if composed else 4))
     if at_least > max_tokens:
         raise ValueError(
             f"prompt {index} has {len(text)} characters, which are at least {at_least} tokens; at most {max_tokens} fit"

@@ -49,7 +49,8 @@ def choose_tokens(
         ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
     """
     params = [request.params for request in requests]
-    logits = apply_penalties(logits, params, [request.prompt_token_ids for request in requests], output_ids)
+    if any(p.needs_penalties for p in params):
+        logits = apply_penalties(logits, params, [request.prompt_token_ids for request in requests], output_ids)
     sampling_fn = requests[0].sampling_fn
     if sampling_fn is not None:
         return checked_ids(sampling_fn(logits, params), logits)

@@ -111,7 +111,7 @@ class LLM(NaiveLLM):
             for request in requests:
                 self._prepare(request)
             arrival = synchronized_time(self.device)
-            progress = progress_bar(requests, desc="generate", unit="request", disable=not use_tqdm)
+            progress = progress_bar(requests, desc="generate", unit="request") if use_tqdm else requests
             return [self._generate_one(request, arrival, on_text) for request in progress]
 
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:

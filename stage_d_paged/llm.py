@@ -121,7 +121,7 @@ class LLM(Frontend):
         Raises:
             Exception: what broke the step off. The requests that it is about are dropped, the others go on.
         """
-        with self._exclusive_call():
+        with self._one_call():
             num_tokens = 0
             try:
                 if self.engine.unfinished:

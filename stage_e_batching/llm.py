@@ -114,7 +114,7 @@ class LLM(Frontend):
         return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
-        self._guard.check_usable()
+        self._check_usable()
         with closing(serve(self.engine, requests, streams=True)) as events:
             for request, event in events:
                 if event.text:
@@ -135,7 +135,7 @@ class LLM(Frontend):
         Raises:
             Exception: what ended a request, which is dropped; the others go on.
         """
-        self._guard.check_usable()
+        self._check_usable()
         counters = self.engine.counters
         before = replace(counters)
         events = self.engine.step()
@@ -163,7 +163,7 @@ class LLM(Frontend):
         if self.engine.trace is not None:
             self.engine.trace.close()
 
-    def _exclusive_call(self) -> AbstractContextManager[None]:
+    def _one_call(self) -> AbstractContextManager[None]:
         return nullcontext()  # every call has its own mailbox: they share the engine's steps
 
     def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:

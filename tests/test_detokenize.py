@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.detokenize import IncrementalDecoder, decode_all, placeholder
+from stage_a_naive.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import decode_all
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 LETTERS = ["▁", "a", "b", "▁a", "ab", "▁▁", "▁b", "你", "\ufffd", "<0xZZZ>"]

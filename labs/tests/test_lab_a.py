@@ -122,13 +122,12 @@ class TestPenalties:
         out = self.penalised([1.0, 1.0, 1.0], [2], [0, 0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25)
         assert out == [1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1.0], f"expected [-0.25, 0.25, 1.0], got {out}"
 
-    def test_rows_are_independent_and_no_penalty_is_no_copy(self):
+    def test_rows_are_independent_and_the_logits_given_stay_as_they_are(self):
         logits = torch.ones(2, 3)
-        plain = [SamplingParams()] * 2
-        assert penalties.apply_penalties(logits, plain, [[0], [0]], [[1], [1]]) is logits, "nobody asks: same tensor"
         params = [SamplingParams(), SamplingParams(presence_penalty=1.0)]
         out = penalties.apply_penalties(logits, params, [[0], [0]], [[1], [1]])
         assert out.tolist() == [[1, 1, 1], [1, 0, 1]], f"only the second row asks, got {out.tolist()}"
+        assert logits.tolist() == [[1, 1, 1]] * 2, f"the logits given were changed to {logits.tolist()}"
 
 
 class TestOverlap:

@@ -1,0 +1,62 @@
+"""How many files a reader opens to follow one greedy token from prompt to text."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@cache
+def one_liners(path: Path) -> set[int]:
+    """First lines of the properties and `__len__`s of a file that return one expression: their names say all."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            is_property = any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            if (is_property or node.name == "__len__") and len(body) == 1 and isinstance(body[0], ast.Return):
+                found.add(min(part.lineno for part in (node, *node.decorator_list)))
+    return found
+
+
+def files_run(call: Callable[[], object]) -> set[Path]:
+    """The files of this repository of which a function ran in `call`, one-line properties aside."""
+    codes = set()
+
+    def note(frame: object, event: str, _: object) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    places = {(Path(code.co_filename), code.co_firstlineno) for code in codes}
+    here = {(path, line) for path, line in places if path.is_relative_to(ROOT) and path != Path(__file__)}
+    return {path for path, line in here if line not in one_liners(path)}
+
+
+@pytest.mark.parametrize(("stage", "most"), [("stage_a_naive", 4)])
+def test_the_path_of_a_greedy_token_runs_through_few_files(stage: str, most: int) -> None:
+    """From the call of `generate` to its return: one prompt, no progress bar, no streaming, no stop string."""
+    package = importlib.import_module(stage)
+    llm = package.LLM("tutor", device="cpu")
+    greedy = package.SamplingParams(temperature=0.0, max_tokens=8)
+    files = files_run(lambda: llm.generate(["What is a KV cache?"], greedy, use_tqdm=False))
+    names = sorted(str(path.relative_to(ROOT)) for path in files)
+    assert len(files) <= most, f"{len(files)} files, {most} wanted: {', '.join(names)}"
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        purpose = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        assert purpose.endswith("."), f"the first line of {path} does not say in a sentence what it is for"
+        assert text.count("\n") <= 250, f"{path} is too long to be read as one idea"
