@@ -3,10 +3,14 @@
     python -m benchmarks.excerpts            # write
     python -m benchmarks.excerpts --check    # change nothing; exit status 1 where something would change
 
-A README names a file, or a function or class of it, between two comments that no reader sees:
+A lesson names a file, or a function or class of it, between two comments that no reader sees. `from` and `to` cut
+lines out of it: the first line that has the one text, up to the next that has the other.
 
     <!-- code: stage_a_naive/loop.py::generate -->
     whatever is here is replaced
+    <!-- end of code -->
+
+    <!-- code: stage_d_paged/llm.py::LLM.step from `try:` to `raise` -->
     <!-- end of code -->
 """
 
@@ -16,10 +20,11 @@ import argparse
 import ast
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXCERPT = re.compile(r"(<!-- code: (\S+) -->\n).*?(<!-- end of code -->)", re.DOTALL)
+EXCERPT = re.compile(r"(<!-- code: (\S+)(?: from `(.+?)` to `(.+?)`)? -->\n).*?(<!-- end of code -->)", re.DOTALL)
 
 
 def excerpt(at: str, root: Path = ROOT) -> str:
@@ -43,14 +48,34 @@ def excerpt(at: str, root: Path = ROOT) -> str:
     return "\n".join(line[node.col_offset :] for line in lines)
 
 
+def cut(source: str, first: str, last: str) -> str:
+    """The lines from the first that has `first` in it to the next that has `last`, without their common indentation.
+
+    Raises:
+        LookupError: there are no such lines.
+    """
+    lines = source.splitlines()
+    start = next((i for i, line in enumerate(lines) if first in line), len(lines))
+    end = next((i for i, line in enumerate(lines) if i >= start and last in line), None)
+    if end is None:
+        raise LookupError(f"no lines from {first!r} to {last!r} in: {lines[0]}")
+    return textwrap.dedent("\n".join(lines[start : end + 1]))
+
+
 def fill(text: str, root: Path = ROOT) -> str:
-    """A README with the code between each pair of comments replaced."""
-    return EXCERPT.sub(lambda match: f"{match[1]}```python\n{excerpt(match[2], root)}\n```\n{match[3]}", text)
+    """A lesson with the code between each pair of comments replaced."""
+
+    def block(match: re.Match[str]) -> str:
+        opening, at, first, last, closing = match.groups()
+        source = excerpt(at, root)
+        return f"{opening}```python\n{cut(source, first, last) if first else source}\n```\n{closing}"
+
+    return EXCERPT.sub(block, text)
 
 
 def readmes(root: Path = ROOT) -> list[Path]:
-    """The READMEs that show code."""
-    return [path for path in sorted(root.glob("*/README.md")) if EXCERPT.search(path.read_text(encoding="utf-8"))]
+    """The lessons that show code."""
+    return [path for path in sorted(root.glob("*_*/**/*.md")) if EXCERPT.search(path.read_text(encoding="utf-8"))]
 
 
 def main(argv: list[str] | None = None) -> int:

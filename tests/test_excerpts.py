@@ -9,7 +9,7 @@ import pytest
 from benchmarks import excerpts
 
 
-@pytest.mark.parametrize("path", excerpts.readmes(), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", excerpts.readmes(), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_code_in_a_readme_is_that_of_the_file(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert excerpts.fill(text) == text, "`python -m benchmarks.excerpts` writes it"
@@ -28,3 +28,11 @@ def test_a_function_is_copied_with_its_decorator_and_a_method_without_its_indent
     assert "old" not in filled and filled.startswith("x\n") and excerpts.fill(filled, tmp_path) == filled
     with pytest.raises(LookupError, match=r"a\.py has no A\.h"):
         excerpts.excerpt("a.py::A.h", tmp_path)
+
+
+def test_lines_are_cut_out_of_a_function_and_lines_that_are_gone_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f():\n    a = 1\n    for b in c:\n        d(b)\n    return a\n")
+    text = "<!-- code: a.py::f from `for b` to `d(b)` -->\n<!-- end of code -->\n"
+    assert "```python\nfor b in c:\n    d(b)\n```" in excerpts.fill(text, tmp_path)
+    with pytest.raises(LookupError, match=r"no lines from 'for b' to 'a = 1' in: def f\(\):"):
+        excerpts.fill(text.replace("d(b)", "a = 1"), tmp_path)
