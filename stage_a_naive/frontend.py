@@ -81,7 +81,7 @@ class Frontend:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
         """
-        requests = self._requests(prompts, sampling_params)
+        requests = self.requests(prompts, sampling_params)
         with self._one_call():
             return self._generate(requests, use_tqdm, on_text)
 
@@ -93,13 +93,20 @@ class Frontend:
         on_text: OnText | None = None,
     ) -> list[GenerationOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`."""
+        return self.generate(self.chat_prompts(messages), sampling_params, use_tqdm, on_text)
+
+    def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Render one conversation or several with the model's chat template; returns the token ids of each.
+
+        Raises:
+            ValueError: a conversation is empty, malformed or too long, or the template refuses it.
+        """
         self._check_usable()
         one = len(messages) == 0 or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
         texts = [render_chat(self.tokenizer, conversation) for conversation in ([messages] if one else messages)]
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
-        prompts = [self._encode(i, text, add_special) for i, text in enumerate(texts)]
-        return self.generate(prompts, sampling_params, use_tqdm, on_text)
+        return [self._encode(i, text, add_special) for i, text in enumerate(texts)]
 
     def close(self) -> None:
         """End the engine: later calls are refused. A second call does nothing."""
@@ -154,9 +161,10 @@ class Frontend:
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def _requests(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    def requests(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Request]:
+        """Check prompts and parameters as `generate` does, without running them; returns a request for each prompt."""
         self._check_usable()
         prompt_list = as_list(prompts)
         if sampling_params is None:

@@ -90,6 +90,7 @@ class Completion:
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self._max_tokens = min(params.max_tokens, max_total_len - len(request.prompt_token_ids))
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
+        self.text_ends: list[int] = []  # length of the text handed out after each token
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -101,6 +102,11 @@ class Completion:
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        piece = self._advance(token_id)
+        self.text_ends.append(self._released)  # last: a token that is counted here is complete
+        return piece
+
+    def _advance(self, token_id: int) -> str:
         if token_id in self._stop_ids:
             return self.finish("stop")
         if self._decoder is not None:
@@ -136,10 +142,6 @@ class Completion:
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
-
-    def text_from(self, start: int) -> str:
-        """The text that is certain, from character `start` on."""
-        return self.text[start : self._released]
 
     def replayed(self) -> Completion:
         """The same completion made anew from its tokens, where an exception may have broken `append` off half-way."""

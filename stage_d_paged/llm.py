@@ -104,7 +104,7 @@ class LLM(Frontend):
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
-        [request] = self._requests([prompt], sampling_params)
+        [request] = self.requests([prompt], sampling_params)
         sequence = self._sequence(request)
         self._num_added += 1
         self._added[sequence] = self._num_added

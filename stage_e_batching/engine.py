@@ -115,7 +115,7 @@ class Engine(LiveRequests):
             self._uncertain = sequence
             completion = sequence.completion
             try:
-                text = completion.append(token_id, logprob)
+                completion.append(token_id, logprob)
             except Exception:
                 self._replay(sequence)
                 if sequence.error is None:  # it came from outside, as a signal handler's does: not the text's own error
@@ -123,7 +123,7 @@ class Engine(LiveRequests):
                 ended.append(sequence)
                 continue
             sequence.token_ids.append(token_id)
-            if text:
+            if sequence.streams:
                 self._tell(sequence)
             if completion.finish_reason is not None:
                 ended.append(sequence)

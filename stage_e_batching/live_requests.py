@@ -86,7 +86,7 @@ class LiveRequests:
 
         Args:
             mailbox: gets the request's events; without one, `step` returns them.
-            streams: False makes the text once, at the end, which is cheaper.
+            streams: False makes the text once, at the end, which is cheaper, and tells nothing but the end.
 
         Raises:
             ValueError: the prompt could never run; nothing was queued.
@@ -100,6 +100,7 @@ class LiveRequests:
             max_total_tokens=len(request.prompt_token_ids) + completion.num_remaining_tokens,
             arrival_time=time.perf_counter(),
             owner=(self._mailbox if mailbox is None else mailbox).owner,
+            streams=streams,
         )
         self._refuse_inside_step()
         with self._lock:

@@ -110,7 +110,7 @@ class LLM(Frontend):
         Raises:
             ValueError: at the call, as `generate`.
         """
-        pieces = self._stream(self._requests(prompts, sampling_params))
+        pieces = self._stream(self.requests(prompts, sampling_params))
         return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
@@ -122,7 +122,7 @@ class LLM(Frontend):
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
-        [request] = self._requests([prompt], sampling_params)
+        [request] = self.requests([prompt], sampling_params)
         return self.engine.add_request(request, streams=False)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:

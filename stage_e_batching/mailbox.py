@@ -21,11 +21,20 @@ from typing import NamedTuple, Protocol
 from stage_a_naive.outputs import GenerationOutput
 
 
+class Token(NamedTuple):
+    """One generated token."""
+
+    token_id: int
+    text: str  # what became certain with it: nothing inside an unfinished character or a possible stop string
+    logprobs: dict[int, float] | None = None  # where the request asked for them
+
+
 class Event(NamedTuple):
-    """Something to tell about a request: new text, or its end."""
+    """Something to tell about a request: new tokens, or its end."""
 
     request_id: int
-    text: str
+    tokens: list[Token]  # none where the request does not stream
+    text: str  # of these tokens
     output: GenerationOutput | None = None  # the whole answer, when it is complete
     error: Exception | None = None  # what ended the request instead
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from stage_a_naive.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
-from stage_e_batching.mailbox import Event, Owner
+from stage_e_batching.mailbox import Event, Owner, Token
 
 
 class State(Enum):
@@ -48,19 +48,30 @@ class BatchSequence(Sequence):
     owner: Owner | None = None  # leads to the mailbox of the call that made it
     output: GenerationOutput | None = None  # set when it is complete
     error: Exception | None = None  # set when it failed, or was aborted by somebody else
-    num_read: int = 0  # characters of its text that its call has read
+    streams: bool = True  # whether its call reads tokens as they come, or only the end
+    num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
 
     def read(self) -> Event | None:
-        """Text and end that the request's call has not been told yet; None if there is nothing."""
+        """Tokens and end that the request's call has not been told yet; None if there is nothing."""
         if self.end_was_read:
             return None
         # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
         output, error = self.output, self.error
-        text = "" if error else self.completion.text_from(self.num_read)
-        self.num_read += len(text)
+        tokens = self._unread_tokens() if self.streams and not error else []
         self.end_was_read = output is not None or error is not None
-        return Event(self.request_id, text, output, error) if text or self.end_was_read else None
+        text = "".join(token.text for token in tokens)
+        return Event(self.request_id, tokens, text, output, error) if tokens or self.end_was_read else None
+
+    def _unread_tokens(self) -> list[Token]:
+        completion = self.completion
+        ends = completion.text_ends
+        start, self.num_read = self.num_read, len(ends)
+        ids, text, logprobs = completion.token_ids, completion.text, completion.logprobs
+        return [
+            Token(ids[i], text[ends[i - 1] if i else 0 : ends[i]], logprobs[i] if logprobs else None)
+            for i in range(start, self.num_read)
+        ]
 
 
 class ScheduledSequence(NamedTuple):

@@ -112,6 +112,23 @@ def test_streamed_pieces_join_to_the_text(tutor):
     assert joined == expected
 
 
+def test_a_stream_tells_every_token_with_its_logprobs_also_before_its_text_is_certain(tutor):
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop="Value!")
+    [request] = tutor.requests(["什么是 KV cache？"], params)
+    mailbox = tutor.engine.new_mailbox()
+    tutor.engine.add_request(request, mailbox)
+    events = []
+    while not events or events[-1].output is None:
+        tutor.engine.advance(mailbox)
+        events += mailbox.take()
+    tokens = [token for event in events for token in event.tokens]
+    output = events[-1].output
+    assert [token.token_id for token in tokens] == output["token_ids"]
+    assert [token.logprobs for token in tokens] == output["logprobs"]
+    assert "".join(token.text for token in tokens) == output["text"]
+    assert any(not token.text for token in tokens) and all(len(event.tokens) == 1 for event in events)
+
+
 def test_text_made_at_the_end_is_the_text_made_on_the_way(tutor):
     heard: dict[int, str] = {}
     stops = [(), ("的", "e")] * 3
