@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
-
 from benchmarks.workloads import Call, Workload
+from stage_a_naive.floor import ModelBytes
 
 
 @dataclass(frozen=True)
@@ -39,45 +38,8 @@ class Work:
         return max(bytes_time, self.operations / ceilings.matmul_operations_per_s)
 
 
-@dataclass(frozen=True)
-class ModelCost:
-    """What a decoder-only model of the Llama and Qwen families costs, counted from its configuration.
-
-    Args:
-        config: the Hugging Face configuration.
-        bytes_per_number: of weights and KV cache, e.g. 2 for bfloat16.
-    """
-
-    config: PretrainedConfig
-    bytes_per_number: int
-
-    @property
-    def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-
-    @property
-    def matmul_parameters(self) -> tuple[int, int]:
-        """Weights of all layers' matrices, and of the LM head, which a step reads once, tied or not."""
-        c = self.config
-        queries, keys = c.num_attention_heads * self.head_dim, c.num_key_value_heads * self.head_dim
-        layer = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
-        return c.num_hidden_layers * layer, c.vocab_size * c.hidden_size
-
-    @property
-    def weight_bytes(self) -> int:
-        """What one decode step reads of the weights: matrices, norms and biases; of an embedding only single rows."""
-        c = self.config
-        small = 2 * c.hidden_size
-        if c.model_type == "qwen2":  # a bias on Q, K and V
-            small += (c.num_attention_heads + 2 * c.num_key_value_heads) * self.head_dim
-        if c.model_type == "qwen3":  # a norm over each head's query and key
-            small += 2 * self.head_dim
-        return self.bytes_per_number * (sum(self.matmul_parameters) + c.num_hidden_layers * small + c.hidden_size)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        c = self.config
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * self.head_dim * self.bytes_per_number
+class ModelCost(ModelBytes):
+    """What a model costs: the bytes of a decode step, and the operations of decode and prefill."""
 
     @property
     def attention_operations_per_pair(self) -> int:

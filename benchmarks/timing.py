@@ -12,6 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.floor import Ceilings
+from stage_a_naive.floor import measure_copy_bandwidth
 from stage_a_naive.outputs import synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
@@ -67,12 +68,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     Sizes that no cache holds and no launch dominates; the best of several runs, as a disturbed ceiling is no ceiling.
     """
     num_bytes, size = (2**31, 8192) if device.type == "cuda" else (2**27, 1024)
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    copy = min(call_seconds(lambda: target.copy_(source), device, repeats=20, warm_up=3))
     matmul = min(call_seconds(lambda: left @ right, device, repeats=20, warm_up=3))
-    return Ceilings(2 * num_bytes / copy, 2 * size**3 / matmul)
+    return Ceilings(measure_copy_bandwidth(device, num_bytes, repeats=20), 2 * size**3 / matmul)
 
 
 def launch_seconds(device: torch.device) -> dict[str, float]:

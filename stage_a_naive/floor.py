@@ -1,0 +1,120 @@
+"""The floor of a decode step: the bytes that it must read, divided by what this machine's memory delivers.
+
+A decode step multiplies every weight with one vector. The arithmetic is little; reading the weights is the work. So an
+engine is as good as the share of the memory bandwidth that it reaches, and no engine can beat
+
+    (bytes of all weights + bytes of the sequence's KV cache) / copy bandwidth
+
+without changing the model. The command line of every stage prints how far it is from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from stage_a_naive.outputs import Metrics, synchronized_time
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a decoder-only model of the Llama and Qwen families reads, counted from its configuration.
+
+    Args:
+        config: the Hugging Face configuration.
+        bytes_per_number: of weights and KV cache, e.g. 2 for bfloat16.
+    """
+
+    config: PretrainedConfig
+    bytes_per_number: int
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def matmul_parameters(self) -> tuple[int, int]:
+        """Weights of all layers' matrices, and of the LM head, which a step reads once, tied or not."""
+        c = self.config
+        queries, keys = c.num_attention_heads * self.head_dim, c.num_key_value_heads * self.head_dim
+        layer = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
+        return c.num_hidden_layers * layer, c.vocab_size * c.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one decode step reads of the weights: matrices, norms and biases; of an embedding only single rows."""
+        c = self.config
+        small = 2 * c.hidden_size
+        if c.model_type == "qwen2":  # a bias on Q, K and V
+            small += (c.num_attention_heads + 2 * c.num_key_value_heads) * self.head_dim
+        if c.model_type == "qwen3":  # a norm over each head's query and key
+            small += 2 * self.head_dim
+        return self.bytes_per_number * (sum(self.matmul_parameters) + c.num_hidden_layers * small + c.hidden_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        c = self.config
+        return 2 * c.num_hidden_layers * c.num_key_value_heads * self.head_dim * self.bytes_per_number
+
+    def step_bytes(self, context: float) -> float:
+        """What a decode step of one sequence reads when `context` tokens are in its KV cache."""
+        return self.weight_bytes + context * self.kv_bytes_per_token
+
+
+def against_floor(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, metrics: Metrics) -> str:
+    """One line: bytes read per token, GB/s achieved, and how many times the floor of one device a token took.
+
+    Empty if there was no decode step.
+    """
+    if not metrics["tpot"]:
+        return ""
+    context = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] / 2  # on average
+    num_bytes, bandwidth = ModelBytes(config, dtype.itemsize).step_bytes(context), copy_bandwidth(device)
+    floor, achieved = num_bytes / bandwidth, num_bytes / metrics["tpot"]
+    return (
+        f"{num_bytes / 1e6:9.1f} MB read per token, {achieved / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s: "
+        f"{bandwidth / achieved:.1f} × the floor of {1e3 * floor:.3f} ms"
+    )
+
+
+def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats: int = 10) -> float:
+    """Bytes read and written per second by the best of several copies.
+
+    Args:
+        num_bytes: of the tensor that is copied; more than the caches hold.
+    """
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(3 + repeats):
+        start = synchronized_time(device)
+        target.copy_(source)
+        seconds.append(synchronized_time(device) - start)
+    return 2 * num_bytes / min(seconds[3:])
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """The copy bandwidth of this machine's device, measured once and kept in `cache_file()`."""
+    file = cache_file()
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.node()}, {torch.get_num_threads()} threads"
+    if name not in known:
+        known[name] = measure_copy_bandwidth(device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    return known[name]
+
+
+def cache_file() -> Path:
+    """Where measured bandwidths are kept; delete it to measure again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "six_engines" / "copy_bandwidth.json"

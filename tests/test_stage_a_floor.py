@@ -1,0 +1,76 @@
+"""The floor that every stage's command line prints: bytes per token, bandwidth, and the ratio of the two times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stage_a_naive import LLM, SamplingParams, floor
+from stage_a_naive.floor import ModelBytes, against_floor, cache_file, copy_bandwidth
+from stage_a_naive.outputs import make_metrics
+from stage_a_naive.presets import preset_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+def test_a_step_reads_every_weight_once_and_of_the_embedding_only_the_lm_head(preset: str) -> None:
+    llm = LLM(f"random:{preset}", device="cpu", dtype="float32")
+    tied = llm.model.config.tie_word_embeddings
+    embedding = llm.model.get_input_embeddings().weight.numel()
+    read = sum(p.numel() for p in llm.model.parameters()) - (0 if tied else embedding)
+    assert ModelBytes(llm.source.config, 4).weight_bytes == 4 * read
+
+
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny"])
+def test_kv_bytes_are_those_of_the_cache_of_transformers(preset: str) -> None:
+    llm = LLM(f"random:{preset}", device="cpu", dtype="float32")
+    with torch.inference_mode():
+        cache = llm.model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    stored = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers)
+    assert 3 * ModelBytes(llm.source.config, 4).kv_bytes_per_token == stored
+
+
+def test_the_line_has_bytes_bandwidth_and_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset_config("qwen2.5-0.5b")
+    monkeypatch.setattr(floor, "copy_bandwidth", lambda device: 4e12)
+    metrics = make_metrics(prefill_time=1.0, decode_time=0.1, ttft=1.0, num_prompt=128, num_generated=101)
+    line = against_floor(config, torch.bfloat16, CPU, metrics)  # 1 ms per token
+    # 0.988 GB of weights and 12,288 bytes for each of 128 + 50.5 tokens
+    assert line.strip() == "990.3 MB read per token, 990.3 of 4000.0 GB/s: 4.0 × the floor of 0.248 ms"
+
+
+def test_there_is_no_line_without_a_decode_step() -> None:
+    metrics = make_metrics(prefill_time=1.0, decode_time=0.0, ttft=1.0, num_prompt=3, num_generated=1)
+    assert against_floor(preset_config("qwen2-tiny"), torch.float32, CPU, metrics) == ""
+    assert not cache_file().exists()
+
+
+def test_the_bandwidth_is_measured_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: measured.append(device) or 5e9)
+    assert copy_bandwidth(CPU) == copy_bandwidth(CPU) == 5e9
+    assert measured == [CPU]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    copy_bandwidth(CPU)
+    assert len(measured) == len(json.loads(cache_file().read_text())) == 2
+
+
+def test_a_copy_takes_time_and_so_has_a_bandwidth() -> None:
+    assert 1e7 < floor.measure_copy_bandwidth(CPU, num_bytes=2**22, repeats=2) < 1e13
+
+
+def test_a_stage_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from stage_a_naive.cli import performance_summary
+
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    [output] = llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert "× the floor of" in performance_summary(llm, output)
