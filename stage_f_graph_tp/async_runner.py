@@ -56,7 +56,7 @@ class AsyncModelRunner(ModelRunner):
     def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         super().__init__(runtime, kv_cache, max_num_seqs)
         self.batch = InputBatch(max_num_seqs, runtime.max_model_len, runtime.block_size)
-        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
+        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs + 1, self.batch.max_blocks)  # 1 for padding
         self.buffers = StepBuffers(num_bytes, runtime.device)
         # By batch slot, and one more, where the padding rows of a graph write theirs.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
@@ -98,24 +98,30 @@ class AsyncModelRunner(ModelRunner):
         """The device's part: send the input that `prepare` built, run the model, sample the tokens."""
         inputs = self.buffers.send(shape)
         hidden = self.forward(inputs, shape)
-        if shape.num_samples == 0:
+        samples = len(sample_slots)
+        if samples == 0:
             return InFlight(None)
-        if shape.num_samples < shape.num_tokens:
-            hidden = hidden.index_select(0, inputs.sample_tokens)
+        if samples < shape.num_tokens:
+            hidden = hidden.index_select(0, inputs.sample_tokens[:samples])
         logits = self.model.compute_logits(hidden)  # [samples, vocab]
         sampled = self.sample(logits, sample_slots, inputs)
-        self.last_tokens.index_copy_(0, inputs.sample_slots, sampled.ids)
+        self.last_tokens.index_copy_(0, inputs.sample_slots[:samples], sampled.ids)
         return self.fetch(sampled)
 
     def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Choose a token for every row of `logits`."""
-        return self.sampler(logits, sample_slots, inputs.temperatures, inputs.noise_keys)
+        samples = len(sample_slots)
+        return self.sampler(logits, sample_slots, inputs.temperatures[:samples], inputs.noise_keys[:samples])
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""
         decodes = shape.num_decodes
         if decodes:
             torch.index_select(self.last_tokens, 0, inputs.batch_slots[:decodes], out=inputs.input_ids[:decodes])
+        return self.run_model(inputs, shape)
+
+    def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
+        """Run all layers on an input that is complete on the device."""
         metadata = attention_metadata(inputs, shape)
         return self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata)
 

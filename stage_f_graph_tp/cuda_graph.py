@@ -9,7 +9,8 @@ What is recorded is fixed: addresses, grid sizes, the number of rows. So
 * inputs are stored at fixed addresses, and a step copies its own there before the replay;
 * there is a graph for each of the *capture sizes*, and a batch is padded up to the next one. Padding rows
   have a context of 0 and slot -1, so that they read no KV and write none, and a batch slot of their own, so that
-  their tokens go nowhere. Above the largest size, and in steps with prefill, the model runs eagerly;
+  their tokens go nowhere. Above the largest size the model runs eagerly; steps with prefill have graphs of their own
+  (`prefill_graphs.py`);
 * lengths, positions and block tables are read from device memory, so one graph serves every step of its size.
 
 All graphs share one memory pool: they never run at the same time.
@@ -50,13 +51,13 @@ class DecodeResult:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A decode step that can be repeated."""
+    """Launches that can be repeated."""
 
     replay: Callable[[], object]
-    result: DecodeResult
+    result: DecodeResult | Tensor  # of a decode step, or the final states `[tokens, hidden]` of one with prefill
 
 
-Body = Callable[[], DecodeResult]
+Body = Callable[[], DecodeResult | Tensor]
 Recorder = Callable[[Body], Recorded]
 
 
@@ -81,7 +82,32 @@ class GraphRecorder:
         return Recorded(graph.replay, result)
 
 
-class DecodeGraphs:
+class StepGraphs:
+    """A recorded step for each of a few shapes.
+
+    Args:
+        shapes: ascending by size.
+    """
+
+    def __init__(self, shapes: list[StepShape]) -> None:
+        self.shapes = shapes
+        self._recorded: dict[StepShape, Recorded] = {}
+        self.num_bytes = 0  # device memory that the graphs took
+
+    def capture(self, record: Recorder, body_of: Callable[[StepShape], Body], device: torch.device) -> None:
+        """Record every shape, the largest first, so that the smaller ones fit into its memory."""
+        before = _used_bytes(device)
+        shapes = progress_bar(reversed(self.shapes), desc="capture CUDA graphs", total=len(self.shapes), unit="graph")
+        for shape in shapes:
+            self._recorded[shape] = record(body_of(shape))
+        self.num_bytes = _used_bytes(device) - before
+
+    def find(self, shape: StepShape) -> Recorded | None:
+        """The recorded step of exactly this shape."""
+        return self._recorded.get(shape)
+
+
+class DecodeGraphs(StepGraphs):
     """A recorded decode step for every capture size.
 
     Args:
@@ -94,28 +120,13 @@ class DecodeGraphs:
     def __init__(self, sizes: list[int], table_width: int, max_model_len: int, padding_slot: int) -> None:
         self._sizes = sizes
         self._padding_slot = padding_slot
-        self._shapes = {size: StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes}
-        self._recorded: dict[int, Recorded] = {}
-        self.num_bytes = 0  # device memory that the graphs took
-
-    def capture(self, record: Recorder, body_of: Callable[[StepShape], Body], device: torch.device) -> None:
-        """Record every size, the largest first, so that the smaller ones fit into its memory."""
-        before = _used_bytes(device)
-        sizes = progress_bar(reversed(self._sizes), desc="capture CUDA graphs", total=len(self._sizes), unit="graph")
-        for size in sizes:
-            self._recorded[size] = record(body_of(self._shapes[size]))
-        self.num_bytes = _used_bytes(device) - before
+        super().__init__([StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes])
 
     def padded(self, shape: StepShape) -> StepShape:
         """The recorded shape that serves `shape`; `shape` itself where none does."""
         if shape.num_decodes != shape.num_seqs or shape.num_seqs > self._sizes[-1]:
             return shape
-        return self._shapes[self._sizes[bisect_left(self._sizes, shape.num_seqs)]]
-
-    def find(self, shape: StepShape) -> Recorded | None:
-        """The recorded step of exactly this shape."""
-        recorded = self._recorded.get(shape.num_seqs)
-        return recorded if recorded is not None and self._shapes[shape.num_seqs] == shape else None
+        return self.shapes[bisect_left(self._sizes, shape.num_seqs)]
 
     def pad(self, host: StepInput, count: int) -> StepInput:
         """Make all rows after the first `count` padding; returns views of the others, for the step to fill in."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -30,10 +30,12 @@ from stage_f_graph_tp.cuda_graph import (
     GraphRecorder,
     Recorded,
     Recorder,
+    StepGraphs,
     capture_sizes,
 )
 from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step
 from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
@@ -49,6 +51,7 @@ class GraphModelRunner(AsyncModelRunner):
     def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions) -> None:
         super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         self.megakernel: Megakernel | None = None
         self._is_cuda = runtime.device.type == "cuda"
         self._host_failure = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)  # of the megakernel
@@ -59,21 +62,30 @@ class GraphModelRunner(AsyncModelRunner):
             if runtime.backend.name == "reference":  # it asks the device for the longest context
                 self._report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
             else:
-                self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs))
+                prefills = prefill_sizes(options.max_num_batched_tokens) if options.prefill_graphs else []
+                self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs), prefills)
 
     # ---- graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, record: Recorder, sizes: list[int]) -> None:
-        """Record a decode step for each batch size; says how much memory that took."""
-        padding_slot = len(self.last_tokens) - 1
-        graphs = DecodeGraphs(sizes, self.batch.max_blocks, self._max_model_len, padding_slot)
+    def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
+        """Record a decode step for each of these numbers of sequences, and steps with prefill for these of tokens."""
+        max_num_seqs = len(self.last_tokens) - 1
+        limits = self.batch.max_blocks, self._max_model_len
+        if prefills:  # first: the larger ones, into whose memory the others fit
+            graphs = PrefillGraphs(list(prefills), max_num_seqs, *limits)
+            self._capture(record, graphs, "prefill", lambda shape: self._prefill_body(graphs, shape))
+            self.prefill_graphs = graphs
+        decode_graphs = DecodeGraphs(sizes, *limits, padding_slot=max_num_seqs)
+        self._capture(record, decode_graphs, "decode", lambda shape: self._decode_body(decode_graphs, shape))
+        self.graphs = decode_graphs
+
+    def _capture(self, record: Recorder, graphs: StepGraphs, name: str, body_of: Callable[[StepShape], Body]) -> None:
         start = time.perf_counter()
-        graphs.capture(record, lambda shape: self._decode_body(graphs, shape), self.device)
-        self.graphs = graphs
+        graphs.capture(record, body_of, self.device)
         if self._is_cuda:
-            seconds = time.perf_counter() - start
-            self._report(f"{len(sizes)} CUDA graphs: {graphs.num_bytes / 2**20:.0f} MiB, {seconds:.1f} s")
+            seconds, size = time.perf_counter() - start, graphs.num_bytes / 2**20
+            self._report(f"CUDA graphs: {len(graphs.shapes)} for {name}, {size:.0f} MiB, {seconds:.1f} s")
 
     def _report(self, line: str) -> None:
         print(line, file=sys.stderr)
@@ -85,6 +97,14 @@ class GraphModelRunner(AsyncModelRunner):
         inputs = self.buffers.send(shape)
         decode = self._decode_megakernel if self._takes_megakernel(shape.num_seqs) else self._decode_layers
         return lambda: decode(inputs, shape)
+
+    def _prefill_body(self, graphs: PrefillGraphs, shape: StepShape) -> Body:
+        """The model on a step of this shape, on inputs that are all padding while it is recorded."""
+        host = self.buffers.next_host(shape)
+        host.cu_seqlens_q[0] = 0
+        graphs.pad(host, StepShape(0, 0, 0, shape.table_width, 0, 0, 0))
+        inputs = self.buffers.send(shape)
+        return partial(super().run_model, inputs, shape)
 
     def _takes_megakernel(self, rows: int) -> bool:
         return self.megakernel is not None and rows <= MEGAKERNEL_ROWS
@@ -125,15 +145,18 @@ class GraphModelRunner(AsyncModelRunner):
 
     def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
         """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
-        graphs = self.graphs  # a thread that closes the engine takes them away
+        graphs, prefill_graphs = self.graphs, self.prefill_graphs  # a thread that closes the engine takes them away
         if graphs is None or not step.sequences:
             return super().prepare(step)
         self.admit(step)
         exact = self.batch.shape_of(step)
         shape = graphs.padded(exact)
-        host = self.buffers.next_host(shape)
         if shape is not exact:
-            host = graphs.pad(host, exact.num_seqs)
+            host = graphs.pad(self.buffers.next_host(shape), exact.num_seqs)
+        elif prefill_graphs is not None and (shape := prefill_graphs.padded(exact)) is not exact:
+            host = prefill_graphs.pad(self.buffers.next_host(shape), exact)
+        else:
+            host = self.buffers.next_host(exact)
         self.fill(step, host)
         return shape, host
 
@@ -165,6 +188,15 @@ class GraphModelRunner(AsyncModelRunner):
         check = partial(self.megakernel.check, self._host_failure)
         return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
 
+    def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
+        """Run all layers: in a step with prefill by replaying its graph, if it has one."""
+        graphs = self.prefill_graphs
+        recorded = graphs and graphs.find(replace(shape, num_decodes=0))
+        if not recorded:
+            return super().run_model(inputs, shape)
+        recorded.replay()
+        return recorded.result
+
     def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Choose a token for every row of `logits`."""
         try:
@@ -176,7 +208,7 @@ class GraphModelRunner(AsyncModelRunner):
 
     def release(self) -> None:
         """Release the graphs. The runner cannot be used any more."""
-        self.graphs = None
+        self.graphs = self.prefill_graphs = None
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,19 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 class EagerRecorder:
-    """A replay runs the body again and puts its result where the first one's lies; counts the replays by rows."""
+    """A replay runs the body again and puts its result where the first one's is stored; counts the replays by rows."""
 
     def __init__(self) -> None:
-        self.replays: Counter[int] = Counter()
+        self.replays: Counter[int | str] = Counter()
 
     def __call__(self, body: Body) -> Recorded:
         kept = body()
 
         def replay() -> None:
             again = body()
+            if isinstance(kept, torch.Tensor):
+                self.replays[f"{len(kept)} tokens"] += 1
+                return kept.copy_(again)
             for name in ("ids", "hidden", "logits"):
                 if getattr(kept, name) is not None:
                     getattr(kept, name).copy_(getattr(again, name))
@@ -42,12 +45,12 @@ class EagerRecorder:
 
 
 def build(
-    sizes: list[int], model: str = "random:qwen2-tiny", **options: object
-) -> tuple[stage_f_graph_tp.LLM, Counter[int]]:
+    sizes: list[int], model: str = "random:qwen2-tiny", prefills: tuple[int, ...] = (), **options: object
+) -> tuple[stage_f_graph_tp.LLM, Counter[int | str]]:
     """Stage F with a recorded step for each of these sizes, and the count of their replays."""
     llm = stage_f_graph_tp.LLM(model, device="cpu", **options)
     recorder = EagerRecorder()
-    llm.runner.capture(recorder, sizes)
+    llm.runner.capture(recorder, sizes, prefills)
     return llm, recorder.replays
 
 

@@ -1,0 +1,84 @@
+"""CUDA graphs for steps with prompt tokens: prefill, and prefill mixed with decodes.
+
+A prefill of 128 tokens is a millisecond of GPU work, and launching it kernel by kernel takes the CPU about ten times as
+long. The launches are the same for every prompt of one length, so they can be recorded like a decode step's:
+
+* there is a graph for each of a few *numbers of tokens*, and a step is padded up to the next one;
+* the attention kernels find out on the device which tokens belong to which sequence (`cu_seqlens_q`) and how long each
+  context is (`context_lens`). Their grids cover every way in which this many tokens can be divided among this many
+  sequences, and programs without work end at once. So one graph serves every mixture of decodes, chunks and prompts;
+* a step of one prompt alone has a graph of its own, in which no program looks for other sequences;
+* padding tokens write no KV (slot -1). Beside other sequences they form one more, whose context is empty.
+
+The graph ends with the model's final states. The LM head and the sampler run after it, on the sampled rows only: the
+CPU launches them while the GPU is still busy with the graph. Above the largest size the GPU takes longer than the CPU
+needs for the launches, and the step runs eagerly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.step_input import StepInput, StepShape
+
+SIZES = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+
+def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens to capture, up to the largest step or 4,096."""
+    top = min(max_num_batched_tokens, SIZES[-1])
+    return [*(size for size in SIZES if size < top), top]
+
+
+class PrefillGraphs(StepGraphs):
+    """The model recorded for every size, once for a single prompt and once for any mixture.
+
+    Args:
+        sizes: numbers of tokens, ascending.
+        max_num_seqs: sequences of the largest step.
+        table_width: columns of the block tables: what `max_model_len` takes.
+        max_model_len: the longest context.
+    """
+
+    def __init__(self, sizes: list[int], max_num_seqs: int, table_width: int, max_model_len: int) -> None:
+        self._sizes = sizes
+
+        def shape_of(tokens: int, seqs: int) -> StepShape:
+            return StepShape(tokens, seqs, seqs, table_width, 0, tokens, max_model_len)
+
+        self._alone = {size: shape_of(size, 1) for size in sizes}
+        # One sequence more than there can be: the one that the padding tokens form.
+        self._mixed = {size: shape_of(size, min(size, max_num_seqs) + 1) for size in sizes}
+        super().__init__([shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The recorded shape that serves `shape`, with its number of decodes; `shape` itself where none does."""
+        if shape.num_tokens > self._sizes[-1]:
+            return shape
+        recorded = self._alone if shape.num_seqs == 1 and shape.num_tokens > 1 else self._mixed
+        size = self._sizes[bisect_left(self._sizes, shape.num_tokens)]
+        return replace(recorded[size], num_decodes=shape.num_decodes)
+
+    def pad(self, host: StepInput, shape: StepShape) -> StepInput:
+        """Make everything beyond `shape` padding; returns views of the rest, for the step to fill in."""
+        tokens, seqs, samples = shape.num_tokens, shape.num_seqs, shape.num_samples
+        host.input_ids[tokens:] = 0
+        host.positions[tokens:] = 0
+        host.slot_mapping[tokens:] = -1
+        host.context_lens[seqs:] = 0
+        host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
+        return StepInput(
+            input_ids=host.input_ids[:tokens],
+            positions=host.positions[:tokens],
+            slot_mapping=host.slot_mapping[:tokens],
+            batch_slots=host.batch_slots[:seqs],
+            sample_slots=host.sample_slots[:samples],
+            sample_tokens=host.sample_tokens[:samples],
+            cu_seqlens_q=host.cu_seqlens_q[: seqs + 1],
+            context_lens=host.context_lens[:seqs],
+            temperatures=host.temperatures[:samples],
+            noise_keys=host.noise_keys[:samples],
+            block_tables=host.block_tables[:seqs],
+        )

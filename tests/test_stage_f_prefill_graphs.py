@@ -1,0 +1,152 @@
+"""Steps with prompt tokens run in graphs padded to a number of tokens, whatever their mixture, and change no token.
+
+`EagerRecorder` stands in for CUDA graphs, which a CPU does not have; all that surrounds them is the same there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stage_e_batching
+import stage_f_graph_tp
+from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
+from stage_f_graph_tp.step_input import StepShape
+from tests.test_stage_f_graphs import GREEDY, PROMPTS, EagerRecorder, build, ids
+
+SIZES = (4, 16, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    llm = stage_e_batching.LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=4, num_kvcache_blocks=512)
+    return ids(llm.generate(PROMPTS, GREEDY, False))
+
+
+@pytest.mark.parametrize("limit", [1, 15, 16, 17, 1000, 4096, 16384])
+def test_sizes_end_with_the_largest_step_or_4096(limit):
+    sizes = prefill_sizes(limit)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(limit, 4096)
+
+
+def test_every_mixture_has_room_for_its_sequences_and_one_of_padding():
+    graphs = PrefillGraphs([4, 16, 64], max_num_seqs=8, table_width=6, max_model_len=64)
+    recorded = {(shape.num_tokens, shape.num_seqs) for shape in graphs.shapes}
+    for tokens in range(1, 66):
+        for seqs in range(1, min(tokens, 8) + 1):
+            shape = StepShape(tokens, seqs, seqs, 2, seqs - 1, tokens - seqs + 1, tokens)
+            padded = graphs.padded(shape)
+            if tokens > 64:
+                assert padded is shape
+                continue
+            assert (padded.num_tokens, padded.num_seqs) in recorded and padded.num_decodes == seqs - 1
+            assert padded.num_tokens == min(size for size in (4, 16, 64) if size >= tokens)
+            assert (padded.num_seqs == 1) == (seqs == 1 and tokens > 1)
+            assert padded.num_seqs == 1 or padded.num_seqs > seqs
+            assert (padded.table_width, padded.max_context_len) == (6, 64)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("budget", [7, 16, 50, 512])
+def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
+    llm, replays = build(
+        [1, 2, 4, 8], prefills=prefill_sizes(budget), max_num_seqs=8, max_num_batched_tokens=max(budget, 8),
+        kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap,
+    )  # fmt: skip
+    for _ in range(2):  # the second time with a prefix cache
+        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    assert ids([llm.generate([prompt], GREEDY, False)[0] for prompt in PROMPTS]) == expected
+    assert sum(count for name, count in replays.items() if isinstance(name, str)) > 5
+    assert llm.engine.stats()["num_used_blocks"] == 0
+
+
+def test_larger_steps_run_eagerly(expected):
+    llm, replays = build([8], prefills=(4, 16), max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=512)
+    assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    assert set(replays) == {8}
+    assert ids(llm.generate(PROMPTS[:1], GREEDY, False)) == expected[:1]
+    assert replays["4 tokens"] == 1  # the prompt's three
+
+
+def test_more_decodes_than_the_largest_decode_graph_run_in_one_of_prefill():
+    prompts = [[i % 4000 + 1] for i in range(6)]
+    llm, replays = build([1, 2], prefills=(16,), max_num_seqs=6, kvcache_block_size=4, num_kvcache_blocks=64)
+    stage_e = stage_e_batching.LLM("random:qwen2-tiny", device="cpu")
+    assert ids(llm.generate(prompts, GREEDY, False)) == ids(stage_e.generate(prompts, GREEDY, False))
+    assert replays["16 tokens"] == 12
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_sequences_come_back_through_graphs(expected, prefix_caching):
+    llm, replays = build(
+        [1, 2, 6], prefills=(4, 16, 20), max_num_seqs=6, max_num_batched_tokens=20, kvcache_block_size=2,
+        num_kvcache_blocks=34, enable_prefix_caching=prefix_caching,
+    )  # fmt: skip
+    llm.engine.scheduler.watermark = lambda sequence: 0  # admits whatever fits, so that some is preempted
+    for _ in range(2):
+        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+    assert llm.engine.counters.num_preemptions > 0 and replays["20 tokens"] > 0
+
+
+def test_the_sampler_sees_the_sampled_rows_only(monkeypatch):
+    llm, _ = build([8], prefills=SIZES, max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=512)
+    stage_e = stage_e_batching.LLM("random:qwen2-tiny", device="cpu")
+    seen = []
+
+    def second_best(logits, params):
+        seen.append(len(logits))
+        return logits.topk(2).indices[:, 1]
+
+    for engine in (llm, stage_e):
+        monkeypatch.setattr(engine, "sampling_fn", second_best)
+    one_of_each = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.5, logprobs=2, max_tokens=3, ignore_eos=True),
+    ]
+    assert ids(llm.generate(PROMPTS[:2], one_of_each, False)) == ids(stage_e.generate(PROMPTS[:2], one_of_each, False))
+    assert set(seen) == {1, 2}
+    monkeypatch.undo()
+    found, reference = (engine.generate(PROMPTS[:2], one_of_each, False) for engine in (llm, stage_e))
+    assert ids(found) == ids(reference)
+    assert found[1]["logprobs"][0] == pytest.approx(reference[1]["logprobs"][0], abs=1e-4)
+
+
+def test_padding_tokens_write_no_block():
+    touched = {}
+    for name in ("graphs", "eager"):
+        llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=4, num_kvcache_blocks=64)
+        if name == "graphs":
+            llm.runner.capture(EagerRecorder(), [8], [8, 64, 128])
+            assert not llm.kv_cache.tensor.any(), "recording wrote KV"
+        llm.kv_cache.tensor.fill_(123.0)
+        llm.generate(PROMPTS, GREEDY, False)
+        touched[name] = (llm.kv_cache.tensor != 123.0).any(-1).any(-1).any(0).any(0)  # [blocks, block_size]
+    assert touched["eager"].any() and not touched["eager"].all()
+    assert torch.equal(touched["graphs"], touched["eager"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("budget", [40, 16384])
+def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
+    questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 6
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    llm, plain = (
+        stage_f_graph_tp.LLM(
+            "tutor",
+            device="cuda",
+            num_kvcache_blocks=256,
+            max_num_seqs=40,
+            max_num_batched_tokens=budget,
+            overlap=overlap,
+            enable_prefix_caching=prefix_caching,
+            prefill_graphs=graphs,
+        )  # fmt: skip
+        for graphs in (True, False)
+    )
+    assert llm.runner.prefill_graphs is not None and plain.runner.prefill_graphs is None
+    assert ids(llm.generate(questions, greedy, False)) == ids(plain.generate(questions, greedy, False))
+    for question in questions[:4]:
+        assert ids(llm.generate([question], greedy, False)) == ids(plain.generate([question], greedy, False))
