@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,8 +142,38 @@ def record_engine(
         llm.engine.step()
 
 
-def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1) -> dict:
-    """Stage E, stage F with graphs alone, and stage F, with this many requests (several: `requests=1,32,256`)."""
+def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
+    """Prefill of one prompt and its first token. The prompt is another one each time."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    first = count(1)
+
+    def run() -> None:
+        start = next(first)
+        llm.generate([[(start + 7 * i) % 1000 for i in range(prompt_tokens)]], params, use_tqdm=False)
+
+    run()
+    return record(name, run, llm.device, 1)
+
+
+def print_account(recording: Recording) -> None:
+    """Print where a step's microseconds go: one line per kernel, the largest first, and the gaps."""
+    print(f"{recording.name}: {recording.whole / recording.steps:.0f} µs per step", end="")
+    print(f", {(recording.whole - recording.busy) / recording.steps:.0f} of them between kernels")
+    totals: dict[str, list[float]] = {}
+    for span in recording.spans:
+        totals.setdefault(span.name, []).append(span.length)
+    for kernel, lengths in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        share, launches = sum(lengths) / recording.steps, len(lengths) / recording.steps
+        print(f"  {share:8.1f} µs  {launches:5.1f} × {statistics.median(lengths):6.2f}  {kernel[:90]}")
+
+
+def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1, prompts: object = "") -> dict:
+    """Stage E, stage F with graphs alone, and stage F.
+
+    Args:
+        requests: decode steps with this many requests (several: `requests=1,32,256`).
+        prompts: also the prefill of a prompt of this many tokens (several: `prompts=128,1024`).
+    """
     recordings = []
     for name, engine, switches in (
         ("stage E: kernel by kernel", StageE, {}),
@@ -152,14 +184,16 @@ def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1) -> dict:
         limits = {
             "num_kvcache_blocks": 16 * max(counts) + 64,
             "max_num_seqs": max(8, *counts, 1),
-            "max_model_len": 1024,
+            "max_model_len": 2048,
+            "enable_prefix_caching": False,
         }
         llm = engine(model, device="cuda", **limits, **switches)
-        for count in counts:
-            recordings.append(record_engine(name + (f", {count} requests" if count > 1 else ""), llm, count))
-            found = recordings[-1]
-            kernels, micros = len(found.spans) / found.steps, found.whole / found.steps
-            print(f"{found.name}: {kernels:.0f} kernels, {micros:.0f} µs per step, busy {found.busy / found.whole:.0%}")
+        for rows in counts:
+            recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
+            print_account(recordings[-1])
+        for length in [int(n) for n in str(prompts).split(",") if n]:
+            recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
+            print_account(recordings[-1])
         llm.close()
         del llm
         gc.collect()

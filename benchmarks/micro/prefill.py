@@ -1,0 +1,118 @@
+"""Stage F's prefill: time to the first token by length of the prompt, with CUDA graphs and without (GPU).
+
+The prompt is new each time, nothing of it is in a prefix cache, and the clock runs from the call of `generate` to its
+return. Beside it: what one launch costs the CPU when it comes from PyTorch, from Triton, and from a graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.micro import caption
+from benchmarks.text import markdown
+from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp import LLM
+
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("prefill", "launches"), True
+LENGTHS = (16, 128, 512, 1024, 2048, 4096, 8192)
+REPEATS, WARM_UPS = 10, 3
+LAUNCHES = 1000
+
+
+def measure(model: str = "random:qwen2.5-0.5b") -> dict:
+    """One prompt of each length through two engines, and the cost of launches."""
+    rows = []
+    for graphs in (False, True):
+        start = time.perf_counter()
+        llm = LLM(
+            model, device="cuda", max_model_len=LENGTHS[-1] + 1, enable_prefix_caching=False, prefill_graphs=graphs
+        )
+        torch.cuda.synchronize()
+        ready = time.perf_counter() - start
+        for length in LENGTHS:
+            rows.append({"graphs": graphs, "tokens": length, "seconds": _time_to_first_token(llm, length)})
+            print(f"graphs={graphs} {length} tokens: {1e3 * statistics.median(rows[-1]['seconds']):.2f} ms")
+        rows[-1]["ready"] = ready
+        print(f"graphs={graphs}: ready after {ready:.1f} s")
+        llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"model": model, "rows": rows, "launches": launch_seconds()}
+
+
+def _time_to_first_token(llm: LLM, length: int) -> list[float]:
+    ids, params = random.Random(length), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    seconds = []
+    for _ in range(WARM_UPS + REPEATS):
+        prompt = [ids.randrange(10000) for _ in range(length)]
+        start = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return seconds[WARM_UPS:]
+
+
+@triton.jit
+def _add_one(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+def launch_seconds() -> dict[str, float]:
+    """CPU time per launch, while the GPU keeps up; the kernels write one number."""
+    x = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    x.add_(1)
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            x.add_(1)
+    found = {
+        "PyTorch": _per_call(lambda: x.add_(1), LAUNCHES),
+        "Triton": _per_call(lambda: _add_one[(1,)](x), LAUNCHES),
+        "graph": _per_call(graph.replay, 10) / LAUNCHES,
+    }
+    print({name: f"{1e6 * seconds:.2f} µs" for name, seconds in found.items()})
+    return found
+
+
+def _per_call(call: Callable[[], object], times: int) -> float:
+    for _ in range(3):
+        call()
+    samples = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / times)
+    return statistics.median(samples)
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """Milliseconds by length, a pair of columns per model; and the cost of a launch."""
+    heads = ["tokens of the prompt"]
+    columns = []
+    for result in results:
+        model = result["model"].removeprefix("random:")
+        for graphs, name in ((False, "eager"), (True, "graphs")):
+            heads.append(f"{model}, {name}, ms")
+            found = {row["tokens"]: row["seconds"] for row in result["rows"] if row["graphs"] is graphs}
+            columns.append([f"{1e3 * statistics.median(found[length]):.2f}" for length in LENGTHS])
+    body = [[f"{length:,}", *cells] for length, *cells in zip(LENGTHS, *columns, strict=True)]
+    launches = results[0]["launches"]
+    return {
+        "prefill": [*markdown(heads, body), "", caption(results[0], f"medians of {REPEATS}")],
+        "launches": [
+            *markdown(["launched from", "µs per kernel"], [[k, f"{1e6 * v:.2f}"] for k, v in launches.items()]),
+            "",
+            caption(results[0]),
+        ],
+    }
