@@ -79,14 +79,14 @@ class LLM(Frontend):
             decode_time=end - first,
             ttft=first - arrival,
             num_prompt=len(request.prompt_token_ids),
-            num_generated=len(completion.token_ids),
+            num_generated=completion.num_generated_tokens,
         )
         return completion.to_output(metrics)
 
     def _next_token(self, logits: Tensor, completion: Completion, on_text: OnText | None) -> int:
         """Choose a token from logits `[1, vocab]` and add it to the completion."""
         logits = logits.float()
-        ids = choose_tokens(logits, [completion.request], [completion.token_ids])  # [1]
+        ids = choose_tokens(logits, [completion])  # [1]
         token_id = int(ids)  # waits for the device
         count = completion.request.params.logprobs
         logprobs = None if count is None else top_logprobs(logits[0], count, token_id)

@@ -80,7 +80,7 @@ class Completion:
     ) -> None:
         self.request = request
         self._options = (tokenizer, eos_token_ids, max_total_len, text_at_end)
-        self.token_ids: list[int] = []
+        self.all_token_ids = list(request.prompt_token_ids)  # the prompt, then what was generated
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
@@ -88,18 +88,27 @@ class Completion:
         self._tokenizer = tokenizer
         self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self._max_tokens = min(params.max_tokens, max_total_len - len(request.prompt_token_ids))
+        self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
         self.text_ends: list[int] = []  # length of the text handed out after each token
 
     @property
+    def token_ids(self) -> list[int]:
+        """The generated ids, a new list."""
+        return self.all_token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.all_token_ids) - len(self.request.prompt_token_ids)
+
+    @property
     def num_remaining_tokens(self) -> int:
         """How many more tokens this completion may hold: an upper bound, an end-of-sequence token may come first."""
-        return self._max_tokens - len(self.token_ids)
+        return self.max_total_tokens - len(self.all_token_ids)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
         """Add a generated token and decide whether it was the last; returns the text that became certain."""
-        self.token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         piece = self._advance(token_id)
@@ -111,7 +120,7 @@ class Completion:
             return self.finish("stop")
         if self._decoder is not None:
             self._add_text(self._decoder.append(token_id))
-        if self.finish_reason is None and len(self.token_ids) >= self._max_tokens:
+        if self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
             return self.finish("length")
         return "" if self._decoder is None else self._release()
 
@@ -124,8 +133,10 @@ class Completion:
         return self._release()
 
     def _whole_text(self) -> str:
-        ended_by_id = bool(self.token_ids) and self.token_ids[-1] in self._stop_ids
-        return decode_all(self._tokenizer, self.token_ids[: len(self.token_ids) - ended_by_id])
+        ids = self.token_ids
+        if ids and ids[-1] in self._stop_ids:
+            del ids[-1]
+        return decode_all(self._tokenizer, ids)
 
     def _add_text(self, piece: str) -> None:
         self.text += piece

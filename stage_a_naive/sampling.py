@@ -25,22 +25,19 @@ from stage_a_naive.params import SamplingParams
 from stage_a_naive.penalties import apply_penalties
 
 if TYPE_CHECKING:
-    from stage_a_naive.outputs import Request
+    from stage_a_naive.outputs import Completion
 
 
 def choose_tokens(
-    logits: Tensor,
-    requests: Sequence[Request],
-    output_ids: Sequence[list[int]],
-    steps: Sequence[int] | None = None,
+    logits: Tensor, completions: Sequence[Completion], steps: Sequence[int] | None = None
 ) -> Tensor:
     """Choose the next token of each request of one call.
 
     Args:
         logits: `[rows, vocab]`, float32.
-        requests: one per row, all with the same `sampling_fn`.
-        output_ids: the tokens that each has generated so far.
-        steps: how many those are, where `output_ids` does not have them all yet; they must be there for penalties.
+        completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
+        steps: how many tokens each has generated, where its completion does not have them all yet. For penalties it
+            must have them.
 
     Returns:
         ids `[rows]`, int64, on the logits' device.
@@ -48,13 +45,15 @@ def choose_tokens(
     Raises:
         ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
     """
+    requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
     if any(p.needs_penalties for p in params):
-        logits = apply_penalties(logits, params, [request.prompt_token_ids for request in requests], output_ids)
+        prompts = [request.prompt_token_ids for request in requests]
+        logits = apply_penalties(logits, params, prompts, [completion.token_ids for completion in completions])
     sampling_fn = requests[0].sampling_fn
     if sampling_fn is not None:
         return checked_ids(sampling_fn(logits, params), logits)
-    steps = [len(ids) for ids in output_ids] if steps is None else steps
+    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
     return sample(logits, params, [request.seed for request in requests], steps)
 
 

@@ -135,7 +135,7 @@ class LLM(NaiveLLM):
             decode_time=end - first,
             ttft=first - arrival,
             num_prompt=len(request.prompt_token_ids),
-            num_generated=len(completion.token_ids),
+            num_generated=completion.num_generated_tokens,
         )
         return completion.to_output(metrics)
 
@@ -176,7 +176,7 @@ class LLM(NaiveLLM):
         request = completion.request
         if request.sampling_fn is not None:
             logits = logits.clone()  # it may keep them, and the next step of a compiled program overwrites its memory
-        return choose_tokens(logits, [request], [completion.token_ids], [step])
+        return choose_tokens(logits, [completion], [step])
 
     def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:
         """Add tokens that have arrived; those after the end are surplus and are dropped."""

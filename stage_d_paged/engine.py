@@ -38,12 +38,12 @@ class StaticEngine:
         options: the limits of a batch and of a step.
 
     Attributes:
-        memory: what the last batch held in blocks when it ended, next to contiguous reservations.
+        waiting: requests that no batch has taken yet, in order.
     """
 
     def __init__(self, runtime: Runtime, kv_cache: KVCache, options: EngineOptions) -> None:
         self.waiting: deque[Sequence] = deque()
-        self.memory: MemoryReport | None = None
+        self._last_batch: list[tuple[int, list[int]]] = []  # what it held when it ended: tokens, and their blocks
         self._runtime = runtime
         self._kv_cache = kv_cache
         self._options = options
@@ -62,6 +62,16 @@ class StaticEngine:
         running = [sequence for sequence in self._batch if not sequence.is_finished]
         return list(dict.fromkeys([*running, *self.waiting]))
 
+    @property
+    def memory(self) -> MemoryReport | None:
+        """What the last batch held in blocks when it ended, next to contiguous reservations."""
+        if not self._last_batch:
+            return None
+        runtime = self._runtime
+        return memory_report(
+            self._last_batch, runtime.block_size, runtime.max_model_len, runtime.bytes_per_token
+        )
+
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests that are not done. Others of their batch start again from the tokens that they have."""
         gone = set(sequences)
@@ -74,7 +84,6 @@ class StaticEngine:
         self._empty_the_pool()
         for sequence in sequences:
             sequence.completion = sequence.completion.replayed()
-            sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
             sequence.block_table = []
             sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
         self.waiting = deque(sequence for sequence in sequences if not sequence.is_finished)
@@ -110,8 +119,7 @@ class StaticEngine:
         batch: list[Sequence] = []
         for sequence in self.waiting:
             # The last token generated is never run, so its K and V take no slot.
-            most_tokens = len(sequence) + sequence.completion.num_remaining_tokens - 1
-            room -= self.block_manager.blocks_for(most_tokens)
+            room -= self.block_manager.blocks_for(sequence.completion.max_total_tokens - 1)
             # One sampling_fn chooses the tokens of a whole batch.
             alike = not batch or sequence.request.sampling_fn is batch[0].request.sampling_fn
             if batch and (room < 0 or len(batch) == most or not alike):
@@ -124,9 +132,7 @@ class StaticEngine:
 
     def _end_batch(self) -> None:
         if self._batch:
-            self.memory = memory_report(
-                self._batch, self._kv_cache.block_size, self._runtime.max_model_len, self._runtime.bytes_per_token
-            )
+            self._last_batch = [(sequence.num_computed_tokens, sequence.block_table) for sequence in self._batch]
         for sequence in self._batch:
             self.block_manager.free(sequence)
         self._batch = []
@@ -183,9 +189,8 @@ class StaticEngine:
         rows = last_rows[torch.tensor([row for row, _ in ready], device=last_rows.device)]
         logits = self._runtime.model.compute_logits(hidden[rows]).float()  # [rows, vocab]
         sequences = [sequence for _, sequence in ready]
-        generated = [sequence.completion.token_ids for sequence in sequences]
         try:
-            ids = choose_tokens(logits, [sequence.request for sequence in sequences], generated).tolist()  # waits
+            ids = choose_tokens(logits, [sequence.completion for sequence in sequences]).tolist()  # waits
         except Exception:
             self.drop(sequences)
             raise
@@ -196,7 +201,6 @@ class StaticEngine:
             logprobs = None if count is None else top_logprobs(logits[row], count, token_id)
             sequence.first_token_time = sequence.first_token_time or now
             sequence.finish_time = now
-            sequence.token_ids.append(token_id)
             try:
                 news.append((sequence, sequence.completion.append(token_id, logprobs)))
             except Exception:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from stage_d_paged.sequence import Sequence
-
 CPU_POOL_BYTES = 512 * 2**20
 
 
@@ -156,20 +154,23 @@ class MemoryReport:
 
 
 def memory_report(
-    sequences: Iterable[Sequence], block_size: int, max_model_len: int, bytes_per_token: int
+    held: Iterable[tuple[int, list[int]]], block_size: int, max_model_len: int, bytes_per_token: int
 ) -> MemoryReport:
-    """Count what `sequences` hold at this moment (those without blocks are waiting and hold nothing)."""
+    """Count what sequences hold. `held`: for each, its tokens whose K and V are stored, and its block table.
+
+    Sequences without blocks are waiting and hold nothing.
+    """
     filled: dict[int, int] = {}  # block -> tokens in it
-    holders = [sequence for sequence in sequences if sequence.block_table]
-    for sequence in holders:
-        for i, block in enumerate(sequence.block_table):
-            in_block = min(block_size, max(0, sequence.num_computed_tokens - i * block_size))
+    holders = [(num_tokens, table) for num_tokens, table in held if table]
+    for num_tokens, table in holders:
+        for i, block in enumerate(table):
+            in_block = min(block_size, max(0, num_tokens - i * block_size))
             filled[block] = max(filled.get(block, 0), in_block)
     return MemoryReport(
         num_sequences=len(holders),
         block_size=block_size,
         bytes_per_token=bytes_per_token,
-        tokens=sum(sequence.num_computed_tokens for sequence in holders),
+        tokens=sum(num_tokens for num_tokens, _ in holders),
         stored_tokens=sum(filled.values()),
         blocks=len(filled),
         reserved_tokens=len(holders) * max_model_len,

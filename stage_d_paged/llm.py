@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from os import PathLike
 
 import torch
@@ -84,23 +85,25 @@ class LLM(Frontend):
         arrival = synchronized_time(self.device)
         engine = self.engine
         engine.drop([sequence for sequence in engine.unfinished if sequence not in self._added])  # of an earlier call
-        sequences = [self._sequence(request) for request in requests]
+        sequences = [self._sequence(request, text_at_end=on_text is None) for request in requests]
         engine.waiting.extend(sequences)
+        bar = progress_bar(total=len(sequences), desc="generate", unit="request") if use_tqdm else nullcontext()
         try:
-            with progress_bar(total=len(sequences), desc="generate", unit="request", disable=not use_tqdm) as progress:
+            with bar:
                 while not all(sequence.is_finished for sequence in sequences):
                     for sequence, piece in engine.step()[0]:
                         if sequence in self._added:
                             continue
                         if piece and on_text is not None:
                             on_text(sequence.request.index, piece)
-                        progress.update(sequence.is_finished)
+                        if use_tqdm:
+                            bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [output_of(sequence, arrival) for sequence in sequences]
 
-    def _sequence(self, request: Request) -> Sequence:
-        return Sequence(request, Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len))
+    def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
+        return Sequence(Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, text_at_end))
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""

@@ -1,4 +1,4 @@
-"""One request while the engine works on it: its tokens, and where their keys and values lie.
+"""One request while the engine works on it: its tokens, and where their keys and values are stored.
 
 Two counts tell everything about a sequence's progress, in prefill, in decode and after a preemption alike:
 
@@ -8,6 +8,7 @@ Two counts tell everything about a sequence's progress, in prefill, in decode an
 What is left to run is the difference: the whole prompt (less what the prefix cache had) for a new sequence, exactly one
 token, the one just sampled, in decode. There is no "prefill" or "decode" state to keep in step with these numbers.
 
+Both are read off what is there: the tokens are the completion's, which alone adds to them, and the blocks are numbers.
 The class is plain Python. It owns no tensor, so the block manager and the scheduler can be tested without a model.
 """
 
@@ -22,10 +23,7 @@ from stage_a_naive.outputs import Completion, Request
 class Sequence:
     """A request's state. `eq=False`: two sequences are the same only if they are the same object."""
 
-    request: Request  # what was asked: the prompt's ids, the sampling parameters, the seed
-    completion: Completion | None = None  # the answer: text, stop conditions (None only where no text is made)
-
-    token_ids: list[int] = field(init=False)  # prompt + generated
+    completion: Completion  # what was asked, and the answer so far: tokens, text, when it ends
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the sequence was admitted
     num_preemptions: int = 0  # times its blocks were taken away (from stage E on)
@@ -37,11 +35,17 @@ class Sequence:
     first_token_time: float = 0.0
     finish_time: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+    @property
+    def request(self) -> Request:
+        return self.completion.request
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, then what was generated."""
+        return self.completion.all_token_ids
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self.completion.all_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -49,7 +53,7 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.completion.num_generated_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -63,4 +67,4 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.completion is not None and self.completion.finish_reason is not None
+        return self.completion.finish_reason is not None

@@ -122,7 +122,6 @@ class Engine(LiveRequests):
                     raise
                 ended.append(sequence)
                 continue
-            sequence.token_ids.append(token_id)
             if sequence.streams:
                 self._tell(sequence)
             if completion.finish_reason is not None:

@@ -95,9 +95,7 @@ class LiveRequests:
         self.scheduler.check_prompt(len(request.prompt_token_ids))
         completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
         sequence = self.sequence_class(
-            request,
             completion,
-            max_total_tokens=len(request.prompt_token_ids) + completion.num_remaining_tokens,
             arrival_time=time.perf_counter(),
             owner=(self._mailbox if mailbox is None else mailbox).owner,
             streams=streams,

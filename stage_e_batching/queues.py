@@ -109,8 +109,6 @@ class Queues:
         self._start_empty()
         for sequence in self.unfinished:
             sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
-            if sequence.completion is not None:  # an interrupt may have come between the two
-                sequence.token_ids = [*sequence.request.prompt_token_ids, *sequence.completion.token_ids]
             sequence.block_table = []
             sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
             sequence.batch_slot, sequence.state = -1, State.WAITING

@@ -40,7 +40,6 @@ class BatchSequence(Sequence):
     request_id: int = -1  # counts up, so it is also the order of arrival
     state: State = State.WAITING
     batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
-    max_total_tokens: int = 0  # prompt and answer together never pass this
     highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
@@ -51,6 +50,11 @@ class BatchSequence(Sequence):
     streams: bool = True  # whether its call reads tokens as they come, or only the end
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and answer together never pass this."""
+        return self.completion.max_total_tokens
 
     def read(self) -> Event | None:
         """Tokens and end that the request's call has not been told yet; None if there is nothing."""
@@ -67,9 +71,9 @@ class BatchSequence(Sequence):
         completion = self.completion
         ends = completion.text_ends
         start, self.num_read = self.num_read, len(ends)
-        ids, text, logprobs = completion.token_ids, completion.text, completion.logprobs
+        text, logprobs, num_prompt_tokens = completion.text, completion.logprobs, self.num_prompt_tokens
         return [
-            Token(ids[i], text[ends[i - 1] if i else 0 : ends[i]], logprobs[i] if logprobs else None)
+            Token(self.token_ids[num_prompt_tokens + i], text[ends[i - 1] if i else 0 : ends[i]], logprobs[i] if logprobs else None)
             for i in range(start, self.num_read)
         ]
 

@@ -8,12 +8,13 @@ to the device is built for every step as well, and compared with what the step s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
 
-from stage_a_naive.outputs import Request
+from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
@@ -24,6 +25,7 @@ from stage_f_graph_tp.step_input import host_views
 
 VOCAB = 61
 EOS = 0
+DEFAULT_PARAMS = SamplingParams()
 
 
 class FakeTokenizer:
@@ -33,6 +35,14 @@ class FakeTokenizer:
         decode=lambda ids, skip_special_tokens: "".join(f"<{i}>" for i in ids),
         id_to_token=lambda token_id: f"<{token_id}>" if token_id < VOCAB else None,
     )
+
+
+def completion_of(
+    prompt: Iterable[int], params: SamplingParams = DEFAULT_PARAMS, seed: int = 0
+) -> Completion:
+    """A completion of a prompt, for sequences that no engine makes."""
+    request = Request(0, list(prompt), params, seed)
+    return Completion(request, FakeTokenizer(), frozenset({EOS}), max_total_len=4096, text_at_end=True)
 
 
 def next_token(visible: list[tuple[int, int]]) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fake_model import completion_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stage_a_naive.outputs import Request
-from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import block_manager as block_manager_module
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import memory_report, waste_by_block_size
@@ -16,7 +15,7 @@ from stage_d_paged.sequence import Sequence
 
 
 def make(tokens: list[int]) -> Sequence:
-    return Sequence(Request(0, list(tokens), SamplingParams(), 0))
+    return Sequence(completion_of(tokens))
 
 
 def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -203,7 +202,8 @@ def test_the_invariants_notice_a_leaked_page():
 def test_the_memory_report_counts_a_shared_page_once():
     manager = BlockManager(10, 4)
     sequences = [admit(manager, list(range(6))), admit(manager, [0, 1, 2, 3, 9])]
-    report = memory_report(sequences, block_size=4, max_model_len=20, bytes_per_token=8)
+    held = [(len(sequence), sequence.block_table) for sequence in sequences]
+    report = memory_report(held, block_size=4, max_model_len=20, bytes_per_token=8)
     assert (report.tokens, report.stored_tokens, report.blocks) == (11, 7, 3)
     assert report.block_waste == pytest.approx(1 - 7 / 12)
     assert report.reservation_waste == pytest.approx(1 - 11 / 40)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_model import completion_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.loading import ModelSource, load_hf_model, resolve
-from stage_a_naive.outputs import Request
 from stage_a_naive.presets import preset_config
-from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig
@@ -43,7 +42,7 @@ class Stepper:
         self.manager = BlockManager(num_blocks, runtime.block_size, caching)
 
     def sequence(self, ids: list[int]) -> Sequence:
-        sequence = Sequence(Request(0, ids, SamplingParams(), 0))
+        sequence = Sequence(completion_of(ids))
         assert self.manager.allocate(sequence, len(sequence))
         return sequence
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_model import completion_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import mix32, noise_key
-from stage_a_naive.outputs import Request
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler as sampler_module
@@ -53,8 +53,8 @@ def rows(draw) -> dict[str, object]:
 
 def admit_all(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> None:
     for row, slot in zip(batch, batch_slots, strict=True):
-        sequence = BatchSequence(Request(0, row["prompt"], row["params"], row["seed"]), batch_slot=slot)
-        sequence.token_ids += row["output"]
+        sequence = BatchSequence(completion_of(row["prompt"], row["params"], row["seed"]), batch_slot=slot)
+        sequence.token_ids.extend(row["output"])
         sampler.admit(sequence)
 
 
@@ -264,7 +264,7 @@ print("equal")
 KERNEL_IN_SAMPLER = """
 import numpy as np
 import torch
-from stage_a_naive.outputs import Request
+from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler_kernels
 from stage_e_batching.sampler import Sampler
@@ -278,7 +278,8 @@ rows, vocab, device = len(params), 101, torch.device("{device}")
 logits = torch.tensor([[i * 7 % vocab / 8 for i in range(vocab)]] * rows)
 sampler, slots = Sampler(rows, vocab, device), np.arange(rows)
 for row, p in enumerate(params):
-    sampler.admit(BatchSequence(Request(row, [1], p, row), batch_slot=row))
+    completion = Completion(Request(row, [1], p, row), None, frozenset(), max_total_len=9, text_at_end=True)
+    sampler.admit(BatchSequence(completion, batch_slot=row))
 temperatures, keys = np.empty(rows, np.float32), np.empty(rows, np.int32)
 sampler.fill(slots, 0 * slots, temperatures, keys)
 found = sampler(logits.to(device), slots, torch.from_numpy(temperatures).to(device), torch.from_numpy(keys).to(device))

@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 
 import pytest
-from fake_model import CountingRunner, answer_alone, make_engine, make_request, run_all
+from fake_model import CountingRunner, answer_alone, completion_of, make_engine, make_request, run_all
 
 from benchmarks.pictures import timeline
 from stage_d_paged import block_manager
@@ -151,7 +151,7 @@ def test_a_tight_pool_costs_bounded_recomputation():
 
 def test_each_preemption_doubles_what_must_stay_free_at_the_return():
     engine = make_engine(**ROOMY)
-    sequence = BatchSequence(make_request(0, prompt_of(8), 8))
+    sequence = BatchSequence(completion_of(prompt_of(8)))
     assert engine.scheduler.watermark(sequence) == 0, "nobody runs who could grow"
     add(engine, 4, 40)
     engine.step()
@@ -231,7 +231,7 @@ def test_an_idle_step_says_why():
     assert engine.scheduler.schedule().idle_reason == "nothing to do"
     engine = make_engine(**ROOMY | {"num_blocks": 2})
     add(engine, 8, 1)
-    engine.scheduler.block_manager.allocate(BatchSequence(make_request(1, [1], 1)), 1)
+    engine.scheduler.block_manager.allocate(BatchSequence(completion_of([1])), 1)
     assert engine.scheduler.schedule().idle_reason == "no request that waits fits"
 
 
@@ -420,7 +420,7 @@ def test_the_counters_add_up_after_preemptions(prefix_caching):
 def test_an_idle_engine_notices_a_leaked_block():
     engine = make_engine(**ROOMY)
     add(engine, 4, 3)
-    assert engine.scheduler.block_manager.allocate(BatchSequence(make_request(0, [1, 2], 1)), 2)  # nobody frees it
+    assert engine.scheduler.block_manager.allocate(BatchSequence(completion_of([1, 2])), 2)  # nobody frees it
     with pytest.raises(RuntimeError, match="idle but 1 blocks"):
         run_all(engine)
 

@@ -14,12 +14,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from fake_model import completion_of
 from safetensors.torch import save_file
 
 import stage_f_graph_tp
 from stage_a_naive.loading import random_tensor, resolve
-from stage_a_naive.outputs import Request
-from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import pick_backend
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.config import ModelConfig
@@ -60,7 +59,7 @@ def run_model(config: ModelConfig, tensors: TensorSource, group: RankGroup | Non
     build = build_model if group is None else partial(build_sharded_model, group=group)
     model = build(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU)
     pool = KVCache(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
-    sequences = [Sequence(Request(i, list(range(3 + i, 12 + 3 * i)), SamplingParams(), 0)) for i in range(2)]
+    sequences = [Sequence(completion_of(range(3 + i, 12 + 3 * i))) for i in range(2)]
     for i, sequence in enumerate(sequences):
         sequence.block_table = list(range(8 * i, 8 * i + 8))
     logits = []

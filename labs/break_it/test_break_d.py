@@ -5,15 +5,14 @@ engine differs from the reference by one line. Write a test that passes with the
 one.
 """
 
-from stage_a_naive.outputs import Request
-from stage_a_naive.sampling import SamplingParams
+from labs.tests.support import completion_of
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
 
 
 def sequence_of(token_ids: list[int]) -> Sequence:
     """A request with this prompt."""
-    return Sequence(Request(0, list(token_ids), SamplingParams(), seed=0))
+    return Sequence(completion_of(list(token_ids)))
 
 
 def prefill(manager: BlockManager, sequence: Sequence) -> bool:

@@ -4,8 +4,7 @@ Nothing crashes and the throughput is excellent. The scheduler of the broken eng
 lines. Write a test that passes with the reference and fails with the broken one.
 """
 
-from stage_a_naive.outputs import Request
-from stage_a_naive.sampling import SamplingParams
+from labs.tests.support import completion_of
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, State
 
@@ -13,8 +12,7 @@ from stage_e_batching.step import BatchSequence, State
 def sequence_of(prompt_len: int, max_tokens: int, phrase: int) -> BatchSequence:
     """A request whose prompt shares no block with those of other phrases."""
     prompt = [phrase * 10_000 + i for i in range(prompt_len)]
-    request = Request(0, prompt, SamplingParams(max_tokens=max_tokens), seed=0)
-    return BatchSequence(request, max_total_tokens=prompt_len + max_tokens)
+    return BatchSequence(completion_of(prompt, max_tokens))
 
 
 def run_step(scheduler: Scheduler) -> None:

@@ -16,7 +16,7 @@ import stage_d_paged.llm as stage
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
-from labs.tests.support import check_whole_stage, completion_of, request_of
+from labs.tests.support import check_whole_stage, completion_of
 from stage_d_paged import batch, layers
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def sequence_of(tokens: list[int], table: list[int] = (), computed: int = 0) -> Sequence:
-    sequence = Sequence(request_of(list(tokens)), completion_of(list(tokens)))
+    sequence = Sequence(completion_of(list(tokens)))
     sequence.block_table = list(table)
     sequence.num_computed_tokens = computed
     return sequence

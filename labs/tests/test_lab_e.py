@@ -14,7 +14,7 @@ import stage_e_batching.sampler as sampler
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
-from labs.tests.support import check_whole_stage, request_of
+from labs.tests.support import check_whole_stage, completion_of
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.penalties import PenaltyState
@@ -32,7 +32,7 @@ def scheduler_of(num_blocks: int = 100, **options: object) -> Scheduler:
 def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 20, phrase: int = 0) -> BatchSequence:
     """Queue a request whose prompt shares no block with those of other phrases."""
     prompt = [1000 * phrase + i for i in range(prompt_len)]
-    sequence = BatchSequence(request_of(prompt, max_tokens), max_total_tokens=prompt_len + max_tokens)
+    sequence = BatchSequence(completion_of(prompt, max_tokens))
     scheduler.add(sequence)
     return sequence
 
@@ -87,9 +87,9 @@ class TestPenaltyState:
     def state_of(self, *requests: tuple[list[int], list[int], dict]) -> tuple[PenaltyState, list[SamplingParams]]:
         state, params = PenaltyState(8, 10, CPU), []
         for slot, (prompt, output, options) in enumerate(requests):
-            sequence = BatchSequence(request_of(prompt, **options))
+            sequence = BatchSequence(completion_of(prompt, **options))
             sequence.batch_slot = slot
-            sequence.token_ids += output
+            sequence.token_ids.extend(output)
             params.append(sequence.request.params)
             state.admit(sequence, sequence.request.params)
         return state, params
@@ -149,7 +149,7 @@ class TestChunk:
         scheduler = scheduler_of()
         first = self.prefilling(scheduler, 10)
         scheduler._schedule_chunk(first, new_step(), 9)
-        twin = BatchSequence(request_of([*range(10), 77]))
+        twin = BatchSequence(completion_of([*range(10), 77]))
         cached = scheduler.block_manager.count_cached_tokens(twin)
         assert cached == 8, f"9 tokens are scheduled, so 2 blocks of 4 can be found by the next request; got {cached}"
 
@@ -262,7 +262,7 @@ class TestGrow:
         [sequence] = decoding(scheduler, 7)
         finish(scheduler, scheduler.schedule())  # 8 tokens computed: the second block is full
         scheduler._grow(sequence, new_step())
-        twin = BatchSequence(request_of([*sequence.token_ids[:8], 1]))
+        twin = BatchSequence(completion_of([*sequence.token_ids[:8], 1]))
         assert scheduler.block_manager.count_cached_tokens(twin) == 8, "index what is full before taking a new block"
 
 
