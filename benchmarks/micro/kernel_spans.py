@@ -167,7 +167,7 @@ def print_account(recording: Recording) -> None:
         print(f"  {share:8.1f} µs  {launches:5.1f} × {statistics.median(lengths):6.2f}  {kernel[:90]}")
 
 
-def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1, prompts: object = "") -> dict:
+def measure(model: str = "random:qwen2.5-0.5b", requests: int | tuple[int, ...] = 1, prompts: int | tuple[int, ...] = ()) -> dict:
     """Stage E, stage F with graphs alone, and stage F.
 
     Args:
@@ -180,7 +180,7 @@ def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1, prompts: o
         ("stage F, graphs only", StageF, {"fused": False}),
         ("stage F", StageF, {}),
     ):
-        counts = [int(n) for n in str(requests).split(",")]
+        counts = _numbers(requests)
         limits = {
             "num_kvcache_blocks": 16 * max(counts) + 64,
             "max_num_seqs": max(8, *counts, 1),
@@ -191,7 +191,7 @@ def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1, prompts: o
         for rows in counts:
             recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
             print_account(recordings[-1])
-        for length in [int(n) for n in str(prompts).split(",") if n]:
+        for length in _numbers(prompts):
             recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
             print_account(recordings[-1])
         llm.close()
@@ -199,6 +199,11 @@ def measure(model: str = "random:qwen2.5-0.5b", requests: object = 1, prompts: o
         gc.collect()
         torch.cuda.empty_cache()
     return {"model": model, "rows": to_rows(recordings)}
+
+
+def _numbers(option: int | tuple[int, ...]) -> tuple[int, ...]:
+    """One number, or several with commas."""
+    return (option,) if isinstance(option, int) else option
 
 
 def to_rows(recordings: list[Recording]) -> list[dict]:
