@@ -2,6 +2,7 @@
 #   make stage-a                      the default model and question
 #   PROMPT="What is a KV cache?" make stage-a
 #   make stage-d MODEL=random:qwen2.5-0.5b DEVICE=cuda DTYPE=bfloat16 ARGS="--max-tokens 32"
+#   make serve STAGE=f MODEL=Qwen/Qwen2.5-0.5B-Instruct PORT=8000 ARGS="--max-queue 64"
 #   make test PYTHON=/path/to/python VENV=      use an existing interpreter, install nothing
 
 PYTHON ?= python3
@@ -13,6 +14,9 @@ DTYPE ?=
 ARGS ?=
 TP ?=
 MINUTES ?= 3
+STAGE ?= e
+ENGINE ?=
+PORT ?= 8000
 LAB ?=
 FORCE ?=
 ONLY ?=
@@ -52,7 +56,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) ext test lint doctor bench bench-gpu report soak notebooks lab clean
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) ext test lint doctor serve bench bench-gpu report soak notebooks lab clean
 
 help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -61,6 +65,7 @@ help: ## print this list
 	@echo "  make lab-a … lab-f       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
 	@echo "  make grade-a … grade-f   grade your copy (ONLY=D.2: one exercise; LAB_TESTS=dir: more tests)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
+	@echo "           STAGE=e|f ENGINE=module:LLM PORT= (serve)"
 	@echo "           LAB=1 (any stage, bench: run your copies in labs/work/)"
 
 $(STAGE_TARGETS): stage-%: $(READY)
@@ -87,6 +92,12 @@ lint: $(READY) ## check style and the direction of imports
 
 doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
 	@$(PY) -m doctor
+
+serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS=; ENGINE=module:LLM for another engine)
+	@$(PY) -c "import starlette, uvicorn" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[serve],the web server),\
+	  { echo "the web server is missing: pip install starlette uvicorn httptools" >&2; exit 1; })
+	@exec $(RUN) -m beyond.serving $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
+	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says at its start how long it takes
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)

@@ -141,7 +141,10 @@ class Engine(LiveRequests):
         counters.num_prefill_tokens += step.total_tokens - step.num_decodes - step.num_recomputed
         counters.num_recomputed_tokens += step.num_recomputed
         counters.num_preemptions += len(step.preempted)
-        counters.num_cached_tokens += sum(s.num_cached_tokens for s in step.admitted if s.is_new)
+        for sequence in step.admitted:
+            if sequence.is_new:
+                counters.num_prompt_tokens += sequence.num_prompt_tokens
+                counters.num_cached_tokens += sequence.num_cached_tokens
 
     def _check_idle(self) -> None:
         """Nothing runs and nothing waits, so every block must be free: a leak is found where it happened."""

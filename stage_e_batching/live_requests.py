@@ -33,7 +33,8 @@ class Counters:
     # token that was sampled last before it, which runs for the first time then.
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had
+    num_prompt_tokens: int = 0  # of the requests that were admitted
+    num_cached_tokens: int = 0  # of these, those that the prefix cache had
     num_recomputed_tokens: int = 0  # tokens computed again after a preemption
     num_preemptions: int = 0
     num_finished: int = 0

@@ -1,0 +1,7 @@
+"""Serving: an engine behind the API that every client knows, with metrics and a page that shows it work."""
+
+from stage_a_naive.lazy import import_when_used
+
+DEFINED_IN = {"AsyncLLM": "beyond.serving.async_llm"}
+__all__ = list(DEFINED_IN)
+__getattr__ = import_when_used(__name__, DEFINED_IN)

@@ -1,0 +1,91 @@
+"""`python -m beyond.serving`: serve an engine over HTTP, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from stage_a_naive.errors import one_line
+
+if TYPE_CHECKING:
+    from beyond.serving.server import Server
+
+STAGES = {"e": "stage_e_batching:LLM", "f": "stage_f_graph_tp:LLM"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal comes; returns the exit code: 0, or 2 after a one-line error."""
+    try:
+        options, engine_options = parse(argv)
+        asyncio.run(_serve(options, engine_options))
+    except (ValueError, OSError, MemoryError, ImportError, AttributeError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # while the model was loaded
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]]:
+    """The command line: the server's options, and those of the engine that it names."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--stage", choices=STAGES, default="e", help="which engine (default: %(default)s)")
+    first.add_argument("--engine", metavar="MODULE:LLM", help="another engine, such as beyond.quantization:LLM")
+    chosen, _ = first.parse_known_args(argv)
+    package = (chosen.engine or STAGES[chosen.stage]).partition(":")[0]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m beyond.serving", description="An engine behind the OpenAI API.", parents=[first]
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    server.add_argument("--api-key", default=os.environ.get("API_KEY"), help="clients must send it (default: $API_KEY)")
+    server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
+    server.add_argument("--deadline", type=float, default=30, help="seconds for running answers at the end")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", default="tutor", help="tutor | random:PRESET | a directory | a hub id")
+    engine.add_argument("--device", default="auto", help="auto | cpu | cuda")
+    engine.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16")
+    engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
+    importlib.import_module(f"{package}.options").add_options(engine)
+    options = parser.parse_args(argv)
+    names = [action.dest for action in engine._group_actions]
+    return options, {name: getattr(options, name) for name in names}
+
+
+async def _serve(options: argparse.Namespace, engine_options: dict[str, object]) -> None:
+    from beyond.serving.server import serve  # here: `--help` need not wait for PyTorch
+
+    module, _, name = (options.engine or STAGES[options.stage]).partition(":")
+    llm = getattr(importlib.import_module(module), name or "LLM")(**engine_options)
+    served = llm.source.name
+
+    def tell(server: Server, port: int) -> None:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        print(f"[serving] {served}, {module} on {llm.device} in {str(llm.dtype).removeprefix('torch.')}", flush=True)
+        print(f"[serving] API      http://{host}:{port}/v1", flush=True)
+        print(f"[serving] metrics  http://{host}:{port}/metrics", flush=True)
+
+    try:
+        await serve(
+            llm,
+            host=options.host,
+            port=options.port,
+            model=served,
+            max_queue=options.max_queue,
+            api_key=options.api_key,
+            deadline=options.deadline,
+            on_ready=tell,
+        )
+    finally:
+        llm.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

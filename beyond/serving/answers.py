@@ -1,0 +1,115 @@
+"""The answers' JSON: whole, or one chunk per token."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from beyond.serving.protocol import Ask
+from stage_a_naive.detokenize import placeholder
+from stage_a_naive.outputs import GenerationOutput
+from stage_e_batching.mailbox import Token
+
+
+class Answer:
+    """Writes the answer to one `Ask`; the fields that all its messages share are made once.
+
+    Args:
+        ask: what was asked.
+        model: the model's name.
+        tokenizer: to write tokens out where their log-probabilities are asked for.
+    """
+
+    def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
+        self._ask = ask
+        self._backend = tokenizer.backend_tokenizer
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if ask.is_chat else {})
+        self._begun: set[int] = set()  # choices of a chat that have told their role
+        self._offsets: dict[int, int] = {}  # characters of each choice that have been told
+
+    def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, object]:
+        """The whole answer.
+
+        Args:
+            outputs: one for each choice.
+            tokens: the tokens of each choice.
+        """
+        choices = []
+        for index, output in enumerate(outputs):
+            if self._ask.is_chat:
+                content = {"message": {"role": "assistant", "content": output["text"]}}
+            else:
+                content = {"text": output["text"]}
+            logprobs = self._logprobs(index, tokens[index])
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]})
+        return self._head | {"choices": choices, "usage": self.usage(outputs)}
+
+    def chunk(self, index: int, token: Token, finish_reason: str | None) -> dict[str, object]:
+        """One token of choice number `index`, also when its text is still empty."""
+        if self._ask.is_chat:
+            role = {} if index in self._begun else {"role": "assistant"}
+            self._begun.add(index)
+            content = {"delta": role | {"content": token.text}}
+        else:
+            content = {"text": token.text}
+        logprobs = self._logprobs(index, [token])
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._ask.include_usage else {}
+        return self._chunk_head | {"choices": [choice]} | usage
+
+    def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> dict[str, object]:
+        """The last chunk of a stream that is to tell its numbers of tokens."""
+        return self._chunk_head | {"choices": [], "usage": self.usage(outputs)}
+
+    def usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, object]:
+        """Numbers of tokens. A prompt counts once, however many answers it gets."""
+        of_prompts = [output["metrics"] for output in outputs[:: self._ask.n]]
+        prompt = sum(metrics["num_prompt_tokens"] for metrics in of_prompts)
+        completion = sum(output["metrics"]["num_generated_tokens"] for output in outputs)
+        cached = sum(metrics["num_cached_tokens"] for metrics in of_prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, object] | None:
+        count = self._ask.params.logprobs
+        if count is None:
+            return None
+        if self._ask.is_chat:
+            return {"content": [self._chat_logprobs(token, count) for token in tokens]}
+        written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(token.text)
+            written["tokens"].append(self._text(token.token_id))
+            written["token_logprobs"].append(token.logprobs[token.token_id])
+            written["top_logprobs"].append({self._text(i): value for i, value in likeliest(token, count)})
+            written["text_offset"].append(offset)
+        return written
+
+    def _chat_logprobs(self, token: Token, count: int) -> dict[str, object]:
+        others = [self._chat_token(i, value) for i, value in likeliest(token, count)]
+        return self._chat_token(token.token_id, token.logprobs[token.token_id]) | {"top_logprobs": others}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
+        text = self._text(token_id)
+        whole = "\ufffd" not in text  # else the token is a part of a character, whose bytes a text cannot show
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+    def _text(self, token_id: int) -> str:
+        if self._backend.id_to_token(token_id) is None:
+            return placeholder(token_id)
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+
+def likeliest(token: Token, count: int) -> list[tuple[int, float]]:
+    """The `count` likeliest ids at a token's position, with log-probabilities; they come before the sampled one."""
+    return list(token.logprobs.items())[:count]

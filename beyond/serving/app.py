@@ -1,0 +1,237 @@
+"""The HTTP API: who may ask, what an answer looks like on the wire, and what becomes of errors.
+
+    request -> [key? small enough? JSON?] -> protocol.py -> AsyncLLM.submit -> events -> answers.py -> HTTP
+
+Every error is `{"error": {"message", "type", "param", "code"}}` with the status that fits. A client that goes away, at
+whatever point, is noticed because every answer is raced against the end of its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from beyond.serving.answers import Answer
+from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
+from beyond.serving.http_errors import error_response, refused_by_router
+from beyond.serving.metrics import exposition
+from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
+from stage_a_naive.detokenize import IncrementalDecoder
+from stage_a_naive.errors import shown
+from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.params import as_integer
+from stage_e_batching.mailbox import Token
+
+Handler = Callable[..., Awaitable[Response]]
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class Api:
+    """The endpoints.
+
+    Args:
+        llm: the engine.
+        model: the name under which clients ask for it.
+        limits: of one request.
+        api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+    """
+
+    def __init__(self, llm: AsyncLLM, model: str, limits: Limits, api_key: str | None) -> None:
+        self.llm = llm
+        self.model = model
+        self.limits = limits
+        self._key = api_key
+        self._created = int(time.time())
+
+    def app(self, more_routes: Sequence[Route] = ()) -> Starlette:
+        """The application for a web server."""
+        routes = [
+            Route("/v1/models", self._get(self.models)),
+            Route("/v1/models/{model:path}", self._get(self.one_model)),
+            Route("/v1/completions", self._post(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._post(self.chat_completions), methods=["POST"]),
+            Route("/tokenize", self._post(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._post(self.detokenize), methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            *more_routes,
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: refused_by_router})
+
+    # ---- the door -----------------------------------------------------------------------------------------------
+
+    def _post(self, handler: Handler) -> Endpoint:
+        """An endpoint that hands `handler` the body, and answers with an error where one is raised."""
+
+        async def endpoint(request: HttpRequest) -> Response:
+            try:
+                self._check_key(request)
+                body = await self._read_json(request)
+                return await unless_gone(request.receive, handler(body))
+            except (ClientGone, ClientDisconnect):
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                return error_response(error)
+
+        return endpoint
+
+    def _get(self, handler: Handler) -> Endpoint:
+        async def endpoint(request: HttpRequest) -> Response:
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except Exception as error:
+                return error_response(error)
+
+        return endpoint
+
+    def _check_key(self, request: HttpRequest) -> None:
+        if self._key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):  # takes equally long wherever they differ
+            raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
+
+    async def _read_json(self, request: HttpRequest) -> object:
+        """The body as Python values, read no further than the limit."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also keeps web pages of other sites out: browsers ask first for this type
+            raise RequestError(f"Content-Type must be application/json, got {shown(kind)}", status=415)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.body_bytes:
+                raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        try:
+            return json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+
+    # ---- endpoints ----------------------------------------------------------------------------------------------
+
+    async def completions(self, body: object) -> Response:
+        """`POST /v1/completions`."""
+        return await self._answer(body, parse_completion(body, self.limits))
+
+    async def chat_completions(self, body: object) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len))
+
+    async def models(self, request: HttpRequest) -> Response:
+        """`GET /v1/models`."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: HttpRequest) -> Response:
+        """`GET /v1/models/{model}`."""
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    async def tokenize(self, body: object) -> Response:
+        """`POST /tokenize`: a text or a conversation to token ids, as in vLLM."""
+        fields = check_fields(body, {"model", "prompt", "messages"})
+        self._check_model(fields.get("model"))
+        prompt, messages = fields.get("prompt"), fields.get("messages")
+        if isinstance(prompt, str) == isinstance(messages, list):
+            raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
+        try:
+            if messages is None:
+                ids = (await asyncio.to_thread(self.llm.llm.requests, [prompt]))[0].prompt_token_ids
+            else:
+                ids = await asyncio.to_thread(self._chat_ids, messages)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt" if messages is None else "messages") from None
+        return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
+
+    async def detokenize(self, body: object) -> Response:
+        """`POST /detokenize`: token ids to text, as in vLLM."""
+        fields = check_fields(body, {"model", "tokens"})
+        self._check_model(fields.get("model"))
+        ids, llm = fields.get("tokens"), self.llm.llm
+        if not isinstance(ids, list) or len(ids) > llm.max_model_len or not all(
+            as_integer(i) is not None and 0 <= i < llm.vocab_size for i in ids
+        ):
+            raise RequestError(
+                f"tokens must be a list of at most {llm.max_model_len} integers from 0 to {llm.vocab_size - 1}, "
+                f"got {shown(ids)}",
+                param="tokens",
+            )
+        decoder = IncrementalDecoder(llm.tokenizer)  # unlike the tokenizer, it knows what to do with unknown ids
+        return JSONResponse({"prompt": "".join(map(decoder.append, ids)) + decoder.flush()})
+
+    async def health(self, request: HttpRequest) -> Response:
+        """`GET /health`: 200 while requests are taken and steps succeed."""
+        healthy = not self.llm.draining and self.llm.engine_loop.failure is None
+        return Response(status_code=200 if healthy else 503)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        text = exposition(self.model, self.llm.llm.engine, self.llm.metrics)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    async def _answer(self, body: dict, ask: Ask) -> Response:
+        self._check_model(body.get("model"))
+        requests = await asyncio.to_thread(self._requests, ask)
+        answer = Answer(ask, self.model, self.llm.llm.tokenizer)
+        if len(requests) > self.llm.max_unfinished:
+            raise RequestError(f"{len(requests)} answers were asked for; {self.llm.max_unfinished} is the most here")
+        stream = self.llm.submit(requests)
+        if ask.streams:
+            return EventStream(stream, answer, ask.include_usage)
+        outputs: dict[int, GenerationOutput] = {}
+        tokens: dict[int, list[Token]] = {request.index: [] for request in requests}
+        with stream:
+            async for news in stream:
+                for request, event in news:
+                    tokens[request.index] += event.tokens
+                    if event.output is not None:
+                        outputs[request.index] = event.output
+        order = range(len(requests))
+        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order]))
+
+    def _requests(self, ask: Ask) -> list[Request]:
+        """A request for each answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
+        try:
+            prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
+            checked = self.llm.llm.requests(prompts, ask.params)
+        except ValueError as error:
+            raise RequestError(str(error), param="messages" if ask.is_chat else "prompt") from None
+        return [
+            replace(request, index=request.index * ask.n + i, seed=(request.seed + i) % 2**64)
+            for request in checked
+            for i in range(ask.n)
+        ]
+
+    def _chat_ids(self, messages: list) -> list[int]:
+        return self.llm.llm.chat_prompts([messages])[0]
+
+    def _card(self) -> dict[str, object]:
+        length = self.llm.llm.max_model_len
+        return {
+            "id": self.model, "object": "model", "created": self._created, "owned_by": "six-engines",
+            "max_model_len": length,
+        }  # fmt: skip
+
+    def _check_model(self, name: object) -> None:
+        if name is not None and name != self.model:
+            raise RequestError(
+                f"there is no model {shown(name)} here; the one that is served is {self.model!r}",
+                status=404, param="model", code="model_not_found",
+            )  # fmt: skip
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")

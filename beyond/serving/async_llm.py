@@ -1,0 +1,180 @@
+"""An engine for asyncio: many coroutines await their answers, one thread runs the steps.
+
+    llm = AsyncLLM(LLM("tutor"))                       # inside a running event loop
+    async for piece in llm.stream("What is a KV cache?", SamplingParams(temperature=0)):
+        print(piece, end="")
+    outputs = await llm.generate(["…", "…"])
+    await llm.close()
+
+The queue in front of the engine is bounded. A queue without a bound turns overload into endless waiting for everybody;
+one with a bound tells the caller at once to come back later (`QueueFull`; status 429 over HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
+from beyond.serving.metrics import RequestMetrics
+from stage_a_naive.frontend import Prompts
+from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.llm import LLM
+from stage_e_batching.mailbox import Event
+
+
+class QueueFull(Exception):
+    """Too many requests wait already."""
+
+
+class Stream(Call):
+    """The events of one call's requests as they arrive: `with` it, `async for` over it.
+
+    Each item is a list of everything that has arrived since the last one, so that a reader that falls behind catches up
+    in one go. Leaving the `with` block early drops the requests that have not ended.
+    """
+
+    def __init__(self, requests: Sequence[Request], llm: AsyncLLM) -> None:
+        super().__init__(requests)
+        self.num_unfinished = len(requests)
+        self._llm = llm
+        self._news: list[tuple[Request, Event]] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, request: Request, event: Event) -> None:
+        """Take in what the engine tells about a request."""
+        self.num_unfinished -= event.output is not None or event.error is not None
+        self._news.append((request, event))
+        self._arrived.set()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._llm.forget(self)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[tuple[Request, Event]]:
+        """The next events. Raises what ended a request."""
+        if not self._news and not self.num_unfinished:
+            raise StopAsyncIteration
+        await self._arrived.wait()
+        self._arrived.clear()
+        news, self._news = self._news, []
+        for _, event in news:
+            if event.error is not None:
+                raise event.error
+        return news
+
+
+class AsyncLLM:
+    """An `LLM` of stage E, F or `beyond`, for the coroutines of one event loop. Make it inside the running loop.
+
+    Other threads of the program may go on calling `llm.generate`: their requests join the same batches.
+
+    Args:
+        llm: the engine.
+        max_queue: requests that may wait beside those that fill the engine's batch slots.
+    """
+
+    def __init__(self, llm: LLM, max_queue: int = 256) -> None:
+        self.llm = llm
+        self.max_unfinished = llm.options.max_num_seqs + max_queue
+        self.num_unfinished = 0
+        self.draining = False
+        self.metrics = RequestMetrics()
+        self._loop = asyncio.get_running_loop()
+        self._all_done = asyncio.Event()
+        self.engine_loop = EngineLoop(llm.engine, self._deliver)
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queue requests that `llm.requests` has checked, all of them or none.
+
+        Raises:
+            QueueFull: there is no room for them now.
+            EngineClosed: there will be none any more.
+        """
+        if self.draining:
+            raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
+        self._admit(len(requests))
+        stream = Stream(requests, self)
+        self.engine_loop.submit(stream)
+        return stream
+
+    def _admit(self, num_requests: int) -> None:
+        """Count new requests in, or raise `QueueFull` and count none."""
+        if self.num_unfinished + num_requests > self.max_unfinished:
+            raise QueueFull(
+                f"{self.num_unfinished} requests are waiting or running, and at most {self.max_unfinished} may; "
+                "retry later"
+            )
+        self.num_unfinished += num_requests
+
+    def forget(self, stream: Stream) -> None:
+        """Drop what has not ended of a stream."""
+        if stream.num_unfinished:
+            self.metrics.count_aborted(stream.num_unfinished)
+            self._count_out(stream.num_unfinished)
+            stream.num_unfinished = 0
+            self.engine_loop.drop(stream)
+
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerationOutput]:
+        """Complete prompts, as `llm.generate` does. Cancel it, and the requests are dropped."""
+        requests = await asyncio.to_thread(self.llm.requests, prompts, sampling_params)
+        outputs: dict[int, GenerationOutput] = {}
+        with self.submit(requests) as stream:
+            async for news in stream:
+                outputs |= {request.index: event.output for request, event in news if event.output is not None}
+        return [outputs[request.index] for request in requests]
+
+    async def stream(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[str]:
+        """Complete one prompt, yielding pieces of text as they become known. Close it to drop the request."""
+        [request] = await asyncio.to_thread(self.llm.requests, [prompt], sampling_params)
+        with self.submit([request]) as stream:
+            async for news in stream:
+                for _, event in news:
+                    if event.text:
+                        yield event.text
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no new requests and wait for the end of those that are here; whether all ended in time."""
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.num_unfinished:
+                    self._all_done.clear()
+                    await self._all_done.wait()
+        return self.num_unfinished == 0
+
+    async def close(self) -> None:
+        """End the engine's thread; what has not ended is told so. A second call does nothing."""
+        self.draining = True
+        self.engine_loop.close()
+        await asyncio.to_thread(self.engine_loop.join)
+
+    def _deliver(self, now: float, news: News) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._hand_out, now, news)
+
+    def _hand_out(self, now: float, news: News) -> None:
+        for stream, request, event in news:
+            if not stream.num_unfinished:  # its reader has gone
+                continue
+            stream.put(request, event)
+            self.metrics.observe(now, stream, request, event)
+            if event.output is not None or event.error is not None:
+                self._count_out(1)
+
+    def _count_out(self, num_requests: int) -> None:
+        self.num_unfinished -= num_requests
+        if not self.num_unfinished:
+            self._all_done.set()

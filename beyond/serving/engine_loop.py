@@ -1,0 +1,165 @@
+"""The thread that owns the engine: it runs the steps, and between two steps it does what others ask for.
+
+    callers, in other threads  --- inbox --->  [do what the inbox says] -> [run a step] -> [deliver its news] -> …
+
+An engine step takes milliseconds, and a web server must never wait that long: it has other clients. So nobody but this
+thread calls the engine. A caller puts a small function into the inbox ("add these requests", "drop those") and goes on;
+the thread empties the inbox before every step, so a request that is dropped has left the engine before the next step
+but one. What a step brought is delivered all at once: one hand-over per step, however many clients there are.
+
+A caller that reads slowly costs the engine nothing. Its tokens wait for it outside the engine, and they are few: an
+answer has at most `max_model_len` tokens. No step ever waits for a reader.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from stage_a_naive.outputs import Request
+from stage_e_batching.engine import Engine
+from stage_e_batching.mailbox import Event
+
+
+class EngineClosed(RuntimeError):
+    """The server is shutting down."""
+
+
+class Call:
+    """One caller's requests, from when they are handed in until the last one has ended or the caller gives up.
+
+    Args:
+        requests: what the caller asks, checked.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.arrival_time = time.perf_counter()
+        self.last_token_times: dict[int, float] = {}  # by the requests' indexes
+        self.live: dict[int, Request] = {}  # by their ids in the engine; read and changed by the engine's thread only
+
+
+News = list[tuple[Call, Request, Event]]
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own.
+
+    Args:
+        engine: of stage E or one of its descendants.
+        deliver: called in the engine's thread after every step with what it brought, and with the time (seconds on the
+            monotonic clock) at which it was known. It must not wait.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[float, News], None]) -> None:
+        self.paused = False
+        self.failure: Exception | None = None  # what broke the last step off
+        self._engine = engine
+        self._deliver = deliver
+        self._mailbox = engine.new_mailbox()
+        self._calls: dict[int, Call] = {}  # by request id
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._single_steps = 0  # steps to run although paused
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- called by others; none of these waits ------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Have the call's requests answered."""
+        self._inbox.put(partial(self._add, call))
+
+    def drop(self, call: Call) -> None:
+        """Forget a call: those of its requests that have not ended are aborted and their blocks freed."""
+        self._inbox.put(partial(self._remove, call))
+
+    def pause(self) -> None:
+        """Run no more steps until `resume`; requests may come and go meanwhile."""
+        self._inbox.put(partial(setattr, self, "paused", True))
+
+    def resume(self) -> None:
+        """Run on after `pause`."""
+        self._inbox.put(partial(setattr, self, "paused", False))
+
+    def single_step(self) -> None:
+        """Run one step although paused."""
+        self._inbox.put(partial(setattr, self, "_single_steps", 1))
+
+    def close(self) -> None:
+        """End the thread after its current step; what has not ended is told that it will not."""
+        self._inbox.put(partial(setattr, self, "_closed", True))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join(timeout)
+
+    # ---- the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            if self._inbox.empty() and self._may_step:
+                self._step()
+            else:
+                self._inbox.get()()  # waits where there is nothing to do
+        self._fail_all(EngineClosed("the engine was closed before the answer was complete"))
+
+    @property
+    def _may_step(self) -> bool:
+        return bool(self._calls) and (not self.paused or self._single_steps > 0)
+
+    def _step(self) -> None:
+        self._single_steps = 0
+        try:
+            self._engine.advance(self._mailbox)
+            self.failure = None
+        except Exception as error:  # of the device: what a request raises ends that request alone, inside the engine
+            self.failure = error
+            self._hand_out(self._mailbox.take())
+            self._fail_all(error)
+        self._hand_out(self._mailbox.take())
+
+    def _hand_out(self, events: list[Event]) -> None:
+        news: News = []
+        for event in events:
+            call = self._calls.get(event.request_id)
+            if call is None:  # the caller has given up
+                continue
+            request = call.live[event.request_id]
+            if event.output is not None or event.error is not None:
+                del self._calls[event.request_id], call.live[event.request_id]
+            news.append((call, request, event))
+        if news:
+            self._deliver(time.perf_counter(), news)
+
+    def _add(self, call: Call) -> None:
+        for request in call.requests:
+            try:
+                request_id = self._engine.add_request(request, self._mailbox)
+            except Exception as error:
+                self._deliver(time.perf_counter(), [(call, request, Event(-1, [], "", error=error))])
+                continue
+            self._calls[request_id] = call
+            call.live[request_id] = request
+
+    def _remove(self, call: Call) -> None:
+        for request_id in call.live:
+            del self._calls[request_id]
+            self._engine.abort(request_id)
+        call.live.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        """End every request with `error`, and give its blocks back."""
+        news = [
+            (call, call.live.pop(request_id), Event(request_id, [], "", error=error))
+            for request_id, call in self._calls.items()
+        ]
+        self._calls.clear()
+        self._mailbox.close()
+        self._mailbox = self._engine.new_mailbox()
+        self._engine.settle()
+        if news:
+            self._deliver(time.perf_counter(), news)

@@ -1,0 +1,98 @@
+"""Answers that a client may leave at any time: server-sent events, and the watch over the connection.
+
+Every answer is raced against the end of its connection. If the client goes first, the work is cancelled, which leaves
+the `with stream` block, which drops the requests; the engine frees their blocks before its next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from beyond.serving.answers import Answer
+from beyond.serving.async_llm import Stream
+from beyond.serving.http_errors import error_body
+from beyond.serving.sse import DONE, json_event
+from stage_a_naive.outputs import GenerationOutput
+from stage_e_batching.mailbox import Event
+
+SEND_SECONDS = 60  # a client that takes in nothing for this long is treated as gone
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it was answered."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """Await `work`, but cancel it when the client closes its connection.
+
+    Args:
+        receive: the connection's, with the body read: the next message on it is its end.
+
+    Raises:
+        ClientGone: the connection ended first.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+class EventStream(Response):
+    """Tokens as server-sent events, one event per token, as they come."""
+
+    def __init__(self, stream: Stream, answer: Answer, include_usage: bool) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._stream, self._answer, self._include_usage = stream, answer, include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._stream:
+                await unless_gone(receive, self._send_all(send))
+        except (ClientGone, OSError, TimeoutError):
+            pass  # nobody is left to tell
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        outputs: dict[int, GenerationOutput] = {}
+        try:
+            async for news in self._stream:
+                events: list[bytes] = []
+                for request, event in news:
+                    events += self._events(request.index, event)
+                    if event.output is not None:
+                        outputs[request.index] = event.output
+                await self._send(send, b"".join(events))  # one write, however many tokens have come
+            if self._include_usage:
+                await self._send(send, json_event(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
+        except (OSError, TimeoutError):
+            raise
+        except Exception as error:  # the status is sent already, so the stream itself has to say it
+            await self._send(send, json_event(error_body(error)))
+        await self._send(send, DONE, more=False)
+
+    def _events(self, index: int, event: Event) -> list[bytes]:
+        """The events for the tokens of choice number `index`; the last of all carries the reason of its end."""
+        reason = event.output["finish_reason"] if event.output is not None else None
+        last = len(event.tokens) - 1
+        return [
+            json_event(self._answer.chunk(index, token, reason if i == last else None))
+            for i, token in enumerate(event.tokens)
+        ]
+
+    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
+        async with asyncio.timeout(SEND_SECONDS):
+            await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,51 @@
+"""What a client is told when something is wrong: the OpenAI API's error object, with the status that fits."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from beyond.serving.async_llm import QueueFull
+from beyond.serving.engine_loop import EngineClosed
+from beyond.serving.protocol import RequestError
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What to tell the client. What is nobody's request's fault is written to the log, and told without details."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, QueueFull):
+        return RequestError(str(error), 429, code="queue_full", retry_after=RETRY_SECONDS)
+    if isinstance(error, EngineClosed):
+        return RequestError(str(error), 503, code="shutting_down", retry_after=RETRY_SECONDS)
+    traceback.print_exception(error, file=sys.stderr)
+    return RequestError(f"the server failed ({type(error).__name__}); its log says how", 500, code="internal_error")
+
+
+def error_body(error: Exception) -> dict[str, object]:
+    """The error object of an exception."""
+    told = as_request_error(error)
+    kind = "server_error" if told.status >= 500 else TYPES.get(told.status, "invalid_request_error")
+    return {"error": {"message": str(told), "type": kind, "param": told.param, "code": told.code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """An exception as an answer."""
+    told = as_request_error(error)
+    wait = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
+    return JSONResponse(error_body(told), told.status, wait)
+
+
+async def refused_by_router(request: Request, error: HTTPException) -> JSONResponse:
+    """The router's own refusals: no such path, or another method."""
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    response = error_response(RequestError(message, error.status_code))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,211 @@
+"""What a client may ask: the fields of the OpenAI API, each checked, each either honoured or refused by name.
+
+A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty, its
+`tools` or its `logit_bias` had an effect. So everything that is not in the tables below is an error, with two
+exceptions: `null` means "not given", and a value that asks for nothing (`"echo": false`) is granted.
+
+Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's extra sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stage_a_naive.errors import shown
+from stage_a_naive.params import SamplingParams, as_integer
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Args:
+        message: what was given, what is allowed, what to do.
+        status: of HTTP.
+        param: the field that is wrong.
+        code: a word for programs.
+        retry_after: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        body_bytes: of the JSON text.
+        prompts: in one request.
+        n: answers per prompt.
+        stops: stop strings, which are looked for after every token; stop token ids.
+        logprobs: alternatives per token.
+    """
+
+    body_bytes: int = 4 << 20
+    prompts: int = 64
+    n: int = 16
+    stops: int = 16
+    logprobs: int = 20
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for completions, checked as far as it can be without the model.
+
+    Attributes:
+        prompts: texts or lists of token ids, or one conversation (a list of messages) for a chat.
+        params: how to sample; the same for all answers but for the seed.
+        n: answers per prompt.
+        streams: whether the client wants tokens as they come.
+        include_usage: whether a stream ends with the numbers of tokens.
+        is_chat: whether `prompts` is a conversation.
+    """
+
+    prompts: list
+    params: SamplingParams
+    n: int
+    streams: bool
+    include_usage: bool
+    is_chat: bool
+
+
+SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "stop", "stop_token_ids", "ignore_eos", "seed", "max_tokens",
+}  # fmt: skip
+SHARED = SAMPLING | {"model", "n", "stream", "stream_options", "logprobs"}
+COMPLETION_FIELDS = SHARED | {"prompt"}
+CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+# Fields that are not supported, with the values of them that ask for nothing.
+ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+}
+
+
+def parse_completion(body: object, limits: Limits) -> Ask:
+    """Check the body of `/v1/completions`.
+
+    Raises:
+        RequestError: a field is unknown, unsupported, of the wrong type or out of range.
+    """
+    fields = check_fields(body, COMPLETION_FIELDS)
+    count = fields.get("logprobs")
+    params = _sampling_params(fields, limits, count, default_max_tokens=16)
+    return _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
+
+
+def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
+    """Check the body of `/v1/chat/completions`; an answer may be as long as the model allows, if nothing is said.
+
+    Raises:
+        RequestError: a field is unknown, unsupported, of the wrong type or out of range.
+    """
+    fields = check_fields(body, CHAT_FIELDS)
+    if "max_completion_tokens" in fields:
+        if "max_tokens" in fields:
+            raise RequestError("max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
+        fields["max_tokens"] = fields["max_completion_tokens"]
+    wanted, count = _boolean(fields, "logprobs"), fields.get("top_logprobs")
+    if count is not None and not wanted:
+        raise RequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
+    params = _sampling_params(fields, limits, (count or 0) if wanted else None, default_max_tokens=max_model_len)
+    if not isinstance(fields.get("messages"), list):
+        raise RequestError("messages must be a list of {'role': …, 'content': …}", param="messages")
+    return _ask([fields["messages"]], fields, params, limits, is_chat=True)
+
+
+def check_fields(body: object, known: set[str]) -> dict[str, object]:
+    """The fields of a JSON object that say something; `RequestError` names one that is not supported."""
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {shown(body)}")
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if name not in known and value not in ASKS_FOR_NOTHING.get(name, ()):
+            raise RequestError(
+                f"{shown(name)} is not supported here; supported: {', '.join(sorted(known))}",
+                param=name[:80],
+                code="unsupported_parameter",
+            )
+    return fields
+
+
+def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
+    n = _integer(fields, "n", 1, limits.n) or 1
+    streams = _boolean(fields, "stream")
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict) or set(options) - {"include_usage"}:
+        raise RequestError(
+            f"stream_options has include_usage and nothing else, got {shown(options)}", param="stream_options"
+        )
+    if options and not streams:
+        raise RequestError('stream_options needs "stream": true', param="stream_options")
+    return Ask(prompts, params, n, streams, _boolean(options, "include_usage"), is_chat)
+
+
+def _sampling_params(
+    fields: Mapping[str, object], limits: Limits, logprobs: object, default_max_tokens: int
+) -> SamplingParams:
+    _integer({"logprobs": logprobs}, "logprobs", 0, limits.logprobs)
+    _boolean(fields, "ignore_eos")
+    for name in ("stop", "stop_token_ids"):
+        values = fields.get(name)
+        if isinstance(values, list) and len(values) > limits.stops:
+            raise RequestError(f"{name} has {len(values)} entries; at most {limits.stops} are allowed", param=name)
+    values = {"max_tokens": default_max_tokens} | {name: fields[name] for name in SAMPLING & set(fields)}
+    try:
+        return SamplingParams(**values, logprobs=logprobs)
+    except ValueError as error:  # its first word is the name of the field
+        raise RequestError(str(error), param=str(error).split()[0]) from None
+
+
+def _prompts(prompt: object, limits: Limits) -> list:
+    """One or several texts or token-id lists, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(as_integer(token_id) is not None for token_id in prompt):
+            return [prompt]
+        if len(prompt) > limits.prompts:
+            raise RequestError(f"{len(prompt)} prompts; a request may have at most {limits.prompts}", param="prompt")
+        if all(isinstance(one, str) for one in prompt) or all(isinstance(one, list) for one in prompt):
+            return prompt
+    raise RequestError(
+        f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists, got {shown(prompt)}",
+        param="prompt",
+    )
+
+
+def _boolean(fields: Mapping[str, object], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
+    return bool(value)
+
+
+def _integer(fields: Mapping[str, object], name: str, least: int, most: int) -> int | None:
+    value = fields.get(name)
+    if value is not None and (as_integer(value) is None or not least <= value <= most):
+        raise RequestError(f"{name} must be an integer from {least} to {most}, got {shown(value)}", param=name)
+    return value

@@ -1,0 +1,97 @@
+"""From the first byte of the socket to the last answer: starting, and ending without losing anybody's answer.
+
+The first Ctrl-C or SIGTERM begins the end: new requests get 503, running answers are finished, for `deadline` seconds;
+then what is left is told that it will not be finished, and the server ends. The second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from beyond.serving.app import Api
+from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.protocol import Limits
+from stage_e_batching.llm import LLM
+
+CLOSING_SECONDS = 2  # for the last bytes of answers that are complete
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with `drain` in front of its end.
+
+    Args:
+        config: uvicorn's.
+        llm: the engine.
+        deadline: seconds for running answers.
+    """
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, deadline: float) -> None:
+        super().__init__(config)
+        self._llm, self._deadline = llm, deadline
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What a signal does. It may come between any two lines of Python, so the rest is left to the event loop."""
+        self._loop.call_soon_threadsafe(self.begin_end)
+
+    def begin_end(self) -> None:
+        """End when the running answers are complete; called again, at once."""
+        if self._end is None:
+            running = self._llm.num_unfinished
+            print(f"[serving] ending; {running} answers are running (again to end at once)", flush=True)
+            self._end = asyncio.ensure_future(self._finish())
+        else:
+            self._end.cancel()
+
+    async def _finish(self) -> None:
+        try:
+            if not await self._llm.drain(self._deadline):
+                print(f"[serving] {self._llm.num_unfinished} answers took more than {self._deadline:g} s", flush=True)
+        finally:
+            await self._llm.close()  # what is left is told so
+            self.should_exit = True
+
+
+async def serve(
+    llm: LLM,
+    *,
+    host: str,
+    port: int,
+    model: str,
+    max_queue: int = 256,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    deadline: float = 30,
+    on_ready: Callable[[Server, int], None] | None = None,
+) -> None:
+    """Serve an engine over HTTP until a signal ends it. The arguments not named here are those of `Api`.
+
+    Args:
+        host, port: where to listen; port 0 takes a free one.
+        max_queue: requests that may wait.
+        deadline: seconds for running answers once the end has begun.
+        on_ready: called with the server and its port when it listens.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    listening = socket.create_server((host, port))  # before the engine's thread begins: this may fail
+    async_llm = AsyncLLM(llm, max_queue)
+    api = Api(async_llm, model, limits or Limits(), api_key)
+    config = uvicorn.Config(
+        api.app(), log_level="warning", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )  # fmt: skip
+    server = Server(config, async_llm, deadline)
+    if on_ready is not None:
+        on_ready(server, listening.getsockname()[1])
+    try:
+        await server.serve([listening])
+    finally:
+        await async_llm.close()

@@ -1,0 +1,249 @@
+"""The API: what it answers is what the engine answers; what it does not support it refuses by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import assert_idle, running  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+from beyond.serving.protocol import Limits  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
+
+QUESTION = "What is a KV cache?"
+CHAT = [{"role": "user", "content": QUESTION}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=8, max_num_batched_tokens=64, num_kvcache_blocks=256)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm, limits=Limits(body_bytes=40_000), max_queue=8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(llm):
+    yield
+    assert_idle(llm)
+
+
+def post(client, path: str, **body: object) -> dict:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(client, path: str, **body: object) -> list[dict]:
+    """The messages of a stream, without the `[DONE]` that must end it."""
+    response = client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    *messages, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(message.removeprefix("data: ")) for message in messages]
+
+
+def refused(client, path: str, status: int = 400, **body: object) -> dict:
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == status and set(error) == {"message", "type", "param", "code"}, response.text
+    assert "\n" not in error["message"]
+    return error
+
+
+def test_a_completion_is_the_engines(client, llm):
+    [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=12), False)
+    answer = post(client, "/v1/completions", model="tutor", prompt=QUESTION, **GREEDY)
+    [choice] = answer["choices"]
+    assert answer["object"] == "text_completion" and answer["model"] == "tutor"
+    assert (choice["text"], choice["finish_reason"]) == (expected["text"], expected["finish_reason"])
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["usage"]["prompt_tokens"] == len(expected["prompt_token_ids"])
+
+
+def test_prompts_come_as_texts_as_token_ids_and_as_lists_of_them(client, llm):
+    ids = llm.tokenizer.encode(QUESTION)
+    one = post(client, "/v1/completions", prompt=QUESTION, **GREEDY)["choices"][0]["text"]
+    for prompt, count in ((ids, 1), ([QUESTION, QUESTION], 2), ([ids, ids, ids], 3)):
+        choices = post(client, "/v1/completions", prompt=prompt, **GREEDY)["choices"]
+        assert [(c["index"], c["text"]) for c in choices] == [(i, one) for i in range(count)]
+
+
+@pytest.mark.parametrize("content", [QUESTION, [{"type": "text", "text": QUESTION}]], ids=["text", "parts"])
+def test_a_chat_goes_through_the_models_template(client, llm, content):
+    [expected] = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=400), False)
+    answer = post(client, "/v1/chat/completions", messages=[{"role": "user", "content": content}], temperature=0)
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected["text"]}
+    assert (choice["finish_reason"], expected["finish_reason"]) == ("stop", "stop")
+    limited = post(client, "/v1/chat/completions", messages=CHAT, temperature=0, max_completion_tokens=3)
+    assert limited["usage"]["completion_tokens"] == 3 and limited["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path):
+    is_chat = "chat" in path
+    ask = {"messages": CHAT} if is_chat else {"prompt": QUESTION}
+    ask |= {"temperature": 0, "max_tokens": 20, "stop": "the key and values", "logprobs": True if is_chat else 1}
+    whole = post(client, path, **ask)
+    *tokens, usage = events(client, path, stream_options={"include_usage": True}, **ask)
+    choices = [message["choices"][0] for message in tokens]
+    pieces = [choice["delta"]["content"] if is_chat else choice["text"] for choice in choices]
+    assert len(tokens) == usage["usage"]["completion_tokens"] == 20 and usage["choices"] == []
+    assert "" in pieces  # a possible start of the stop string is held back
+    assert "".join(pieces) == (whole["choices"][0]["message"]["content"] if is_chat else whole["choices"][0]["text"])
+    assert [choice["finish_reason"] for choice in choices] == [None] * 19 + ["length"]
+    assert all(message["usage"] is None and message["id"] == usage["id"] for message in tokens)
+    if is_chat:
+        assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * 19
+        assert [c["logprobs"]["content"] for c in choices] == [[x] for x in whole["choices"][0]["logprobs"]["content"]]
+    else:
+        for name, values in whole["choices"][0]["logprobs"].items():
+            assert [choice["logprobs"][name] for choice in choices] == [[value] for value in values]
+
+
+def test_logprobs_are_the_engines_likeliest_first(client, llm):
+    [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=3, logprobs=2), False)
+    logprobs = post(client, "/v1/completions", prompt=QUESTION, temperature=0, max_tokens=3, logprobs=2)
+    found = logprobs["choices"][0]["logprobs"]
+    texts = [llm.tokenizer.decode([token_id]) for token_id in expected["token_ids"]]
+    assert found["tokens"] == texts and "".join(texts) == expected["text"]
+    assert found["text_offset"] == [0, len(texts[0]), len(texts[0]) + len(texts[1])]
+    best = [list(step.values()) for step in expected["logprobs"]]
+    assert [list(top.values()) for top in found["top_logprobs"]] == [values[:2] for values in best]
+    assert found["token_logprobs"] == [values[0] for values in best]  # greedy takes the likeliest
+    chat = post(client, "/v1/chat/completions", messages=CHAT, **GREEDY, logprobs=True, top_logprobs=1)
+    for token in chat["choices"][0]["logprobs"]["content"]:
+        [best] = token["top_logprobs"]
+        assert (best["token"], best["logprob"]) == (token["token"], token["logprob"])
+        assert bytes(token["bytes"]).decode() == token["token"]
+
+
+def test_answers_to_one_prompt_differ_by_their_seed_and_can_be_had_again(client):
+    ask = {"prompt": QUESTION, "temperature": 1.5, "max_tokens": 16}
+    three = [c["text"] for c in post(client, "/v1/completions", n=3, seed=5, **ask)["choices"]]
+    assert len(set(three)) == 3
+    for i, text in enumerate(three):
+        assert post(client, "/v1/completions", seed=5 + i, **ask)["choices"][0]["text"] == text
+    streamed = ["", "", ""]
+    for message in events(client, "/v1/completions", n=3, seed=5, **ask):
+        streamed[message["choices"][0]["index"]] += message["choices"][0]["text"]
+    assert streamed == three
+
+
+def test_the_answers_to_one_prompt_share_its_blocks(client, llm):
+    block = llm.kv_cache.block_size
+    prompt = [i % 1000 + 5 for i in range(3 * block + 1)]
+    before = llm.engine.stats()
+    usage = post(client, "/v1/completions", prompt=prompt, n=4, max_tokens=1)["usage"]
+    after = llm.engine.stats()
+    assert usage["prompt_tokens"] == len(prompt) and usage["completion_tokens"] == 4
+    assert after["num_cached_tokens"] - before["num_cached_tokens"] == 3 * 3 * block
+    assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == len(prompt) + 3
+
+
+def test_the_engines_own_parameters_are_understood(client):
+    for extra in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        sampled = post(client, "/v1/completions", prompt=QUESTION, temperature=1, max_tokens=12, seed=1, **extra)
+        greedy = post(client, "/v1/completions", prompt=QUESTION, **GREEDY)
+        assert sampled["choices"][0]["text"] == greedy["choices"][0]["text"]
+    stopped = post(client, "/v1/chat/completions", messages=CHAT, temperature=0)["usage"]["completion_tokens"]
+    on = post(client, "/v1/chat/completions", messages=CHAT, temperature=0, ignore_eos=True, max_tokens=stopped + 5)
+    assert on["usage"]["completion_tokens"] == stopped + 5
+
+
+def test_models_tokens_and_health(client, llm):
+    [card] = client.get("/v1/models").json()["data"]
+    assert card["id"] == "tutor" and card["max_model_len"] == 4096
+    assert client.get("/v1/models/tutor").json() == card
+    assert client.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
+    text = "键值缓存 KV cache"
+    ids = post(client, "/tokenize", prompt=text)["tokens"]
+    assert ids == llm.tokenizer.encode(text) and post(client, "/detokenize", tokens=ids)["prompt"] == text
+    assert post(client, "/tokenize", messages=CHAT)["tokens"] == llm.chat_prompts(CHAT)[0]
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {"50256": -100}),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("best_of", 3),
+        ("echo", True),
+        ("tempreature", 0),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 2),
+        ("n", 0),
+        ("n", 1000),
+        ("n", True),
+        ("max_tokens", 0),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("logprobs", 21),
+        ("stop", ["x"] * 17),
+        ("prompt", []),
+        ("prompt", ""),
+        ("prompt", [1, "x"]),
+        ("prompt", [10**9]),
+        ("prompt", ["x"] * 65),
+        ("prompt", [7] * 5000),
+        ("ignore_eos", 1),
+    ],
+)
+def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field, value):
+    error = refused(client, "/v1/completions", **{"prompt": QUESTION} | {field: value})
+    assert error["param"] == field and error["type"] == "invalid_request_error"
+
+
+def test_a_field_that_asks_for_nothing_is_granted(client):
+    nothing = {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "user": None, "logprobs": None}
+    post(client, "/v1/completions", prompt=QUESTION, max_tokens=1, **nothing)
+    post(client, "/v1/chat/completions", messages=CHAT, max_tokens=1, tools=[], response_format={"type": "text"})
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ("hello", {}),
+        ([], {}),
+        ([{"role": "user"}], {}),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], {}),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused(client, messages, more):
+    assert refused(client, "/v1/chat/completions", messages=messages, **more)["param"] == "messages"
+
+
+def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
+    assert refused(client, "/v1/completions", 404, prompt="x", model="gpt-4")["code"] == "model_not_found"
+    assert refused(client, "/v1/completions", 413, prompt="x" * 50_000)
+    for body in (b"", b"{", b"[1]", b'{"prompt": NaN}', b"[" * 100_00, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"):
+        response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400 and response.json()["error"]["message"]
+    form = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert form.status_code == 415
+    assert client.get("/v1/completions").status_code == 405
+    for path in ("/", "/v1", "/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"):
+        response = client.get(path)
+        assert response.status_code == 404 and set(response.json()) == {"error"}
