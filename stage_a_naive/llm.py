@@ -19,7 +19,7 @@ from torch import Tensor
 from stage_a_naive.frontend import Frontend, OnText
 from stage_a_naive.loading import load_hf_model
 from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
@@ -73,15 +73,7 @@ class LLM(Frontend):
             out = self.model(input_ids, past_key_values=out.past_key_values, use_cache=True)
             token_id = self._next_token(out.logits[:, -1], completion, on_text)
         end = synchronized_time(self.device)
-
-        metrics = make_metrics(
-            prefill_time=first - start,
-            decode_time=end - first,
-            ttft=first - arrival,
-            num_prompt=len(request.prompt_token_ids),
-            num_generated=completion.num_generated_tokens,
-        )
-        return completion.to_output(metrics)
+        return completion.to_output(arrival, start, first, end)
 
     def _next_token(self, logits: Tensor, completion: Completion, on_text: OnText | None) -> int:
         """Choose a token from logits `[1, vocab]` and add it to the completion."""

@@ -162,9 +162,25 @@ class Completion:
             new.append(token_id, logprob)
         return new
 
-    def to_output(self, metrics: Metrics) -> GenerationOutput:
-        """The finished completion as the caller sees it."""
+    def to_output(
+        self, arrival: float, start: float, first: float, end: float, num_cached: int = 0
+    ) -> GenerationOutput:
+        """Make the finished completion's output.
+
+        Args:
+            arrival, start, first, end: when the call came in, the request's computation began, its first and its last
+                token were there; seconds on the monotonic clock.
+            num_cached: prompt tokens whose KV came out of a prefix cache.
+        """
         assert self.finish_reason is not None, "the completion is still growing"
+        metrics = make_metrics(
+            prefill_time=first - start,
+            decode_time=end - first,
+            ttft=first - arrival,
+            num_prompt=len(self.request.prompt_token_ids),
+            num_generated=self.num_generated_tokens,
+            num_cached=num_cached,
+        )
         output = GenerationOutput(
             text=self.text,
             token_ids=self.token_ids,

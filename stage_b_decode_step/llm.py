@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from stage_a_naive.frontend import OnText
 from stage_a_naive.llm import LLM as NaiveLLM
 from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 from stage_b_decode_step.attention import ATTENTION_NAME, attention_and_matmul_settings
@@ -129,15 +129,7 @@ class LLM(NaiveLLM):
 
         self._decode(cache, log, completion, on_text)
         end = synchronized_time(self.device)
-
-        metrics = make_metrics(
-            prefill_time=first - start,
-            decode_time=end - first,
-            ttft=first - arrival,
-            num_prompt=len(request.prompt_token_ids),
-            num_generated=completion.num_generated_tokens,
-        )
-        return completion.to_output(metrics)
+        return completion.to_output(arrival, start, first, end)
 
     def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
         """Run all prompt tokens at once; returns logits `[1, vocab]` of the last one."""

@@ -16,7 +16,7 @@ from os import PathLike
 import torch
 
 from stage_a_naive.frontend import Frontend, OnText
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, make_metrics, synchronized_time
+from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
@@ -100,7 +100,7 @@ class LLM(Frontend):
                             bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
-        return [output_of(sequence, arrival) for sequence in sequences]
+        return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         return Sequence(Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, text_at_end))
@@ -155,16 +155,3 @@ def check_fits_pool(request: Request, block_manager: BlockManager) -> None:
             f"the KV pool has {block_manager.num_blocks}. Shorten it, or raise num_kvcache_blocks or "
             "gpu_memory_utilization"
         )
-
-
-def output_of(sequence: Sequence, arrival: float) -> GenerationOutput:
-    """A finished sequence as the caller sees it. `arrival`: when the call came in."""
-    metrics = make_metrics(
-        prefill_time=sequence.first_token_time - sequence.first_scheduled_time,
-        decode_time=sequence.finish_time - sequence.first_token_time,
-        ttft=sequence.first_token_time - arrival,
-        num_prompt=sequence.num_prompt_tokens,
-        num_generated=sequence.num_generated_tokens,
-        num_cached=sequence.num_cached_tokens,
-    )
-    return sequence.completion.to_output(metrics)

@@ -48,6 +48,11 @@ class Sequence:
         return len(self.completion.all_token_ids)
 
     @property
+    def times(self) -> tuple[float, float, float]:
+        """When it began to be computed, and when its first and its last token were there."""
+        return self.first_scheduled_time, self.first_token_time, self.finish_time
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 

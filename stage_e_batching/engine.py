@@ -4,8 +4,8 @@
     run           the model and the sampler           (model_runner.py, the device)
     postprocess   tokens to requests, ends to blocks  (here)
 
-Calls in several threads share the steps: one thread runs a step for all, the others wait for its end. How requests come
-and go meanwhile, and what becomes of them when a step breaks off, is the subject of `live_requests.py`.
+Calls in several threads share the steps: one thread runs a step for all, the others wait for its end. What becomes of
+requests that are aborted, or whose step breaks off, is the subject of `live_requests.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple, Protocol
 
+from stage_a_naive.outputs import Completion, Request
 from stage_e_batching.live_requests import LiveRequests
 from stage_e_batching.mailbox import Event, Mailbox
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep
+
+INSIDE_STEP = (
+    "the engine was called from inside one of its own steps (by a sampling_fn or a signal handler); "
+    "call it between steps, as the on_text callback of generate does"
+)
 
 
 class Sampled(NamedTuple):
@@ -51,6 +57,38 @@ class Engine(LiveRequests):
         super().__init__(scheduler, **options)
         self.runner = runner
 
+    def new_mailbox(self) -> Mailbox:
+        """A mailbox for the requests of one call. They are dropped when it ceases to exist."""
+        return Mailbox(self._gone)
+
+    def add_request(self, request: Request, mailbox: Mailbox | None = None, streams: bool = True) -> int:
+        """Queue a request; returns its id.
+
+        Args:
+            mailbox: gets the request's events; without one, `step` returns them.
+            streams: False makes the text once, at the end, which is cheaper, and tells nothing but the end.
+
+        Raises:
+            ValueError: the prompt could never run; nothing was queued.
+            RuntimeError: called from inside a step.
+        """
+        self.scheduler.check_prompt(len(request.prompt_token_ids))
+        completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
+        sequence = self.sequence_class(
+            completion,
+            arrival_time=time.perf_counter(),
+            owner=(self._mailbox if mailbox is None else mailbox).owner,
+            streams=streams,
+        )
+        if self._inside_step:
+            raise RuntimeError(INSIDE_STEP)
+        with self._lock:
+            self._begin()
+            sequence.owner.unfinished.add(sequence)
+            self.scheduler.add(sequence)
+            self._midway = False
+        return sequence.request_id
+
     def step(self) -> list[Event]:
         """Run one step for all requests; returns the news of those that came without a mailbox."""
         self._step_unless_news(None)
@@ -70,7 +108,8 @@ class Engine(LiveRequests):
 
     def _step_unless_news(self, mailbox: Mailbox | None) -> None:
         """Run a step, unless another thread's has brought news while this one waited for the lock."""
-        self._refuse_inside_step()
+        if self._inside_step:
+            raise RuntimeError(INSIDE_STEP)
         try:
             with self._lock:
                 if mailbox is not None and mailbox.has_news:
@@ -82,7 +121,14 @@ class Engine(LiveRequests):
             self.settle()
             raise
         finally:
-            self._wake_up()
+            if self._waiting:
+                self._wake_up()
+
+    def _begin(self) -> None:
+        """Begin a change, under the lock: first catch up on what is due, if anything is."""
+        if self._midway or self._gone or self._aborted:
+            self._catch_up()
+        self._midway = True
 
     def run_step(self) -> None:
         """Decide a step, compute it, and hand out its tokens."""
@@ -134,6 +180,27 @@ class Engine(LiveRequests):
             self.trace.end(step, ended, now)
         if not self.scheduler.has_unfinished():
             self._check_idle()
+
+    def _tell(self, sequence: BatchSequence) -> None:
+        """Note in the mailbox of a request's call that there is something to read."""
+        mailbox = sequence.owner()
+        if mailbox is not None:
+            mailbox.put(sequence)
+
+    def _remove(self, sequence: BatchSequence) -> None:
+        """Tell a request's end, if it came to one, and let go of what it holds."""
+        if self.scheduler.find(sequence.request_id) is sequence:  # else an interrupt while it arrived kept it out
+            if sequence.is_finished and sequence.error is None:
+                sequence.finish_time = time.perf_counter()
+                sequence.output = sequence.completion.to_output(
+                    sequence.arrival_time, *sequence.times, sequence.num_cached_tokens
+                )
+                self.counters.num_finished += 1
+            else:
+                self.counters.num_aborted += 1
+            self._tell(sequence)
+            self.scheduler.remove(sequence)
+        sequence.owner.unfinished.discard(sequence)
 
     def _count(self, step: ScheduledStep) -> None:
         counters = self.counters

@@ -1,4 +1,4 @@
-"""The requests of one engine: how they come, how they go, and how they survive a step that breaks off.
+"""The requests of one engine: how they are aborted, and how they survive a step that breaks off.
 
 Requests may come and go between any two steps, from any thread: one lock is held during a step and during a change of
 the queues. A step may break off anywhere, by an error of the device or by Ctrl-C between any two lines, and so may the
@@ -10,14 +10,11 @@ what is certain: the tokens of each request. That costs recomputation and nothin
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.outputs import Completion, Request
-from stage_d_paged.llm import output_of
 from stage_e_batching.mailbox import Mailbox, Owner
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence
@@ -76,38 +73,7 @@ class LiveRequests:
         self._gone: deque[Owner] = deque()  # their mailboxes have ceased to exist
         self._aborted: deque[int] = deque()  # requests to drop
         self._waiting: deque[Mailbox] = deque()  # of threads that wait for the end of another's step
-        self._mailbox = self.new_mailbox()  # of requests that bring none
-
-    def new_mailbox(self) -> Mailbox:
-        """A mailbox for the requests of one call. They are dropped when it ceases to exist."""
-        return Mailbox(self._gone)
-
-    def add_request(self, request: Request, mailbox: Mailbox | None = None, streams: bool = True) -> int:
-        """Queue a request; returns its id.
-
-        Args:
-            mailbox: gets the request's events; without one, `step` returns them.
-            streams: False makes the text once, at the end, which is cheaper, and tells nothing but the end.
-
-        Raises:
-            ValueError: the prompt could never run; nothing was queued.
-            RuntimeError: called from inside a step.
-        """
-        self.scheduler.check_prompt(len(request.prompt_token_ids))
-        completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
-        sequence = self.sequence_class(
-            completion,
-            arrival_time=time.perf_counter(),
-            owner=(self._mailbox if mailbox is None else mailbox).owner,
-            streams=streams,
-        )
-        self._refuse_inside_step()
-        with self._lock:
-            self._begin()
-            sequence.owner.unfinished.add(sequence)
-            self.scheduler.add(sequence)
-            self._midway = False
-        return sequence.request_id
+        self._mailbox = Mailbox(self._gone)  # of requests that bring none
 
     def abort(self, request_id: int) -> bool:
         """Drop a request wherever it is, and free its blocks. False if it was already gone.
@@ -142,13 +108,6 @@ class LiveRequests:
         """Whether this thread holds the lock: in a `sampling_fn`, a signal handler, or where garbage is collected."""
         return self._lock._is_owned()
 
-    def _refuse_inside_step(self) -> None:
-        if self._inside_step:
-            raise RuntimeError(
-                "the engine was called from inside one of its own steps (by a sampling_fn or a signal handler); "
-                "call it between steps, as the on_text callback of generate does"
-            )
-
     def _wake_up(self) -> None:
         """Tell the threads that wait for the end of a step that it has come."""
         for _ in range(len(self._waiting)):
@@ -156,8 +115,8 @@ class LiveRequests:
 
     # ---- under the lock: all of this may break off, and is done again then ---------------------------------------
 
-    def _begin(self) -> None:
-        """Begin a change: recover if the one before broke off, and drop the requests that are to go."""
+    def _catch_up(self) -> None:
+        """Recover if the change before broke off, and drop the requests that are to go."""
         if self._midway:
             self._recover()
         self._midway = True
@@ -194,22 +153,3 @@ class LiveRequests:
             sequence.completion = sequence.completion.replayed()
         except Exception as error:
             sequence.error = error
-
-    def _tell(self, sequence: BatchSequence) -> None:
-        """Note in the mailbox of a request's call that there is something to read."""
-        mailbox = sequence.owner()
-        if mailbox is not None:
-            mailbox.put(sequence)
-
-    def _remove(self, sequence: BatchSequence) -> None:
-        """Tell a request's end, if it came to one, and let go of what it holds."""
-        if self.scheduler.find(sequence.request_id) is sequence:  # else an interrupt while it arrived kept it out
-            if sequence.is_finished and sequence.error is None:
-                sequence.finish_time = time.perf_counter()
-                sequence.output = output_of(sequence, sequence.arrival_time)
-                self.counters.num_finished += 1
-            else:
-                self.counters.num_aborted += 1
-            self._tell(sequence)
-            self.scheduler.remove(sequence)
-        sequence.owner.unfinished.discard(sequence)

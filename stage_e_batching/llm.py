@@ -24,10 +24,11 @@ from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine
+from stage_e_batching.mailbox import Event
 from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
+from stage_e_batching.rates import Rates
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.streaming import Rates, serve
 from stage_e_batching.trace import Trace
 
 
@@ -176,13 +177,52 @@ class LLM(Frontend):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}
-        with progress_bar(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as progress:
-            rates = Rates(progress, self.engine.counters)
-            with closing(serve(self.engine, requests, on_text is not None, rates)) as events:
-                for request, event in events:
-                    if event.text and on_text is not None:
-                        on_text(request.index, event.text)
-                    if event.output is not None:
-                        outputs[request.index] = event.output
-                        progress.update()
+        bar = progress_bar(total=len(requests), desc="generate", unit="request") if use_tqdm else None
+        rates = Rates(bar, self.engine.counters) if bar is not None else None
+        with bar or nullcontext(), closing(serve(self.engine, requests, on_text is not None, rates)) as events:
+            for request, event in events:
+                if event.text and on_text is not None:
+                    on_text(request.index, event.text)
+                if event.output is not None:
+                    outputs[request.index] = event.output
+                    if bar is not None:
+                        bar.update()
         return [outputs[request.index] for request in requests]
+
+
+def serve(
+    engine: Engine, requests: Sequence[Request], streams: bool, rates: Rates | None = None
+) -> Iterator[tuple[Request, Event]]:
+    """Drive the engine until all of `requests` are answered, yielding each one's events.
+
+    However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.
+    Close it (`contextlib.closing`) to have that happen at once.
+
+    Args:
+        streams: whether text is wanted as it comes, or only at the end.
+        rates: told after every step.
+
+    Raises:
+        Exception: what ended one of the requests.
+    """
+    mailbox = engine.new_mailbox()
+    pending: dict[int, Request] = {}
+    try:
+        for request in requests:
+            pending[engine.add_request(request, mailbox, streams)] = request
+        while pending:
+            for event in mailbox.take():
+                if event.error is not None:
+                    raise event.error
+                request = pending[event.request_id]
+                if event.output is not None:
+                    del pending[event.request_id]
+                yield request, event
+            if pending:
+                engine.advance(mailbox)
+                if rates is not None:
+                    rates.show()
+    finally:
+        if mailbox.owner.unfinished:
+            mailbox.close()
+            engine.settle()

@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Set
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from stage_a_naive.outputs import GenerationOutput
+from stage_e_batching.step import BatchSequence
 
 
 class Token(NamedTuple):
@@ -39,17 +40,10 @@ class Event(NamedTuple):
     error: Exception | None = None  # what ended the request instead
 
 
-class HasNews(Protocol):
-    """A request, as the mailbox sees it."""
-
-    def read(self) -> Event | None:
-        """What has not been read yet, if anything."""
-
-
 class Owner(weakref.ref):
     """The engine's weak reference to a mailbox, with the requests that are to go when the mailbox goes."""
 
-    unfinished: Set[HasNews] = frozenset()  # an interrupt may come before it has a set of its own
+    unfinished: Set[BatchSequence] = frozenset()  # an interrupt may come before it has a set of its own
 
 
 class Mailbox:
@@ -63,7 +57,7 @@ class Mailbox:
         self._gone = gone
         self.owner = Owner(self, gone.append)
         self.owner.unfinished = set()
-        self._news: deque[HasNews] = deque()
+        self._news: deque[BatchSequence] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     @property
@@ -74,15 +68,15 @@ class Mailbox:
         """Let the requests go that have not ended; the engine drops them before its next step."""
         self._gone.append(self.owner)
 
-    def put(self, request: HasNews) -> None:
+    def put(self, sequence: BatchSequence) -> None:
         """Note that there is news of a request."""
-        self._news.append(request)
+        self._news.append(sequence)
 
     def take(self) -> list[Event]:
         """Read all news."""
         events: list[Event] = []
         while self._news:
-            event = self._news.popleft().read()
+            event = unread(self._news.popleft())
             if event is not None:
                 events.append(event)
         return events
@@ -97,3 +91,29 @@ class Mailbox:
             self._bell.get(timeout=seconds)
             return True
         return False
+
+
+def unread(sequence: BatchSequence) -> Event | None:
+    """Tokens and end of a request that its call has not been told yet; None if there is nothing."""
+    if sequence.end_was_read:
+        return None
+    # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
+    output, error = sequence.output, sequence.error
+    tokens = unread_tokens(sequence) if sequence.streams and not error else []
+    sequence.end_was_read = output is not None or error is not None
+    text = "".join(token.text for token in tokens)
+    return Event(sequence.request_id, tokens, text, output, error) if tokens or sequence.end_was_read else None
+
+
+def unread_tokens(sequence: BatchSequence) -> list[Token]:
+    completion, num_prompt_tokens = sequence.completion, sequence.num_prompt_tokens
+    text, ends, logprobs = completion.text, completion.text_ends, completion.logprobs
+    start, sequence.num_read = sequence.num_read, len(ends)
+    return [
+        Token(
+            completion.all_token_ids[num_prompt_tokens + i],
+            text[ends[i - 1] if i else 0 : ends[i]],
+            logprobs[i] if logprobs else None,
+        )
+        for i in range(start, sequence.num_read)
+    ]

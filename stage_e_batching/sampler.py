@@ -80,20 +80,25 @@ class Sampler:
         random = params.temperature > 0
         top_k = params.top_k if params.top_k < self._vocab_size else 0
         filtered = random and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self._needs[slot] = (
+        needs = (
             RANDOM * random
             | FILTERED * filtered
             | PENALISED * params.needs_penalties
             | LOGPROBS * (params.logprobs is not None)
             | REPLACED * (sequence.request.sampling_fn is not None)
         )
+        if (needs | self._needs[slot]) & PENALISED:  # the sequence that had the slot before may have had penalties
+            self._penalties.admit(sequence, params)
+        self._needs[slot] = needs
         self._requests[slot] = sequence.request
-        with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
-            self._temperatures[slot] = max(params.temperature, SMALLEST) if random else 0.0
-        self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        log_min_p = math.log(params.min_p) if params.min_p else -math.inf
-        self._filters[slot] = top_k, max(params.top_p, SMALLEST), log_min_p
-        self._penalties.admit(sequence, params)
+        self._temperatures[slot] = 0.0
+        if random:
+            with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
+                self._temperatures[slot] = max(params.temperature, SMALLEST)
+            self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
+        if filtered:
+            log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+            self._filters[slot] = top_k, max(params.top_p, SMALLEST), log_min_p
 
     def fill(
         self, batch_slots: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray
@@ -105,6 +110,8 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> SampledTokens:
         """Choose a token for each of `sequences`, from its row of `logits [rows, vocab]`."""
         batch_slots = np.array([sequence.batch_slot for sequence in sequences])
+        if not self.needs(batch_slots):
+            return SampledTokens(logits.argmax(-1))  # all greedy
         steps = np.array([sequence.num_generated_tokens for sequence in sequences])
         temperatures, noise_keys = np.empty(len(batch_slots), np.float32), np.empty(len(batch_slots), np.int32)
         self.fill(batch_slots, steps, temperatures, noise_keys)

@@ -174,7 +174,10 @@ class Scheduler(Queues):
         remaining = sequence.num_uncomputed_tokens
         num_tokens = min(remaining, budget)
         start = sequence.num_computed_tokens
-        step.add(sequence, num_tokens, samples=num_tokens == remaining)
+        step.sequences.append(sequence)
+        step.starts.append(start)
+        step.num_tokens.append(num_tokens)
+        step.samples.append(num_tokens == remaining)
         step.num_recomputed += max(0, min(start + num_tokens, sequence.highest_computed) - start)
         sequence.num_computed_tokens += num_tokens
         self.block_manager.index_computed(sequence)  # the next one admitted may share these blocks already

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+from weakref import ref
 
 from stage_a_naive.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
-from stage_e_batching.mailbox import Event, Owner, Token
 
 
 class State(Enum):
@@ -44,7 +44,7 @@ class BatchSequence(Sequence):
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
 
-    owner: Owner | None = None  # leads to the mailbox of the call that made it
+    owner: ref | None = None  # leads to the mailbox of the call that made it
     output: GenerationOutput | None = None  # set when it is complete
     error: Exception | None = None  # set when it failed, or was aborted by somebody else
     streams: bool = True  # whether its call reads tokens as they come, or only the end
@@ -55,27 +55,6 @@ class BatchSequence(Sequence):
     def max_total_tokens(self) -> int:
         """Prompt and answer together never pass this."""
         return self.completion.max_total_tokens
-
-    def read(self) -> Event | None:
-        """Tokens and end that the request's call has not been told yet; None if there is nothing."""
-        if self.end_was_read:
-            return None
-        # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
-        output, error = self.output, self.error
-        tokens = self._unread_tokens() if self.streams and not error else []
-        self.end_was_read = output is not None or error is not None
-        text = "".join(token.text for token in tokens)
-        return Event(self.request_id, tokens, text, output, error) if tokens or self.end_was_read else None
-
-    def _unread_tokens(self) -> list[Token]:
-        completion = self.completion
-        ends = completion.text_ends
-        start, self.num_read = self.num_read, len(ends)
-        text, logprobs, num_prompt_tokens = completion.text, completion.logprobs, self.num_prompt_tokens
-        return [
-            Token(self.token_ids[num_prompt_tokens + i], text[ends[i - 1] if i else 0 : ends[i]], logprobs[i] if logprobs else None)
-            for i in range(start, self.num_read)
-        ]
 
 
 class ScheduledSequence(NamedTuple):
@@ -122,13 +101,6 @@ class ScheduledStep:
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
-
-    def add(self, sequence: BatchSequence, num_tokens: int, samples: bool) -> None:
-        """Append an entry that starts at the sequence's first uncomputed token."""
-        self.sequences.append(sequence)
-        self.starts.append(sequence.num_computed_tokens)
-        self.num_tokens.append(num_tokens)
-        self.samples.append(samples)
 
     def __str__(self) -> str:
         parts = [f"step {self.number}: {len(self)} sequences, {self.total_tokens} tokens"]

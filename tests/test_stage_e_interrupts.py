@@ -18,9 +18,9 @@ from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.llm import serve
 from stage_e_batching.mailbox import Mailbox
 from stage_e_batching.step import ScheduledStep
-from stage_e_batching.streaming import serve
 
 TOKENIZER = load_tokenizer(resolve("tutor"))
 POOL = {"num_blocks": 24, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 12}

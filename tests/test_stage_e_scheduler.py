@@ -13,9 +13,9 @@ from fake_model import CountingRunner, answer_alone, completion_of, make_engine,
 
 from benchmarks.pictures import timeline
 from stage_d_paged import block_manager
+from stage_e_batching.llm import serve
 from stage_e_batching.scheduler import MAX_OVERTAKES, MAX_PROMPT_STEPS, Scheduler
 from stage_e_batching.step import BatchSequence, State
-from stage_e_batching.streaming import serve
 from stage_e_batching.trace import Trace
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
