@@ -108,6 +108,7 @@ bench-gpu: $(READY) ## the shared benchmark at GPU size
 report: $(READY) ## write the tables, pictures and code excerpts of the READMEs from benchmarks/results and the sources
 	@$(PY) -m benchmarks.excerpts
 	@$(PY) -m benchmarks.report
+	@$(PY) -m benchmarks.pictures
 
 notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
 	@$(PY) notebooks/run.py $(ARGS)

@@ -124,6 +124,7 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     if package not in (packages.get(engine) for engine in engines):
         return []
     columns = [column for column in STAGE_COLUMNS[package] if group.workload(column.workload)]
+    engines = [engine for engine in engines if any(group.values(engine, c.workload, c.figure) for c in columns)]
     return [*caption(group), *table(group, engines, columns, ranges=True), ""]
 
 

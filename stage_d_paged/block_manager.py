@@ -140,6 +140,10 @@ class BlockManager:
 
     # ---- prefix cache ------------------------------------------------------------------------------------------
 
+    def is_cached(self, block: int) -> bool:
+        """Whether a block can be found by its content: that of a running sequence, or of one that has ended."""
+        return self._contents[block] is not None
+
     def count_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would find in the cache for a sequence without blocks."""
         return len(self._find_cached(sequence)) * self.block_size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown
+from benchmarks.text import markdown, number
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
 
@@ -161,7 +161,24 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
         "in a CUDA graph (the reference: eager); a decode only reads and a copy also writes, so a decode can pass 100 %"
     )
-    return {"attention-table": [*lines, "", caption(result, note)]}
+    return {
+        "attention-table": [*lines, "", caption(result, note)],
+        "attention-short": short_table(measured, by_name, result),
+    }
+
+
+def short_table(measured: dict[tuple[str, str], dict], by_name: dict[str, Case], result: dict) -> list[str]:
+    """A few cases: the floor, our kernel, how far it is from the floor, and flash-attn."""
+    body = []
+    for name in SHORT:
+        if (name, "triton") not in measured:
+            continue
+        ours, other = measured[name, "triton"], measured.get((name, "flash"))
+        micros, far = 1e6 * statistics.median(ours["samples"]), share(by_name[name], ours, result["ceilings"])
+        flash = number(1e6 * statistics.median(other["samples"])) if other else "–"
+        body.append([name, number(micros * far), number(micros), f"{1 / far:.2g} ×", flash])
+    lines = markdown(["case", "floor, µs", "`triton`, µs", "× the floor", "`flash`, µs"], body)
+    return [*lines, "", caption(result)]
 
 
 def cell(case: Case, row: dict | None, ceilings: dict) -> str:

@@ -1,18 +1,24 @@
-"""How much KV memory stays empty, by block size, on the lengths of the `mixed` workload; counted.
+"""How much KV memory stays empty, by block size, and how many tokens the prefix cache saves; counted.
 
-Nothing is timed and no model runs: where a token is stored follows from the lengths alone. All requests are admitted
-together, each grows by one token per step and gives its memory back when it is done; at every step stage D's own
+Nothing is timed and no model runs. *Empty memory*: where a token is stored follows from the lengths of the `mixed`
+workload alone. All requests are admitted together, each grows by one token per step and gives its memory back when it is done; at every step stage D's own
 accounting says how many slots are held. A contiguous reservation is a block of `max_model_len`.
+*Prefix cache*: stage D's block manager admits the prompts of the `prefix` workload together, with and without it.
 """
 
 from __future__ import annotations
 
 from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
+from stage_a_naive.outputs import Request
+from stage_a_naive.params import SamplingParams
+from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import waste_by_block_size
+from stage_d_paged.sequence import Sequence
 
-README, MARKERS = "stage_d_paged", ("page-waste",)
-BLOCK_SIZES = [1, 16, 64, 256]
+README, MARKERS = "stage_d_paged", ("page-waste", "prefix-tokens")
+PREFIX_BLOCK = 64
+BLOCK_SIZES = [16, 64, 256]
 MAX_MODEL_LEN = 4096  # the engine's default
 
 
@@ -30,7 +36,24 @@ def measure(size: str = "gpu") -> dict:
         for point in points:
             held[point["block_size"]] += point["slots"]
     rows = [{"block_size": block_size, "slots": slots, "tokens": tokens} for block_size, slots in held.items()]
-    return {"workload": workload.description, "hash": workload.hash, "rows": rows}
+    return {"workload": workload.description, "hash": workload.hash, "rows": rows, "prefix": prefix_tokens(size)}
+
+
+def prefix_tokens(size: str) -> dict[str, int]:
+    """Prompt tokens of the `prefix` workload that the model runs, without the prefix cache and with it."""
+    [call] = make_workload("prefix", size).rounds[0]
+    found = {"requests": len(call.prompts), "blocks of": PREFIX_BLOCK}
+    for name, enabled in (("without", False), ("with", True)):
+        manager = BlockManager(call.prompt_tokens // PREFIX_BLOCK + len(call.prompts), PREFIX_BLOCK, enabled)
+        found[name] = 0
+        for i, prompt in enumerate(call.prompts):
+            sequence = Sequence(Request(i, list(prompt), SamplingParams(), seed=i))
+            if not manager.allocate(sequence, len(sequence)):
+                raise RuntimeError(f"prompt {i} does not fit")
+            found[name] += sequence.num_uncomputed_tokens
+            sequence.num_computed_tokens = len(sequence)
+            manager.index_computed(sequence)
+    return found
 
 
 def named_waste(result: dict) -> dict[str, float]:
@@ -43,12 +66,18 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     result = results[0]
     waste = named_waste(result)
     body = [["empty, average over all steps", *(f"{share:.1%}" for share in waste.values())]]
-    return {"page-waste": [
+    prefix, command = result["prefix"], "counted by `python -m benchmarks.micro block_waste`."
+    counts = [["tokens that the model runs", *(f"{prefix[name]:,}" for name in ("without", "with"))]]
+    return {"prefix-tokens": [
+        *markdown([f"{prefix['requests']} prompts", "without prefix cache", "with it"], counts),
+        "",
+        f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}",
+    ], "page-waste": [
         "![Share of the KV memory that is empty, by block size](block_waste.png)",
         "",
         *markdown(["block size, tokens", *waste], body),
         "",
-        f"{result['workload']}, all admitted together; counted by `python -m benchmarks.micro block_waste`.",
+        f"{result['workload']}, all admitted together; {command}",
     ]}  # fmt: skip
 
 

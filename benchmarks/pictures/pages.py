@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
@@ -25,8 +25,10 @@ from benchmarks.pictures.picture import (
 )
 from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
+from stage_a_naive.outputs import Request
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.sequence import Sequence as PagedSequence
 
@@ -34,12 +36,14 @@ COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
 BLOCKS_PER_ROW = 8
 
 
-def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_size: int) -> Picture:
+def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, title: str = "") -> Picture:
     """All blocks of a small pool and the sequences that hold them. A block with two colours is shared.
 
     Args:
         sequences: name (a letter) -> sequence; computed tokens are drawn full, allocated slots without a token empty.
+        manager: of the pool; blocks that no sequence holds and the prefix cache still knows are drawn grey.
     """
+    num_blocks, block_size = manager.num_blocks, manager.block_size
     rows = -(-num_blocks // BLOCKS_PER_ROW)
     columns = min(num_blocks, BLOCKS_PER_ROW)
     figure = new_figure(1.35 * columns, 0.8 * rows + 0.25 * len(sequences) + 0.4)
@@ -63,6 +67,9 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
             if filled:
                 text = f"{''.join(filled).lower()}{first[filled[0], block] + slot}"
             axes.text(x + slot + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
+        if not owners and manager.is_cached(block):
+            axes.add_patch(Rectangle((x, y), block_size, 1, facecolor=GREY, alpha=0.45, linewidth=0))
+            axes.text(x + block_size / 2, y + 0.5, "free, cached", ha="center", va="center", fontsize=9)
         line = {"edgecolor": "black", "linewidth": 1.4} if owners else {"edgecolor": GREY, "linewidth": 0.8}
         axes.add_patch(Rectangle((x, y), block_size, 1, fill=False, **line))
         axes.text(x, y - 0.08, f"block {block}", fontsize=8, va="bottom", color="black" if owners else GREY)
@@ -73,7 +80,64 @@ def draw_pool(sequences: Mapping[str, PagedSequence], num_blocks: int, block_siz
     axes.set_xlim(-0.2, columns * (block_size + 0.6))
     axes.set_ylim(below + 0.55 * len(sequences), -0.6)
     axes.axis("off")
+    if title:
+        axes.set_title(title, fontsize=12, loc="left")
     return finish(figure, f"{num_blocks} blocks of {block_size} slots and the sequences that hold them")
+
+
+def computed(manager: BlockManager, token_ids: Iterable[int]) -> PagedSequence:
+    """A sequence with blocks for these tokens, as if a step had computed all of them."""
+    sequence = PagedSequence(Request(0, list(token_ids), SamplingParams(), seed=0))
+    if not manager.allocate(sequence, len(sequence)):
+        raise ValueError(f"{len(sequence)} tokens do not fit: {manager.num_free} blocks are free")
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    return sequence
+
+
+def draw_cached_blocks() -> Picture:
+    """A pool after one of two sequences has ended: its full blocks are free, and can be found."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    ended, running = computed(manager, range(14)), computed(manager, range(50, 57))
+    manager.free(ended)
+    return draw_pool({"B": running}, manager, "A has ended: its blocks are free, and its full ones are still found")
+
+
+def draw_fragmentation() -> Picture:
+    """Three of six reservations end; where a new one fits, in one piece and in blocks."""
+    block_size, sizes, ended, new = 4, (16, 12, 20, 8, 12, 12), (1, 3, 5), 24
+    total = sum(sizes)
+    figure = new_figure(11, 3.4)
+    axes = figure.subplots()
+    start = 0
+    for i, size in enumerate(sizes):
+        colour = "white" if i in ended else COLOURS[i]
+        axes.add_patch(Rectangle((start, 0), size, 0.8, facecolor=colour, edgecolor="black"))
+        axes.text(start + size / 2, 0.4, f"hole: {size}" if i in ended else "ABCDEF"[i], ha="center", va="center")
+        start += size
+    manager = BlockManager(total // block_size, block_size)
+    sequences = [computed(manager, range(100 * i, 100 * i + size)) for i, size in enumerate(sizes)]
+    for i in ended:
+        manager.free(sequences[i])
+    held = {"ABCDEF"[i]: (sequences[i], COLOURS[i]) for i in range(len(sizes)) if i not in ended}
+    held["G"] = (computed(manager, range(900, 900 + new)), COLOURS[-1])
+    for block in range(manager.num_blocks):
+        axes.add_patch(Rectangle((block * block_size, 1.6), block_size, 0.8, facecolor="white", edgecolor=GREY))
+    for name, (sequence, colour) in held.items():
+        for block in sequence.block_table:
+            x = block * block_size
+            axes.add_patch(Rectangle((x, 1.6), block_size, 0.8, facecolor=colour, edgecolor="black"))
+            axes.text(x + block_size / 2, 2.0, name, ha="center", va="center")
+    free, largest = sum(sizes[i] for i in ended), max(sizes[i] for i in ended)
+    text = f"in one piece: {free} tokens are free, the largest hole has {largest}; G needs {new} and waits"
+    axes.text(0, -0.12, text, fontsize=11, va="bottom")
+    text = f"in blocks of {block_size}: G takes {new // block_size} free blocks, wherever they are"
+    axes.text(0, 1.48, text, fontsize=11, va="bottom")
+    axes.set_xlim(0, total)
+    axes.set_ylim(2.5, -0.5)
+    axes.axis("off")
+    axes.set_title("B, D and F have ended: the same free memory serves G only in blocks", fontsize=13)
+    return finish(figure, "reservations in one piece leave holes that a new request does not fit into; blocks do not")
 
 
 @dataclass(frozen=True)

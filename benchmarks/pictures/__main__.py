@@ -1,0 +1,34 @@
+"""Draws the figures of the lessons that need no results file.
+
+    python -m benchmarks.pictures            # all of them, beside the lessons that show them
+"""
+
+from __future__ import annotations
+
+from benchmarks.pictures import attention, decoder, pages
+from benchmarks.results import ROOT
+
+FIGURES = {
+    "stage_d_paged/figures/fragmentation.png": pages.draw_fragmentation,
+    "stage_d_paged/figures/cached_blocks.png": pages.draw_cached_blocks,
+    "stage_d_paged/figures/layer.png": decoder.draw_layer,
+    "stage_d_paged/figures/norm.png": decoder.draw_norm,
+    "stage_d_paged/figures/rope.png": decoder.draw_rope,
+    "stage_d_paged/figures/gqa.png": decoder.draw_gqa,
+    "stage_d_paged/figures/swiglu.png": decoder.draw_swiglu,
+    "stage_d_paged/attention/online_softmax.png": attention.draw_online_softmax,
+    "stage_d_paged/attention/splits.png": attention.draw_splits,
+}
+
+
+def main() -> None:
+    """Draw every figure, in place."""
+    for name, draw in FIGURES.items():
+        path = ROOT / name
+        path.parent.mkdir(exist_ok=True)
+        draw().save(path)
+        print(f"written: {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The parts of stage D's decoder, drawn from its own code: a layer with its shapes, and each of its four ideas."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, Picture, finish, new_figure, plain
+from stage_a_naive.loading import resolve
+from stage_d_paged import LLM
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import kv_bytes_per_token
+from stage_d_paged.layers import RMSNorm, RotaryEmbedding, rotate
+
+MODEL = "random:qwen2.5-0.5b"
+
+
+def draw_layer() -> Picture:
+    """One layer with the shape of every tensor, attention on the left and the MLP on the right."""
+    config = ModelConfig.from_hf(resolve(MODEL).config)
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    hidden, wide = config.hidden_size, config.intermediate_size
+    figure = new_figure(11, 6.2)
+    axes = figure.subplots()
+    attention = [
+        ("RMSNorm", f"[T, {hidden}]", GREY),
+        ("qkv_proj", f"[T, {heads + 2 * kv_heads}, {size}]", BLUE),
+        ("RoPE on Q and K", f"Q [T, {heads}, {size}]\nK, V [T, {kv_heads}, {size}]", GREEN),
+        ("store K and V in the pool", "slot_mapping [T]", ORANGE),
+        ("attention through the block table", f"[T, {heads}, {size}]", ORANGE),
+        ("o_proj, and add", f"[T, {hidden}]", BLUE),
+    ]
+    mlp = [
+        ("RMSNorm", f"[T, {hidden}]", GREY),
+        ("gate_up_proj", f"[T, 2 × {wide}]", BLUE),
+        ("silu(gate) × up", f"[T, {wide}]", GREEN),
+        ("down_proj, and add", f"[T, {hidden}]", BLUE),
+    ]
+    for x, boxes, title in ((0, attention, "attention"), (6.2, mlp, "MLP")):
+        heights = [5.0 * i / (len(boxes) - 1) for i in range(len(boxes))]
+        axes.text(x + 1.5, -0.75, title, fontsize=12, fontweight="bold", ha="center")
+        for y, (name, shape, colour) in zip(heights, boxes, strict=True):
+            draw_box(axes, x, y, name, colour)
+            axes.text(x + 3.15, y, shape, fontsize=10.5, va="center", family="monospace")
+        for y, below in zip(heights, heights[1:], strict=False):
+            axes.annotate("", (x + 1.5, below - 0.3), (x + 1.5, y + 0.3), arrowprops={"arrowstyle": "->", "lw": 1.2})
+        draw_residual(axes, x)
+    axes.text(1.5, 5.72, f"x [T, {hidden}] → to the MLP", fontsize=10.5, ha="center", va="center")
+    axes.text(7.7, 5.72, f"x [T, {hidden}] → to the next layer", fontsize=10.5, ha="center", va="center")
+    axes.set_xlim(-1.1, 11.4)
+    axes.set_ylim(6.1, -1.1)
+    axes.axis("off")
+    figure.suptitle(f"One of the {config.num_layers} layers of Qwen2.5-0.5B, on a flat batch of T tokens", fontsize=13)
+    return finish(figure, "the operations of a decoder layer with the shapes of their outputs")
+
+
+def draw_box(axes: Axes, x: float, y: float, name: str, colour: str) -> None:
+    axes.add_patch(FancyBboxPatch((x, y - 0.27), 3, 0.54, "round,pad=0.03", facecolor=colour, alpha=0.35, linewidth=1))
+    axes.text(x + 1.5, y, name, fontsize=11, ha="center", va="center")
+
+
+def draw_residual(axes: Axes, x: float) -> None:
+    """The residual stream beside the boxes: around all of them, and into the last."""
+    axes.plot([x + 1.5, x - 0.45, x - 0.45, x - 0.05], [-0.48, -0.48, 5.0, 5.0], color="black", linewidth=2)
+    axes.plot([x + 1.5, x + 1.5], [-0.6, -0.3], color="black", linewidth=2)
+    axes.text(x - 0.62, 2.5, "residual stream", fontsize=10, rotation=90, ha="center", va="center")
+
+
+def draw_norm() -> Picture:
+    """RMS of a token's vector at the input of every layer of the tutor, before and after its norm."""
+    llm, before, after = LLM("tutor", device="cpu"), [], []
+
+    def note(_: RMSNorm, arguments: tuple, output: torch.Tensor) -> None:
+        before.append(arguments[0].float().square().mean(-1).sqrt().mean().item())
+        after.append(output.float().square().mean(-1).sqrt().mean().item())
+
+    for layer in llm.runtime.model.layers:
+        layer.input_layernorm.register_forward_hook(note)
+    llm.generate([llm.tokenizer.encode("What is a KV cache?")], use_tqdm=False)
+    count = len(llm.runtime.model.layers)
+    figure = new_figure(8, 3)
+    axes = figure.subplots()
+    axes.plot(before[:count], "o-", color=ORANGE, label="x, before the norm")
+    axes.plot(after[:count], "s-", color=BLUE, label="RMSNorm(x)")
+    axes.set_xticks(range(count))
+    axes.set_ylim(0)
+    axes.set_xlabel("layer of the tutor")
+    axes.set_ylabel("root mean square")
+    axes.set_title("The residual stream grows from layer to layer; its norm does not", fontsize=12, loc="left")
+    axes.legend(frameon=False)
+    plain(axes)
+    return finish(figure, "root mean square of the residual stream before and after the norm of every layer")
+
+
+def draw_rope() -> Picture:
+    """Left: three pairs of a head turn with the position. Right: q·k depends on the distance alone."""
+    config = ModelConfig.from_hf(resolve(MODEL).config)
+    rotary = RotaryEmbedding(config, 64, torch.float32, torch.device("cpu"))
+    half = config.head_dim // 2
+    ones = torch.cat([torch.ones(half), torch.zeros(half)]).expand(64, 1, -1)
+    turned = rotate(ones, *rotary(torch.arange(64)))[:, 0]  # [positions, head_dim]
+    figure = new_figure(11, 4)
+    pairs, scores = figure.subplots(1, 2, width_ratios=[1.7, 1])
+    for i, (pair, colour) in enumerate(((0, BLUE), (4, ORANGE), (8, GREEN))):
+        for position in range(9):
+            tip = turned[position, pair].item(), turned[position, pair + half].item()
+            pairs.annotate("", (position + 0.42 * tip[0], 2 - i + 0.42 * tip[1]), (position, 2 - i),
+                           arrowprops={"arrowstyle": "->", "color": colour, "lw": 2})  # fmt: skip
+    pairs.set_yticks([2, 1, 0], ["pair 0\n(fastest)", "pair 4", "pair 8"])
+    pairs.set_xticks(range(9))
+    pairs.set_xlim(-0.6, 8.6)
+    pairs.set_ylim(-0.6, 2.6)
+    pairs.set_aspect("equal")
+    pairs.set_xlabel("position")
+    pairs.spines[:].set_visible(False)
+    pairs.set_title("each pair turns by its own angle per position", fontsize=11)
+    vector = torch.randn(config.head_dim, generator=torch.Generator().manual_seed(0))
+    both = rotate(vector.expand(64, 1, -1).contiguous(), *rotary(torch.arange(64)))[:24, 0]
+    scores.imshow(both @ both.T, cmap="cividis")
+    scores.set_xlabel("position of the key")
+    scores.set_ylabel("position of the query")
+    scores.set_title("equal q·k along every diagonal", fontsize=11)
+    figure.suptitle("RoPE: turned by its position, a query sees how far away a key is", fontsize=13)
+    return finish(figure, "rotary embedding: pairs turn with the position; scores depend on the distance alone")
+
+
+def draw_gqa() -> Picture:
+    """KV cache per token with a KV head per query head, and with the model's groups."""
+    config = ModelConfig.from_hf(resolve(MODEL).config)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    figure = new_figure(11, 3.2)
+    groups, sizes = figure.subplots(1, 2, width_ratios=[1.6, 1])
+    for head in range(heads):
+        kv = head // (heads // kv_heads)
+        colour, x = (BLUE, ORANGE)[kv], (kv + 0.5) * heads / kv_heads - 0.5
+        groups.plot([head, x], [1, 0], color=colour, linewidth=1)
+        groups.text(head, 1.08, f"q{head}", ha="center", fontsize=9)
+        groups.plot(head, 1, "o", color=colour, markersize=9)
+        groups.plot(x, 0, "s", color=colour, markersize=14)
+    for kv in range(kv_heads):
+        groups.text((kv + 0.5) * heads / kv_heads - 0.5, -0.3, f"k{kv}, v{kv}", ha="center", fontsize=10)
+    groups.set_ylim(-0.45, 1.3)
+    groups.axis("off")
+    groups.set_title(f"{heads} query heads share {kv_heads} key/value heads", fontsize=11)
+    values = [kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)]
+    bars = sizes.barh([f"a KV head for\neach query head", f"GQA, {kv_heads} KV heads"], values, color=[GREY, BLUE])
+    sizes.bar_label(bars, fmt="%.0f KiB", padding=3)
+    sizes.invert_yaxis()
+    sizes.set_xlim(0, 1.25 * max(values))
+    sizes.set_xlabel("KV cache per token, bfloat16")
+    plain(sizes, "x")
+    figure.suptitle(f"GQA makes the KV cache of Qwen2.5-0.5B {heads // kv_heads} times smaller", fontsize=13)
+    return finish(figure, "query heads share key and value heads; bytes of KV cache per token with and without")
+
+
+def draw_swiglu() -> Picture:
+    """silu next to relu, and the gate's effect on three values of `up`."""
+    gate = torch.linspace(-6, 6, 241)
+    figure = new_figure(11, 3.4)
+    curve, product = figure.subplots(1, 2)
+    curve.plot(gate, F.silu(gate), color=BLUE, linewidth=2, label="silu(g) = g · sigmoid(g)")
+    curve.plot(gate, F.relu(gate), color=GREY, linestyle="--", label="relu(g)")
+    curve.set_xlabel("g, an element of gate")
+    curve.legend(frameon=False)
+    curve.set_title("silu is a smooth switch", fontsize=11)
+    for up, colour in ((2.0, BLUE), (0.5, SKY), (-1.0, PINK)):
+        product.plot(gate, F.silu(gate) * up, color=colour, linewidth=2, label=f"up = {up:g}")
+    product.set_xlabel("g, an element of gate")
+    product.legend(frameon=False)
+    product.set_title("silu(g) · up: the gate decides how much of up passes", fontsize=11)
+    for axes in (curve, product):
+        plain(axes)
+    figure.suptitle("SwiGLU: a negative gate shuts, a positive one lets its element of up through", fontsize=13)
+    return finish(figure, "silu beside relu, and silu(gate) times up for three values of up")
