@@ -14,11 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown, number
+from benchmarks.text import markdown, number, times
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
 
-README, MARKERS, NEEDS_GPU = "stage_d_paged", ("attention-table",), True
+README, MARKERS, NEEDS_GPU = "stage_d_paged/attention", ("attention-table", "attention-short"), True
+SHORT = (  # the cases of the short table
+    "decode 1 × 1024, 14/2 × 64", "decode 1 × 32768, 16/8 × 128", "decode 32 × 640, 16/8 × 128",
+    "decode 32 × 4096, 14/2 × 64", "decode 32 × 4096, 16/8 × 128", "prefill 1 × 8192, 16/8 × 128",
+)  # fmt: skip
 CYCLE_BYTES, MAX_LAUNCHES, REPEATS = 1 << 30, 100, 20
 TOLERANCE = 0.02  # relative to the reference, which itself computes in bfloat16
 BACKENDS = ("reference", "triton", "flash")
@@ -176,7 +180,7 @@ def short_table(measured: dict[tuple[str, str], dict], by_name: dict[str, Case],
         ours, other = measured[name, "triton"], measured.get((name, "flash"))
         micros, far = 1e6 * statistics.median(ours["samples"]), share(by_name[name], ours, result["ceilings"])
         flash = number(1e6 * statistics.median(other["samples"])) if other else "–"
-        body.append([name, number(micros * far), number(micros), f"{1 / far:.2g} ×", flash])
+        body.append([name, number(micros * far), number(micros), times(1 / far), flash])
     lines = markdown(["case", "floor, µs", "`triton`, µs", "× the floor", "`flash`, µs"], body)
     return [*lines, "", caption(result)]
 

@@ -64,8 +64,6 @@ def named_waste(result: dict) -> dict[str, float]:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     result = results[0]
-    waste = named_waste(result)
-    body = [["empty, average over all steps", *(f"{share:.1%}" for share in waste.values())]]
     prefix, command = result["prefix"], "counted by `python -m benchmarks.micro block_waste`."
     counts = [["tokens that the model runs", *(f"{prefix[name]:,}" for name in ("without", "with"))]]
     return {"prefix-tokens": [
@@ -74,8 +72,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}",
     ], "page-waste": [
         "![Share of the KV memory that is empty, by block size](block_waste.png)",
-        "",
-        *markdown(["block size, tokens", *waste], body),
         "",
         f"{result['workload']}, all admitted together; {command}",
     ]}  # fmt: skip
