@@ -1,9 +1,10 @@
 """How much KV memory stays empty, by block size, and how many tokens the prefix cache saves; counted.
 
-Nothing is timed and no model runs. *Empty memory*: where a token is stored follows from the lengths of the `mixed`
-workload alone. All requests are admitted together, each grows by one token per step and gives its memory back when it is done; at every step stage D's own
-accounting says how many slots are held. A contiguous reservation is a block of `max_model_len`.
-*Prefix cache*: stage D's block manager admits the prompts of the `prefix` workload together, with and without it.
+Nothing is timed and no model runs. *Empty memory*: which slots are held follows from the lengths of the `mixed` workload
+alone. All requests are admitted together, each grows by one token per step and gives its memory back when it is done;
+at every step stage D's own accounting says how many slots are held. A contiguous reservation is a block of
+`max_model_len`. *Prefix cache*: stage D's block manager admits the prompts of the `prefix` workload together, with and
+without it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,9 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.set_xlim(0, whole)
     axes.set_xlabel("µs since the layer began")
     busy = sum(length for _, _, length in layer)
-    axes.set_title(f"One layer of a decode step: operators take {busy / whole:.0%} of its time, Python the rest", loc="left")
+    axes.set_title(
+        f"One layer of a decode step: operators take {busy / whole:.0%} of its time, Python the rest", loc="left"
+    )
     plain(axes, "x")
     return {"profile.png": finish(figure, "the operators of one decoder layer on a time axis, by kind").png}
 

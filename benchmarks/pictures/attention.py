@@ -1,10 +1,23 @@
-"""Attention kernels in pictures: an online softmax after each tile, and the work of programs with and without splits."""
+"""Attention kernels in pictures: an online softmax after each tile, and the tiles of programs with and without splits."""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Picture,
+    finish,
+    new_figure,
+    plain,
+)
 from stage_d_paged.attention.decode_plan import plan_decode
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)

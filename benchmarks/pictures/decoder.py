@@ -144,8 +144,10 @@ def draw_gqa() -> Picture:
     groups.set_ylim(-0.45, 1.3)
     groups.axis("off")
     groups.set_title(f"{heads} query heads share {kv_heads} key/value heads", fontsize=11)
-    values = [kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)]
-    bars = sizes.barh([f"a KV head for\neach query head", f"GQA, {kv_heads} KV heads"], values, color=[GREY, BLUE])
+    values = [
+        kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)
+    ]
+    bars = sizes.barh(["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"], values, color=[GREY, BLUE])
     sizes.bar_label(bars, fmt="%.0f KiB", padding=3)
     sizes.invert_yaxis()
     sizes.set_xlim(0, 1.25 * max(values))
