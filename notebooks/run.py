@@ -28,8 +28,9 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 METADATA = "six_engines"
 CELL_SECONDS = 300
-# Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets.
-NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\s*$")
+# Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and which
+# kernels an engine chose on the machine that ran the notebook.
+NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[stage_\w+\] |^\s*$")
 
 
 def notebooks() -> list[Path]:
@@ -38,7 +39,7 @@ def notebooks() -> list[Path]:
 
 
 def read(path: Path) -> NotebookNode:
-    """A notebook, as it lies in its file."""
+    """A notebook, as it is in its file."""
     return nbformat.read(path, as_version=4)
 
 

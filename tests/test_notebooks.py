@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
 import run  # noqa: E402  (notebooks/run.py: the folder is no package)
+from try_it import check  # noqa: E402
 
 STAGES = {
     "0_overview": "stage_a_naive", "a_naive": "stage_a_naive", "b_decode_step": "stage_b_decode_step",
@@ -127,3 +128,18 @@ def test_tidying_drops_noise_and_this_machines_folders():
     notebook = new_notebook(cells=[new_code_cell("f()", outputs=outputs)])
     run.tidy(notebook)
     assert [output.text for output in notebook.cells[0].outputs] == ["wrote build/x\nand more\n"]
+
+
+def test_an_answer_is_checked_and_not_shown(capsys: pytest.CaptureFixture[str]):
+    check(..., 42, "six times seven")
+    assert "42" not in capsys.readouterr().out
+    check(42, 42, "six times seven")
+    assert capsys.readouterr().out == "42 is right.\n"
+    with pytest.raises(AssertionError, match="41 is not it. six times seven"):
+        check(41, 42, "six times seven")
+
+
+@each_notebook
+def test_committed_outputs_have_no_notes_of_the_engines(path):
+    texts = [output.text for cell in code_cells(run.read(path)) for output in cell.outputs if "text" in output]
+    assert not any(line.startswith("[stage_") for text in texts for line in text.splitlines())

@@ -1,7 +1,7 @@
 """How much KV memory stays empty, by block size, and how many tokens the prefix cache saves; counted.
 
-Nothing is timed and no model runs. *Empty memory*: which slots are held follows from the lengths of the `mixed` workload
-alone. All requests are admitted together, each grows by one token per step and gives its memory back when it is done;
+Nothing is timed and no model runs. *Empty memory*: which slots are held follows from the lengths of `mixed` alone. All
+requests are admitted together, each grows by one token per step and gives its memory back when it is done;
 at every step stage D's own accounting says how many slots are held. A contiguous reservation is a block of
 `max_model_len`. *Prefix cache*: stage D's block manager admits the prompts of the `prefix` workload together, with and
 without it.
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
-from stage_a_naive.outputs import Request
-from stage_a_naive.params import SamplingParams
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import waste_by_block_size
-from stage_d_paged.sequence import Sequence
 
 README, MARKERS = "stage_d_paged", ("page-waste", "prefix-tokens")
 PREFIX_BLOCK = 64
@@ -42,18 +39,13 @@ def measure(size: str = "gpu") -> dict:
 
 def prefix_tokens(size: str) -> dict[str, int]:
     """Prompt tokens of the `prefix` workload that the model runs, without the prefix cache and with it."""
+    from benchmarks.pictures.pages import computed
+
     [call] = make_workload("prefix", size).rounds[0]
     found = {"requests": len(call.prompts), "blocks of": PREFIX_BLOCK}
     for name, enabled in (("without", False), ("with", True)):
         manager = BlockManager(call.prompt_tokens // PREFIX_BLOCK + len(call.prompts), PREFIX_BLOCK, enabled)
-        found[name] = 0
-        for i, prompt in enumerate(call.prompts):
-            sequence = Sequence(Request(i, list(prompt), SamplingParams(), seed=i))
-            if not manager.allocate(sequence, len(sequence)):
-                raise RuntimeError(f"prompt {i} does not fit")
-            found[name] += sequence.num_uncomputed_tokens
-            sequence.num_computed_tokens = len(sequence)
-            manager.index_computed(sequence)
+        found[name] = call.prompt_tokens - sum(computed(manager, prompt).num_cached_tokens for prompt in call.prompts)
     return found
 
 

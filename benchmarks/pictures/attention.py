@@ -1,4 +1,4 @@
-"""Attention kernels in pictures: an online softmax after each tile, and the tiles of programs with and without splits."""
+"""Attention kernels in pictures: an online softmax after each tile, and the tiles of each program, with splits."""
 
 from __future__ import annotations
 

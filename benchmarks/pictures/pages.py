@@ -25,7 +25,7 @@ from benchmarks.pictures.picture import (
 )
 from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
-from stage_a_naive.outputs import Request
+from stage_a_naive.outputs import Completion, Request
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
@@ -87,7 +87,8 @@ def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, tit
 
 def computed(manager: BlockManager, token_ids: Iterable[int]) -> PagedSequence:
     """A sequence with blocks for these tokens, as if a step had computed all of them."""
-    sequence = PagedSequence(Request(0, list(token_ids), SamplingParams(), seed=0))
+    request = Request(0, list(token_ids), SamplingParams(), seed=0)
+    sequence = PagedSequence(Completion(request, None, frozenset(), 4096, text_at_end=True))
     if not manager.allocate(sequence, len(sequence)):
         raise ValueError(f"{len(sequence)} tokens do not fit: {manager.num_free} blocks are free")
     sequence.num_computed_tokens = len(sequence)
