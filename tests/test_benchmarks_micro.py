@@ -13,7 +13,10 @@ from benchmarks import micro
 from benchmarks.micro import attention, block_waste, kernel_spans, layers, scheduling, step_cost
 from benchmarks.micro.__main__ import main
 from benchmarks.micro.kernel_spans import Recording, Span, from_rows, record, record_engine, to_rows
+from benchmarks.micro.profile_step import kind_of as kind_of_operator
+from benchmarks.micro.profile_step import layer_spans
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
+from benchmarks.workloads import make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
 
@@ -66,8 +69,14 @@ def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: py
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["kind"] == "block_waste" and result["options"] == {"size": "cpu"} and result["environment"]["commit"]
     waste = block_waste.named_waste(result)
-    assert waste["1"] == 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
-    assert f"{waste['16']:.1%}" in capsys.readouterr().out
+    assert 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
+    text = capsys.readouterr().out
+    assert f"{waste['16']:.1%}" in text
+    [call] = make_workload("prefix", "cpu").rounds[0]
+    shared = 512 // block_waste.PREFIX_BLOCK * block_waste.PREFIX_BLOCK
+    assert result["prefix"]["without"] == call.prompt_tokens
+    assert result["prefix"]["with"] == call.prompt_tokens - shared * (len(call.prompts) - 1)
+    assert f"{result['prefix']['with']:,}" in text
     [png] = block_waste.draw([result]).values()
     assert png.startswith(b"\x89PNG")
 
@@ -178,3 +187,18 @@ def test_a_calm_soak_passes() -> None:
 )
 def test_a_soak_fails_by_name(tally: Tally, message: str) -> None:
     assert message in verdict(tally)[0]
+
+
+def test_the_outermost_operators_of_a_layer_are_those_between_two_norms_of_attention() -> None:
+    def operator(name: str, start: float, length: float) -> dict:
+        return {"name": f"aten::{name}", "cat": "cpu_op", "ts": start, "dur": length}
+
+    one = [("rms_norm", 0, 5), ("linear", 10, 20), ("mm", 12, 15), ("rms_norm", 40, 5), ("linear", 50, 9)]
+    events = [operator(name, 100 * i + start, length) for i in range(3) for name, start, length in one]
+    events.append(operator("rms_norm", 300, 5))
+    step = {"ts": 0, "dur": 320}
+    layer = [("rms_norm", 0, 5), ("linear", 10, 20), ("rms_norm", 40, 5), ("linear", 50, 9)]
+    assert layer_spans(events, step, 3) == layer
+    assert kind_of_operator("linear") == "matrix products"
+    with pytest.raises(RuntimeError, match="a step of 2 layers has 7 norms, not 5"):
+        layer_spans(events, step, 2)

@@ -58,6 +58,7 @@ def named_waste(result: dict) -> dict[str, float]:
 def table(results: list[dict]) -> dict[str, list[str]]:
     result = results[0]
     prefix, command = result["prefix"], "counted by `python -m benchmarks.micro block_waste`."
+    shares = ", ".join(f"{name}: {share:.1%}" for name, share in named_waste(result).items())
     counts = [["tokens that the model runs", *(f"{prefix[name]:,}" for name in ("without", "with"))]]
     return {"prefix-tokens": [
         *markdown([f"{prefix['requests']} prompts", "without prefix cache", "with it"], counts),
@@ -66,7 +67,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     ], "page-waste": [
         "![Share of the KV memory that is empty, by block size](block_waste.png)",
         "",
-        f"{result['workload']}, all admitted together; {command}",
+        f"Empty with blocks of {shares}. {result['workload']}, all admitted together; {command}",
     ]}  # fmt: skip
 
 
