@@ -23,20 +23,6 @@ def _weight_tile(weight, row, row_inside, column, SIZE: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def _prefetch(weight, row, row_inside, first_column, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Fetch `weight[row, first_column … + COLUMNS]` into the L2 cache: weights do not depend on the kernel in front."""
-    if PDL:
-        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
-        LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE
-        column = first_column + tl.arange(0, triton.next_power_of_2(LINES)) * LINE
-        inside = row_inside[:, None] & (column < min(first_column + COLUMNS, SIZE))[None, :]
-        address = weight + tl.where(inside, row[:, None] * SIZE + column[None, :], 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
     """Load `x[token, column]`."""
     address = x + token[:, None] * x_stride + column[None, :]
@@ -119,8 +105,6 @@ def qkv_rotate_kernel(
         bias2 = tl.load(bias + row + HALF, mask=pair_inside, other=0.0)
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
-    _prefetch(weight, row, pair_inside, 0, SIZE, SIZE, PDL)
-    _prefetch(weight, row + HALF, pair_inside, 0, SIZE, SIZE, PDL)
     wait_for_previous(PDL)
     scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     y1, y2 = _paired_products(
@@ -168,8 +152,6 @@ def gate_up_silu_kernel(
     first = tl.program_id(0) * BLOCK_N
     row = first + tl.arange(0, BLOCK_N)
     start_next(PDL)
-    _prefetch(weight, row, row < INTERMEDIATE, 0, SIZE, SIZE, PDL)
-    _prefetch(weight, row + INTERMEDIATE, row < INTERMEDIATE, 0, SIZE, SIZE, PDL)
     wait_for_previous(PDL)
     scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     gate, up = _paired_products(
@@ -198,7 +180,6 @@ def product_add_kernel(
     steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
     even: tl.constexpr = SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0
     start_next(PDL)
-    _prefetch(weight, row, row_inside, split * (steps * BLOCK_K), steps * BLOCK_K, SIZE, PDL)
     wait_for_previous(PDL)
     if HAS_GAIN:
         gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
