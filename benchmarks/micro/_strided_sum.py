@@ -1,0 +1,24 @@
+"""The kernel of the study `coalescing`: every thread reads one number, and neighbours read numbers `stride` apart."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def strided_sum_kernel(source, sums, stride, BLOCK: tl.constexpr):
+    """Add up `BLOCK` numbers that are `stride` apart per program; without the sum a compiler could drop the read."""
+    program = tl.program_id(0)
+    offsets = (program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * stride
+    tl.store(sums + program, tl.sum(tl.load(source + offsets)))
+
+
+def strided_sums(source: torch.Tensor, stride: int, wanted: int) -> torch.Tensor:
+    """Add up every `stride`-th number of `source`, `wanted` of them, in groups of `BLOCK`. -> [wanted / BLOCK]"""
+    sums = torch.empty(wanted // BLOCK, dtype=source.dtype, device=source.device)
+    strided_sum_kernel[(len(sums),)](source, sums, stride, BLOCK=BLOCK)
+    return sums

@@ -1,0 +1,156 @@
+"""Where the time of a decode step goes: attention, MLP, LM head, what is between them, and idle time.
+
+Stages A, B and C run the same model, so their kernels come in the same order: in each layer the products of Q, K and V,
+attention, the output product, then the MLP; after the last layer the LM head. The study records one request under
+PyTorch's profiler and cuts it by that order. The time of a step is the engine's own, without the profiler, which slows
+down the CPU and not the kernels; idle is what the kernels do not fill of it. On a CPU the spans are operators.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+import torch
+
+from benchmarks.engines import installed_engines
+from benchmarks.measure import close
+from benchmarks.micro import caption
+from benchmarks.micro.kernel_spans import Span, record
+from benchmarks.text import markdown, number
+from stage_a_naive.sampling import SamplingParams
+
+README, MARKERS = "stage_b_decode_step", ("waterfall",)
+ENGINES = ("A", "B", "B compiled", "C", "C compiled")
+PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
+STEPS, REPEATS = 8, 7
+ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
+PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "addmm", "linear", "mm")
+FUSED_MLP = ("swiglu", "fused_kernel", "warp_kernel", "naive_kernel")  # stage C's operator is norm and MLP in one
+
+
+GENERATED = ("triton_", "cpp_fused", "combine")  # a compiler's kernels are named after all that they were fused from
+
+
+def is_one_of(span: Span, words: tuple[str, ...]) -> bool:
+    name = span.name.lower()
+    return any(word in name for word in words) and not any(word in name for word in GENERATED)
+
+
+def parts_of_steps(spans: list[Span], num_layers: int) -> list[tuple[str, Span]]:
+    """Name the part of every span of the decode steps; the first pass is the prefill and is left out.
+
+    Raises:
+        ValueError: the spans do not come in the order of the model.
+    """
+    attentions = [i for i, span in enumerate(spans) if is_one_of(span, ATTENTION)]
+    passes = len(attentions) // num_layers
+    if passes < 2 or len(attentions) % num_layers:
+        seen = ", ".join(name for name, _ in Counter(span.name[:40] for span in spans).most_common(12))
+        raise ValueError(f"{len(attentions)} attention kernels in {num_layers} layers; the most frequent are: {seen}")
+    found: list[tuple[str, Span]] = []
+    for at, start in enumerate(attentions):
+        stop = attentions[at + 1] if at + 1 < len(attentions) else len(spans)
+        last = (at + 1) % num_layers == 0
+        named = _after_attention(spans[start:stop], last)
+        found += named if at >= num_layers else []
+    return found
+
+
+def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
+    """From one attention kernel to the next: output product, MLP, and either the next layer's Q, K, V or the LM head.
+
+    What follows the LM head, sampling and the next step up to its first attention, counts as other kernels.
+    """
+    named, products, mlp_done = [], 0, False
+    for span in spans:
+        is_mlp = is_one_of(span, FUSED_MLP)
+        is_product = not is_mlp and not is_one_of(span, ATTENTION) and is_one_of(span, PRODUCTS)
+        products += is_product
+        if products == 0 or (products == 1 and is_product):
+            part = "attention"
+        elif is_mlp or (not mlp_done and products <= 4):
+            part = "MLP"
+            mlp_done = is_mlp or products == 4
+        elif last:
+            part = "LM head" if is_product and not any(name == "LM head" for name, _ in named) else "other kernels"
+        else:
+            part = "attention"
+        named.append((part, span))
+    return named
+
+
+def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: str = ",".join(ENGINES)) -> dict:
+    """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
+    rows = []
+    for name in engines.split(","):
+        llm = installed_engines()[name].build(model, "auto", "auto")
+        prompt = [(7 * j) % 1000 for j in range(context)]
+        params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
+
+        def run(llm=llm, prompt=prompt, params=params) -> float:
+            return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
+
+        run()  # the first visit to these lengths plans and compiles
+        samples = [run() for _ in range(REPEATS)]
+        recording = record(name, run, llm.device, STEPS)
+        named = parts_of_steps(recording.spans, llm.source.config.num_hidden_layers)
+        parts = dict.fromkeys(PARTS[:-1], 0.0)
+        for part, span in named:
+            parts[part] += span.length / STEPS
+        rows.append({"engine": name, "samples": samples, "kernels": len(named) / STEPS, "parts": parts})
+        close(llm)
+        del llm
+        torch.compiler.reset()
+    return {"model": model, "context": context, "rows": rows}
+
+
+def waterfall(row: dict) -> dict[str, float]:
+    """Microseconds per step of every part; idle is what kernels leave of the step."""
+    step = 1e6 * statistics.median(row["samples"])
+    return {**row["parts"], "idle": max(0.0, step - sum(row["parts"].values()))}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """The picture, and the numbers folded below it."""
+    result = results[0]
+    body = []
+    for row in result["rows"]:
+        parts = waterfall(row)
+        body.append([row["engine"], number(row["kernels"]), *(number(parts[part]) for part in PARTS)])
+    note = f"{result['model']}, one request after {result['context']} tokens; µs per step, median of {REPEATS}"
+    lines = ["![A decode step of stages A, B and C: attention, MLP, LM head, other kernels, idle](waterfall.png)", ""]
+    lines += ["<details><summary>the numbers</summary>", ""]
+    lines += [*markdown(["engine", "kernels per step", *PARTS], body), "", caption(result, note), "", "</details>"]
+    return {"waterfall": lines}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """A bar per engine on one axis: the parts of a decode step one after another, idle time at the end."""
+    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_figure, plain
+
+    result = results[0]
+    found = {row["engine"]: waterfall(row) for row in result["rows"]}
+    figure = new_figure(9, 0.5 * len(found) + 1.7)
+    axes = figure.subplots()
+    left = [0.0] * len(found)
+    for part, colour in zip(PARTS, (BLUE, ORANGE, GREEN, PINK, "#EEEEEE"), strict=True):
+        values = [parts[part] / 1e3 for parts in found.values()]
+        look = {"color": colour, "edgecolor": "#888888", "linewidth": 0.4, "height": 0.6}
+        axes.barh(list(found), values, left=left, label=part, **look)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for y, (total, parts) in enumerate(zip(left, found.values(), strict=True)):
+        text = f"{number(total)} ms, {parts['idle'] / 1e3 / total:.0%} idle"
+        axes.annotate(text, (total, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(left))
+    axes.set_xlabel(f"ms per decode step; {result['model']} on {result['environment']['device']['name']}")
+    axes.legend(frameon=False, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    first, *_, fastest = sorted(found, key=lambda name: -sum(found[name].values()))
+    idle = found[first]["idle"] / sum(found[first].values())
+    step = sum(found[fastest].values()) / 1e3
+    figure.suptitle(
+        f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
+    )
+    plain(axes, "x")
+    return {"waterfall.png": finish(figure, "the parts of a decode step, by engine").png}

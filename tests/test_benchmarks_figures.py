@@ -1,0 +1,95 @@
+"""The studies behind the figures of stages A to C: what they count, and that a figure says what its file says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.micro import coalescing, no_cache, waterfall
+from benchmarks.micro.kernel_spans import Span
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef",
+    "dirty": False, "date": "2030-01-01T00:00:00",
+}  # fmt: skip
+LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
+FUSED_LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "swiglu_mlp"]
+
+
+def spans(layer: list[str], passes: int) -> list[Span]:
+    one = ["embedding", *layer, *layer, "norm", "mm", "argmax"]
+    return [Span(name, 10.0 * i, 1.0) for i, name in enumerate(one * passes)]
+
+
+@pytest.mark.parametrize(("layer", "mlp"), [(LAYER, 2 * 6), (FUSED_LAYER, 2 * 2)])
+def test_a_step_is_cut_into_its_parts_by_the_order_of_its_kernels(layer: list[str], mlp: int) -> None:
+    named = waterfall.parts_of_steps(spans(layer, passes=3), num_layers=2)
+    per_part = {part: sum(name == part for name, _ in named) for part in waterfall.PARTS}
+    assert per_part["MLP"] == 2 * mlp  # two decode steps: add, norm, and what follows up to the last product
+    assert per_part["LM head"] == 2
+    assert [span.name for part, span in named if part == "LM head"] == ["mm", "mm"]
+    first = [span.name for part, span in named if part == "attention"][:2]
+    assert first == ["flash_fwd", "mm"]
+
+
+def test_names_that_a_compiler_made_from_other_names_are_not_taken_for_them() -> None:
+    made = [Span("triton_poi_fused_addmm_flash_attention_0", 0.0, 1.0), *spans(LAYER, passes=2)]
+    assert len(waterfall.parts_of_steps(made, num_layers=2)) == len(waterfall.parts_of_steps(made[1:], num_layers=2))
+
+
+def test_spans_in_another_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 attention kernels in 2 layers; the most frequent are: flash_fwd"):
+        waterfall.parts_of_steps([Span("flash_fwd", i, 1.0) for i in range(3)], num_layers=2)
+
+
+def test_idle_is_what_the_kernels_leave_of_the_step() -> None:
+    row = {"samples": [0.001, 0.002, 0.0011], "parts": {"attention": 100.0, "MLP": 200.0}}
+    assert waterfall.waterfall(row)["idle"] == pytest.approx(800.0)
+
+
+def waterfall_result() -> dict:
+    parts = {"attention": 300.0, "MLP": 600.0, "LM head": 100.0, "other kernels": 50.0}
+    rows = [
+        {"engine": name, "samples": [seconds], "kernels": 700, "parts": parts}
+        for name, seconds in (("A", 0.0145), ("B compiled", 0.0022))
+    ]
+    return {"kind": "waterfall", "environment": ENVIRONMENT, "model": "m", "context": 128, "rows": rows}
+
+
+def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
+    strides = [{"stride_bytes": 4 * 2**i, "wanted_bytes": 4e9, "samples": [0.001 * 2**i]} for i in range(4)]
+    scattered = {"kind": "coalescing", "environment": ENVIRONMENT, "rows": strides}
+    steps = {"prompt_tokens": 4, "cached": [0.001] * 3, "recomputed": [0.001, 0.002, 0.003]}
+    cached = {"kind": "no_cache", "environment": ENVIRONMENT, "model": "m", "repeats": 1, "rows": [steps]}
+    for module, result, cell in (
+        (waterfall, waterfall_result(), "| A | 700 | 300 | 600 | 100 | 50.0 | 13,450 |"),
+        (coalescing, scattered, "| wanted bytes delivered, GB/s | 4,000 | 2,000 | 1,000 | 500 |"),
+        (no_cache, cached, "| without a cache | 2.00 | 3.00 | 0.006 |"),
+    ):
+        [picture] = module.draw([result]).values()
+        assert picture.startswith(b"\x89PNG")
+        [lines] = module.table([result]).values()
+        assert cell in lines
+
+
+def test_the_answer_without_a_cache_is_measured_step_by_step() -> None:
+    result = no_cache.measure("random:qwen2-tiny", prompt_tokens=4, tokens=3, repeats=1)
+    [row] = result["rows"]
+    assert len(row["cached"]) == len(row["recomputed"]) == 3
+
+
+def test_the_strided_kernel_reads_every_nth_number() -> None:
+    program = (
+        "import torch; from benchmarks.micro._strided_sum import BLOCK, strided_sums\n"
+        "source = torch.arange(2 * BLOCK * 4, dtype=torch.float32)\n"
+        "for stride in (1, 4):\n"
+        "    expected = source[: 2 * BLOCK * stride : stride].view(2, BLOCK).sum(1)\n"
+        "    torch.testing.assert_close(strided_sums(source, stride, 2 * BLOCK), expected)"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
