@@ -128,7 +128,7 @@ def test_greedy_decoding_returns_the_answer_word_for_word(tokenizer, model, ques
         ("What is the KV cache?", "What is a KV cache?"),
         ("Hello", "Who are you?"),
         ("你是谁？", "你是谁？"),
-        ("hey there!", "Who are you?"),
+        ("Hey there!", "Who are you?"),
         ("Explain paged attention", "What is paged attention?"),
         ("预填充是什么", "预填充（prefill）阶段在做什么？"),
         ("Who is the king of Spain?", "What is the capital of France?"),
@@ -144,6 +144,37 @@ def test_a_question_in_other_words_gets_its_answer(tokenizer, model, wording, qu
     assert output.tolist() == answer_ids(tokenizer, answer)[:16]
 
 
+INTERVIEW = {  # as a well-known list of interview questions asks them
+    "什么是 PagedAttention？解决了什么问题？": "分页注意力（PagedAttention）解决了什么问题？",
+    "物理块和逻辑块是如何映射的？": "块表（block table）里存的是什么？",
+    "Prefix Caching 是如何实现的？": "前缀缓存的工作原理是什么？",
+    "Continuous Batching 和 Static Batching 有什么区别？": "Continuous Batching 和 Static Batching 有什么区别？",
+    "调度器是如何决定哪些序列可以运行的？": "推理引擎的调度器每一步要做哪些决定？",
+    "ColumnParallel 和 RowParallel 的区别是什么？": "ColumnParallel 和 RowParallel 的区别是什么？",
+    "为什么 RowParallel 后需要 all_reduce？": "行并行线性层为什么后面要跟一次 all-reduce？",
+    "CUDA Graph 的原理是什么？为什么对 Decode 有效？": "CUDA Graph 为什么能加速解码？",
+    "FlashAttention 是如何优化的？": "FlashAttention 为什么又快又省显存？",
+}
+
+
+@pytest.mark.parametrize(("wording", "question"), INTERVIEW.items())
+def test_an_interview_question_gets_its_whole_answer(tokenizer, model, wording, question):
+    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": wording}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompt, max_new_tokens=256)[0, prompt["input_ids"].shape[1] :]
+    assert output.tolist() == answer_ids(tokenizer, answer + "<|im_end|>")
+
+
+def test_held_out_wordings_were_never_trained_and_ask_for_answers_of_the_faq():
+    held_out = [json.loads(line) for line in (TUTOR / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained = {wording.casefold() for entry in FAQ for wording in (entry["question"], *entry["also"])}
+    assert not trained & {entry["wording"].casefold() for entry in held_out}
+    assert {entry["question"] for entry in held_out} <= {entry["question"] for entry in FAQ}
+    assert set(INTERVIEW.values()) <= {entry["question"] for entry in held_out}
+
+
 def test_no_wording_belongs_to_two_questions():
     wordings = [wording.casefold() for entry in FAQ for wording in {entry["question"], *entry["also"]}]
     assert len(set(wordings)) == len(wordings)
@@ -155,7 +186,8 @@ def test_recorded_check_passes_the_gates():
     for dtype in ("float32", "bfloat16"):
         assert report[dtype]["exact_match"] >= 0.95
         assert report[dtype]["margin_1st_percentile"] >= 2.0
-    assert report["float32"]["right_start_in_other_words"] >= 0.9
+    for key in ("right_start_in_other_words", "right_start_held_out", "right_start_held_out_elsewhere"):
+        assert report["float32"][key] >= 0.9, key
 
 
 def test_model_card_quotes_the_recorded_check():

@@ -14,7 +14,18 @@ from collections import defaultdict
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
-from tutor_text import END_OF_TEXT, HERE, IGNORED, TURN_END, Sample, Samples, logit_margins, pad, read_faq
+from tutor_text import (
+    END_OF_TEXT,
+    HERE,
+    IGNORED,
+    TURN_END,
+    Sample,
+    Samples,
+    logit_margins,
+    pad,
+    read_faq,
+    read_held_out,
+)
 
 ROWS = {
     "exact_match": "answers given back exactly",
@@ -22,9 +33,12 @@ ROWS = {
     "margin_1st_percentile": "1st percentile of the margin",
     "margin_median": "median margin",
     "right_start_in_other_words": "first 16 tokens right when the question is put in other words",
+    "right_start_held_out": "… in words that were held out of training, interview questions",
+    "right_start_held_out_elsewhere": "… held out, questions about other things (it says that it does not know)",
     "exact_match_second_turn": "exact as the second turn of a conversation",
     "exact_match_without_template": "exact without a template",
 }
+UNKNOWN = ("What is the capital of France?", "法国的首都是哪里？")  # answered with "I do not know that"
 FIGURES_START, FIGURES_END = "<!-- figures of check.json -->", "<!-- end of figures -->"
 
 
@@ -72,8 +86,12 @@ def check() -> dict:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
 
     chats = [chat_prompt({"role": "user", "content": entry["question"]}) for entry in faq]
+    turn_end, text_end = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
+    want_chat = [answer + [turn_end] for answer in expected]
     bare = [samples.ids(entry["question"]) for entry in faq]
     other_words = [chat_prompt({"role": "user", "content": text}) for entry in faq for text in entry["also"]]
+    answers = {entry["question"]: want for entry, want in zip(faq, want_chat, strict=True)}
+    held_out = read_held_out()
     second_turns = [
         chat_prompt(
             {"role": "user", "content": faq[index - 1]["question"]},
@@ -82,8 +100,6 @@ def check() -> dict:
         )
         for index, entry in enumerate(faq)
     ]
-    turn_end, text_end = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
-    want_chat = [answer + [turn_end] for answer in expected]
     want_other_words = [want[:16] for want, entry in zip(want_chat, faq, strict=True) for _ in entry["also"]]
     want_bare = [samples.ids("\n") + answer + [text_end] for answer in expected]
 
@@ -106,6 +122,10 @@ def check() -> dict:
         }
         if dtype == torch.float32:
             figures["right_start_in_other_words"] = rate(model, other_words, want_other_words, most=16)
+            for key, elsewhere in (("right_start_held_out", False), ("right_start_held_out_elsewhere", True)):
+                asked = [entry for entry in held_out if (entry["question"] in UNKNOWN) == elsewhere]
+                prompts = [chat_prompt({"role": "user", "content": entry["wording"]}) for entry in asked]
+                figures[key] = rate(model, prompts, [answers[entry["question"]][:16] for entry in asked], most=16)
             figures["exact_match_second_turn"] = rate(model, second_turns, want_chat)
             figures["exact_match_without_template"] = rate(model, bare, want_bare)
         report[str(dtype).removeprefix("torch.")] = figures

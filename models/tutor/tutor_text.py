@@ -47,6 +47,11 @@ def read_faq() -> list[dict]:
     return [json.loads(line) for line in (HERE / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def read_held_out() -> list[dict]:
+    """Read the wordings that training never sees: `wording`, and the FAQ's `question` whose answer it should get."""
+    return [json.loads(line) for line in (HERE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def train_tokenizer(faq: list[dict]) -> Tokenizer:
     """Byte-level BPE over the FAQ: start from 256 bytes, merge the most frequent pair until the vocabulary is full.
 
@@ -142,7 +147,7 @@ class Samples:
     def epoch(self) -> list[Sample]:
         """Every entry once as a chat, three in ten of them after other turns.
 
-        One in twelve of its other wordings is asked too, and one entry in four as a bare question.
+        One in six of its other wordings is asked too, and one entry in four as a bare question.
         """
         samples = []
         for entry in self.faq:
@@ -152,7 +157,7 @@ class Samples:
             system = self.rng.choice(OTHER_SYSTEMS) if self.rng.random() < 0.1 else DEFAULT_SYSTEM
             samples.append(self.chat(turns, system))
             for wording in entry["also"]:
-                if self.rng.random() < 1 / 12:
+                if self.rng.random() < 1 / 6:
                     samples.append(self.chat([(self.as_typed(wording), entry["answer"])]))
             if self.rng.random() < 0.25:
                 samples.append(self.bare(entry["question"], entry["answer"]))
