@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import micro, tables
 from benchmarks.groups import Group, group_results
+from benchmarks.pictures.roofline import draw_roofline
 from benchmarks.plot import plot_rates
 from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, load_all, mixture
 from benchmarks.tables import STAGE_PACKAGES
@@ -37,6 +38,8 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     groups = group_results(file for file in files if file["kind"] in ("engines", "elsewhere"))
     refuse(files, groups)
     pictures = {root / "benchmarks" / "plots" / f"{g.slug}.png": plot_rates(g) for g in groups if not g.study}
+    for group in (group for group in groups if not group.study):
+        pictures[root / "benchmarks" / "plots" / f"{group.slug}-roof.png"] = draw_roofline(group)
     bodies = engine_tables(groups) | {"soak": soak_table([f for f in files if f["kind"] == "soak"])}
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
@@ -111,9 +114,9 @@ def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
 
 
 def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
-    """The overview: one table per machine and model, and its picture."""
-    lines = []
-    for group in (group for group in groups if not group.study):
+    """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
+    lines, shown = [], [group for group in groups if not group.study]
+    for group in shown if readme.parent.name == "benchmarks" else shown[:1]:
         lines += [*tables.caption(group), *tables.front_table(group, "zh" if "zh" in readme.name else "en"), ""]
         for path in (path for path in pictures if path.stem == group.slug):
             link = Path(os.path.relpath(path, readme.parent)).as_posix()

@@ -225,7 +225,8 @@ def caption(group: Group, full: bool = False) -> list[str]:
             f"{number(top['matmul_operations_per_s'] / 1e12)} TFLOP/s."
         )
     if group.problem:
-        text = f"To be measured again: commits are mixed, or rows have fewer than {LEAST_REPEATS} repeats. {text}"
+        why = f"commits are mixed, the work has changed since, or rows have fewer than {LEAST_REPEATS} repeats"
+        text = f"To be measured again: {why}. {text}"
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", text, ""]
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_known_to_need_measuring_again_is_shown_and_marked(
     monkeypatch.setattr(report, "TO_MEASURE_AGAIN", frozenset({"cpu-tutor.json"}))
     results.write(payload(repeats=range(1)), tree / "benchmarks" / "results" / "cpu-tutor.json")
     write_report(tree)
-    assert "To be measured again: commits are mixed, or" in (tree / "README.md").read_text()
+    assert "To be measured again: commits are mixed, the work has changed since, or" in (tree / "README.md").read_text()
     assert "to be measured again: cpu-tutor.json" in capsys.readouterr().err
 
 
