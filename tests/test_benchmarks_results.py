@@ -118,7 +118,8 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     assert write_report(tree, check=True) == [tree / "README.md", tree / "benchmarks" / "README.md",
                                               tree / "stage_b_decode_step" / "README.md"]  # fmt: skip
     assert not (tree / "benchmarks" / "plots").exists(), "a check changed something"
-    assert len(write_report(tree)) == 4
+    assert len(write_report(tree)) == 5
+    assert (tree / "benchmarks" / "plots" / "cpu-tutor-test-cpu-roof.png").is_file()
     text = (tree / "README.md").read_text()
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on Test CPU\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
