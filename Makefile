@@ -96,7 +96,7 @@ doctor: $(READY) ## say what this machine has, what each stage will use on it, a
 serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS=; ENGINE=module:LLM for another engine)
 	@$(PY) -c "import starlette, uvicorn" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[serve],the web server),\
 	  { echo "the web server is missing: pip install starlette uvicorn httptools" >&2; exit 1; })
-	@exec $(RUN) -m beyond.serving $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
+	@exec env $(RUN) -m beyond.serving $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says at its start how long it takes

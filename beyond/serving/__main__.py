@@ -61,9 +61,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
 
 async def _serve(options: argparse.Namespace, engine_options: dict[str, object]) -> None:
     from beyond.serving.server import serve  # here: `--help` need not wait for PyTorch
+    from stage_e_batching.llm import LLM as ContinuousLLM
 
     module, _, name = (options.engine or STAGES[options.stage]).partition(":")
     llm = getattr(importlib.import_module(module), name or "LLM")(**engine_options)
+    if not isinstance(llm, ContinuousLLM):
+        raise ValueError(f"{module} works on one batch until it is done; serve stage E, F or an engine built on them")
     served = llm.source.name
 
     def tell(server: Server, port: int) -> None:

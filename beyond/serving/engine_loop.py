@@ -62,7 +62,7 @@ class EngineLoop:
         self._mailbox = engine.new_mailbox()
         self._calls: dict[int, Call] = {}  # by request id
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._single_steps = 0  # steps to run although paused
+        self._single_step = False  # run one step although paused
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class EngineLoop:
 
     def single_step(self) -> None:
         """Run one step although paused."""
-        self._inbox.put(partial(setattr, self, "_single_steps", 1))
+        self._inbox.put(partial(setattr, self, "_single_step", True))
 
     def close(self) -> None:
         """End the thread after its current step; what has not ended is told that it will not."""
@@ -109,15 +109,16 @@ class EngineLoop:
 
     @property
     def _may_step(self) -> bool:
-        return bool(self._calls) and (not self.paused or self._single_steps > 0)
+        return bool(self._calls) and (not self.paused or self._single_step)
 
     def _step(self) -> None:
-        self._single_steps = 0
+        steps = self._engine.counters.num_steps
         try:
-            self._engine.advance(self._mailbox)
+            self._engine.advance(self._mailbox)  # or wait for another thread's step
+            self._single_step = self._single_step and self._engine.counters.num_steps == steps
             self.failure = None
         except Exception as error:  # of the device: what a request raises ends that request alone, inside the engine
-            self.failure = error
+            self.failure, self._single_step = error, False
             self._hand_out(self._mailbox.take())
             self._fail_all(error)
         self._hand_out(self._mailbox.take())

@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
             if not await self._llm.drain(self._deadline):
                 print(f"[serving] {self._llm.num_unfinished} answers took more than {self._deadline:g} s", flush=True)
         finally:
-            await self._llm.close()  # what is left is told so
+            self._llm.engine_loop.close()  # what is left is told so
             self.should_exit = True
 
 

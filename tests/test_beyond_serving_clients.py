@@ -1,0 +1,161 @@
+"""Clients that know nothing of this project: the `openai` package, LangChain, curl, and a shell that sends a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the client: pip install openai")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import assert_idle, running  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+KEY = "sk-a-key-for-tests"
+QUESTION = "What is a KV cache?"
+CHAT = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=8, num_kvcache_blocks=256)
+    yield llm
+    assert_idle(llm)
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def answer(llm) -> str:
+    return llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24), False)[0]["text"]
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm, api_key=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_openai_asks_and_streams(client, answer):
+    ask = {"model": "tutor", "messages": CHAT, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(**ask)
+    assert whole.choices[0].message.content == answer and whole.usage.completion_tokens == 24
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == answer
+    assert len(chunks) == 25 and chunks[-1].usage == whole.usage
+    assert [model.id for model in client.models.list()] == ["tutor"]
+    extra = client.completions.create(
+        model="tutor", prompt=[1, 2, 3], max_tokens=2, logprobs=1, extra_body={"top_k": 1, "ignore_eos": True}
+    )
+    assert extra.usage.completion_tokens == 2 and len(extra.choices[0].logprobs.tokens) == 2
+
+
+def test_openai_from_asyncio(server, answer):
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
+            return await asyncio.gather(*(stream(client) for _ in range(6)))
+
+    async def stream(client) -> str:
+        chunks = await client.chat.completions.create(
+            model="tutor", messages=CHAT, temperature=0, max_tokens=24, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content async for chunk in chunks])
+
+    assert asyncio.run(ask()) == [answer] * 6
+
+
+def test_openai_raises_its_own_errors(server, client, monkeypatch):
+    with pytest.raises(openai.BadRequestError, match="temperature") as bad:
+        client.completions.create(model="tutor", prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="'tools' is not supported"):
+        client.chat.completions.create(model="tutor", messages=CHAT, tools=[{"type": "function", "function": {}}])
+    with pytest.raises(openai.NotFoundError, match="'tutor'"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
+    monkeypatch.setattr(server.llm, "max_unfinished", 1)
+    monkeypatch.setattr(server.llm, "num_unfinished", 1)
+    with pytest.raises(openai.RateLimitError, match="retry later"):
+        client.completions.create(model="tutor", prompt="x")
+
+
+def test_langchain_asks_and_streams(server, answer, monkeypatch):
+    langchain = pytest.importorskip("langchain_openai", reason="the client: pip install langchain-openai")
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+    options = {"base_url": f"{server.url}/v1", "api_key": KEY, "model": "tutor", "temperature": 0, "max_tokens": 24}
+    chat = langchain.ChatOpenAI(**options)
+    assert chat.invoke(QUESTION).content == answer
+    assert "".join(piece.content for piece in chat.stream(QUESTION)) == answer
+    assert [reply.content for reply in chat.batch([QUESTION, QUESTION])] == [answer, answer]
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    assert langchain.OpenAI(**options).invoke(prompt)  # the class for completions
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_streams(server, answer):
+    body = json.dumps({"messages": CHAT, "temperature": 0, "max_tokens": 24, "stream": True})
+    command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    denied = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(denied)["error"]["code"] == "invalid_api_key"
+    command += ["-H", f"Authorization: Bearer {KEY}"]
+    *messages, done, _ = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
+    assert done == "data: [DONE]"
+    messages = [json.loads(message.removeprefix("data: ")) for message in messages]
+    assert "".join(message["choices"][0]["delta"]["content"] for message in messages) == answer
+
+
+def test_the_command_serves_until_a_signal_and_finishes_what_runs():
+    command = [sys.executable, "-m", "beyond.serving", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "256"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = []
+            while not lines or "/v1" not in lines[-1]:
+                lines.append(process.stdout.readline())
+                assert lines[-1], "the server ended"
+            url = lines[-1].split()[-1]
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                ask = {"model": "tutor", "prompt": QUESTION, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+                chunks = client.completions.create(**ask, stream=True)
+                next(chunks)
+                process.send_signal(signal.SIGTERM)
+                assert len(list(chunks)) == 299
+            assert process.wait(60) == 0
+            assert "1 answers are running" in process.stdout.read()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine", "no_such_module:LLM"], "no_such_module"),
+        (["--engine", "stage_e_batching:NoSuch"], "NoSuch"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--engine", "stage_d_paged:LLM"], "stage_d_paged"),
+    ],
+)
+def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
+    from beyond.serving.__main__ import main
+
+    assert main(["--port", "0", "--device", "cpu", *options]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("error: ") and said in told

@@ -1,0 +1,279 @@
+"""One engine behind many clients: those who leave, those who read slowly, those who are too many, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import assert_idle, running, wait_until  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+import stage_f_graph_tp  # noqa: E402
+from beyond.serving import AsyncLLM  # noqa: E402
+from beyond.serving.async_llm import QueueFull  # noqa: E402
+from beyond.serving.engine_loop import EngineClosed  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
+
+QUESTION = "What is a KV cache?"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+LONG = {"prompt": QUESTION, "temperature": 0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
+
+
+@pytest.fixture(scope="module", params=[stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
+def llm(request):
+    llm = request.param.LLM("tutor", **OPTIONS)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm, max_queue=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(llm):
+    yield
+    assert_idle(llm)
+
+
+def connect(server, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+def post_bytes(body: dict) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    return f"{head}\r\n\r\n".encode() + text
+
+
+# ---- clients that leave ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])
+def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, streams):
+    counters = llm.engine.counters
+    before = counters.num_generated_tokens
+    connection = connect(server)
+    connection.sendall(post_bytes(LONG | {"stream": streams, "n": 2}))
+    wait_until(lambda: counters.num_generated_tokens > before + 6)
+    server.llm.engine_loop.pause()
+    wait_until(lambda: server.llm.engine_loop.paused)
+    assert llm.engine.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
+    steps = counters.num_steps
+    connection.close()
+    try:
+        wait_until(lambda: llm.engine.stats()["num_used_blocks"] == 0)
+    finally:
+        server.llm.engine_loop.resume()
+    assert counters.num_steps <= steps + 2 and server.llm.num_unfinished == 0
+
+
+def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
+    loop, counters = server.llm.engine_loop, llm.engine.counters
+    loop.pause()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 3})
+        wait_until(lambda: llm.engine.has_unfinished())
+        steps = counters.num_steps
+        for i in range(3):
+            assert not answer.done()
+            loop.single_step()
+            wait_until(lambda i=i: counters.num_steps > steps + i)
+        loop.resume()
+        assert answer.result(60).status_code == 200
+
+
+def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
+    chance = random.Random(0)
+    request = post_bytes({"prompt": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True})
+    whole = post_bytes({"prompt": QUESTION, "max_tokens": 8})
+
+    def drop(i: int) -> None:
+        with suppress(OSError), connect(server) as connection:
+            data = request if i % 2 else whole
+            connection.sendall(data[: chance.choice([0, 20, len(data) - 3, len(data), len(data), len(data)])])
+            connection.settimeout(chance.choice([0.001, 0.01, 0.03]))
+            connection.recv(chance.choice([1, 200, 2000]))
+            if i % 3 == 0:  # an abrupt end: the kernel sends a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    aborted = server.llm.metrics.num_ended["abort"]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(drop, range(1000)))
+    wait_until(lambda: server.llm.num_unfinished == 0)
+    assert server.llm.metrics.num_ended["abort"] > aborted + 100  # many had reached the engine
+    assert_idle(llm)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}).status_code == 200
+
+
+# ---- clients that read slowly, fail, or are too many ----------------------------------------------------------------
+
+
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(server, llm, client):
+    connection = connect(server, receive_buffer=4096)
+    connection.sendall(post_bytes(LONG | {"max_tokens": 600, "logprobs": 20}))  # more than the buffers on the way hold
+    for _ in range(3):
+        assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 4}).status_code == 200
+    wait_until(lambda: not llm.engine.has_unfinished())  # it has its answer computed, and its blocks given back
+    received = b""
+    while b"data: [DONE]\n\n" not in received:
+        received += connection.recv(1 << 16)
+    connection.close()
+    assert len(received) > 500_000 and received.count(b"data: {") == 600
+
+
+def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back(server, llm, client):
+    loop = server.llm.engine_loop
+    loop.pause()
+    wait_until(lambda: loop.paused)
+    ask = {"prompt": QUESTION, "max_tokens": 2, "n": 4}
+    with ThreadPoolExecutor(2) as pool:
+        accepted = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60) for _ in range(2)]
+        wait_until(lambda: server.llm.num_unfinished == 8)
+        refused = client.post("/v1/completions", json=ask | {"n": 1})
+        loop.resume()
+        assert [answer.result(60).status_code for answer in accepted] == [200, 200]
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert client.post("/v1/completions", json=ask | {"n": 1}).status_code == 200
+    assert client.post("/v1/completions", json=ask | {"n": 9}).status_code == 400  # will never fit
+
+
+def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch):
+    name = "launch" if hasattr(llm.runner, "launch") else "run"
+    works, left = getattr(llm.runner, name), [3, 1]  # steps until it fails, and times
+
+    def fails(step):
+        left[0] -= 1
+        if left[0] < 0 and left[1]:
+            left[1] -= 1
+            raise RuntimeError("the device is on fire: secret detail")
+        return works(step)
+
+    monkeypatch.setattr(llm.runner, name, fails)
+    response = client.post("/v1/completions", json=LONG)
+    *tokens, error, done, _ = response.text.split("\n\n")
+    assert tokens and done == "data: [DONE]"
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert told["type"] == "server_error" and "secret" not in told["message"]
+    assert client.get("/health").status_code == 503
+    assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 2}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm):
+    [expected] = llm.generate([QUESTION], GREEDY, False)
+    ask = {"prompt": QUESTION, "temperature": 0, "max_tokens": 12}
+
+    def over_http(_: int) -> str:
+        return httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(8) as pool:
+        http = pool.map(over_http, range(6))
+        threads = pool.map(lambda _: llm.generate([QUESTION], GREEDY, False)[0]["text"], range(6))
+        assert {*http, *threads} == {expected["text"]}
+
+
+# ---- asyncio --------------------------------------------------------------------------------------------------------
+
+
+def test_asyncio_generates_streams_cancels_and_is_refused(llm):
+    expected = llm.generate([QUESTION, "Why?"], GREEDY, False)
+    endless = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+
+    async def use() -> None:
+        many = AsyncLLM(llm, max_queue=2)
+        outputs, pieces = await asyncio.gather(
+            many.generate([QUESTION, "Why?"], GREEDY), joined(many.stream(QUESTION, GREEDY))
+        )
+        assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+        assert pieces == expected[0]["text"]
+
+        cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
+        async with aclosing(many.stream(QUESTION, endless)) as stream:
+            assert await anext(stream)
+            with pytest.raises(QueueFull, match="at most 6"):
+                await many.generate([QUESTION] * 2)
+            with pytest.raises(ValueError, match="empty"):
+                await many.generate([""])
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
+
+        left = asyncio.create_task(many.generate([QUESTION], endless))
+        await asyncio.sleep(0.05)
+        assert not await many.drain(0.01)
+        await many.close()
+        with pytest.raises(EngineClosed):
+            await left
+        with pytest.raises(EngineClosed):
+            await many.generate([QUESTION])
+
+    asyncio.run(use())
+
+
+async def joined(pieces) -> str:
+    return "".join([piece async for piece in pieces])
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm):
+    with running(llm, deadline=30) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        first = threading.Event()
+
+        def read() -> list[str]:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"max_tokens": 200}) as response:
+                lines = []
+                for line in response.iter_lines():
+                    first.set()
+                    lines.append(line)
+                return [line for line in lines if line]
+
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(read)
+            assert first.wait(30)
+            server.server.handle_exit(15, None)
+            wait_until(lambda: server.llm.draining)
+            refused = client.post("/v1/completions", json={"prompt": QUESTION})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+            assert client.get("/health").status_code == 503
+            assert len(answer.result(60)) == 201
+        wait_until(lambda: not server.thread.is_alive())
+
+
+def test_what_takes_longer_than_the_deadline_is_told_so(llm):
+    with running(llm, deadline=0.05) as server, ThreadPoolExecutor(1) as pool:
+        ask = LONG | {"max_tokens": 4000}
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60)
+        wait_until(lambda: llm.engine.has_unfinished())
+        server.server.handle_exit(15, None)
+        *_, error, done, _ = answer.result(60).text.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert done == "data: [DONE]"
