@@ -145,7 +145,7 @@ def check_fields(body: object, known: set[str]) -> dict[str, object]:
         if name not in known and value not in ASKS_FOR_NOTHING.get(name, ()):
             raise RequestError(
                 f"{shown(name)} is not supported here; supported: {', '.join(sorted(known))}",
-                param=name[:80],
+                param=shown(name)[1:-1],  # it may hold what no UTF-8 can
                 code="unsupported_parameter",
             )
     return fields
