@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,10 @@ from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
+
+if TYPE_CHECKING:
+    from stage_f_graph_tp.rank_runner import Job
+    from stage_f_graph_tp.tensor_parallel import Build
 
 
 class LLM(stage_e.LLM):
@@ -73,10 +78,15 @@ class LLM(stage_e.LLM):
         return runtime, GraphModelRunner(runtime, kv_cache, self.options)
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        from stage_f_graph_tp.rank_runner import Job, build_ranks  # here: one rank needs no torch.distributed
+        from stage_f_graph_tp.rank_runner import Job, build_worker  # here: one rank needs no torch.distributed
 
         job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
-        runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config))
+        return self._start_ranks(job, build_worker)
+
+    def _start_ranks(self, job: Job, build_worker: Build) -> tuple[Runtime, GraphModelRunner]:
+        from stage_f_graph_tp.rank_runner import build_ranks
+
+        runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker)
         self.device = runtime.device
         # Called by close(), and also when the engine is dropped or the program ends without it.
         self._end_workers = weakref.finalize(self, runner.workers.close)

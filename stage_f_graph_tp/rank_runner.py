@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
 from stage_f_graph_tp.tensor_parallel import (
+    Build,
     RankGroup,
     Rendezvous,
     Workers,
@@ -53,6 +55,7 @@ class Job:
     dtype: str
     seed: int
     options: dict[str, object]
+    options_class: ClassVar[type[GraphOptions]] = GraphOptions
 
     @classmethod
     def of(cls, model: str, device: torch.device, dtype: torch.dtype, seed: int, options: GraphOptions) -> Job:
@@ -62,16 +65,32 @@ class Job:
         """As rank 0's first message."""
         return json.dumps(asdict(self)).encode()
 
+    def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
+        """Load one rank's share of the model."""
+        build = partial(build_sharded_model, group=group)
+        patch = partial(choose_layers, fused=options.fused)
+        return load_runtime(resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, patch)
 
-def build_ranks(job: Job, config: ModelConfig) -> tuple[Runtime, RankRunner]:
+
+def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Build a worker's share of the engine; returns what executes rank 0's commands."""
+    return build_rank(Job(**json.loads(message)), rendezvous)[1].execute_command
+
+
+def build_ranks(job: Job, config: ModelConfig, build_worker: Build = build_worker) -> tuple[Runtime, RankRunner]:
     """Build the engine's model and runner on all ranks. Returns on rank 0 only; the others execute its commands.
+
+    Args:
+        job: what every rank builds.
+        config: the whole model's shape.
+        build_worker: a function of a module, which a worker calls with the encoded job.
 
     Raises:
         ValueError: see `start_ranks`.
         WorkerError: a worker failed while starting.
     """
-    options = GraphOptions(**job.options)
-    rendezvous, workers = start_ranks(config, options.tensor_parallel_size, torch.device(job.device), build_worker)
+    size = job.options["tensor_parallel_size"]
+    rendezvous, workers = start_ranks(config, size, torch.device(job.device), build_worker)
     try:
         workers.send(job.encode())
         return build_rank(job, rendezvous, workers)
@@ -84,22 +103,14 @@ def build_ranks(job: Job, config: ModelConfig) -> tuple[Runtime, RankRunner]:
         raise
 
 
-def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Build a worker's share of the engine; returns what executes rank 0's commands."""
-    return build_rank(Job(**json.loads(message)), rendezvous)[1].execute_command
-
-
 def build_rank(job: Job, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
     """Load one rank's share. The KV pool has the number of blocks that every rank has room for."""
-    options = GraphOptions(**job.options)
+    options = job.options_class(**job.options)
     device = rendezvous.device(torch.device(job.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = RankGroup(rendezvous, device, workers)
-    build = partial(build_sharded_model, group=group)
-    dtype = getattr(torch, job.dtype)
-    patch = partial(choose_layers, fused=options.fused)
-    runtime = load_runtime(resolve(job.model), options, device, dtype, job.seed, build, patch)
+    runtime = job.load(options, device, group)
     group.gather("loaded")  # a collective may only be entered when every rank will enter it
     group.connect()
     num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))

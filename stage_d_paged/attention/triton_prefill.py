@@ -43,7 +43,7 @@ def choose_prefill_config(element_size: int, hopper: bool) -> PrefillConfig:
 
 
 @triton.jit
-def _find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
+def find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
     """Find the last sequence whose first tile is at or before `tile`."""
     low = 0
     high = num_seqs
@@ -128,7 +128,7 @@ def _prefill_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     # The last tiles of a sequence have the most keys. They start first, so that short ones fill the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
-    seq = _find_sequence(tile, cu_seqlens_q, num_seqs, TILE)
+    seq = find_sequence(tile, cu_seqlens_q, num_seqs, TILE)
     seq_start = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     tile_start = (tile - seq_start // TILE - seq) * TILE

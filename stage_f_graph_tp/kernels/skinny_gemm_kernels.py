@@ -23,7 +23,7 @@ def _weight_tile(weight, row, row_inside, column, SIZE: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
-def _token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
+def token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
     """Load `x[token, column]`."""
     address = x + token[:, None] * x_stride + column[None, :]
     if EVEN:
@@ -32,7 +32,7 @@ def _token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EV
 
 
 @triton.jit
-def _row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
+def row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
     """Compute the second half of the norm: `1 / sqrt(mean(x²) + eps)` of each token."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & token_inside[None, :]
@@ -57,7 +57,7 @@ def _paired_products(
     for start in range(0, SIZE, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         w = _weight_tile(weight, row, row_inside, column, SIZE, EVEN)  # [2 BLOCK_N, BLOCK_K]
-        values = _token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)  # [BLOCK_M, BLOCK_K]
+        values = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)  # [BLOCK_M, BLOCK_K]
         acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
     return tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
 
@@ -106,7 +106,7 @@ def qkv_rotate_kernel(
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     y1, y2 = _paired_products(
         x, x_stride, token, token_inside, weight, head * (2 * HALF) + first_pair, HALF - first_pair, HALF,
         SIZE, SIZE % BLOCK_K == 0 and HALF % PAIRS == 0, BLOCK_M, PAIRS, BLOCK_K, PRECISION,
@@ -153,7 +153,7 @@ def gate_up_silu_kernel(
     row = first + tl.arange(0, BLOCK_N)
     start_next(PDL)
     wait_for_previous(PDL)
-    scale = _row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     gate, up = _paired_products(
         x, x_stride, token, token_inside, weight, first, INTERMEDIATE - first, INTERMEDIATE,
         SIZE, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
@@ -189,7 +189,7 @@ def product_add_kernel(
     for step in range(steps):
         column = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         w = _weight_tile(weight, row, row_inside, column, SIZE, even)  # [BLOCK_N, BLOCK_K]
-        values = _token_tile(x, x_stride, token, token_inside, column, SIZE, even)
+        values = token_tile(x, x_stride, token, token_inside, column, SIZE, even)
         acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     last = True

@@ -16,6 +16,7 @@ from stage_f_graph_tp.tensor_parallel.worker_loop import run_torchrun_worker
 from stage_f_graph_tp.tensor_parallel.workers import Build, WorkerError, Workers, interrupts_held
 
 __all__ = [
+    "Build",
     "RankGroup",
     "Rendezvous",
     "WorkerError",

@@ -1,0 +1,41 @@
+"""Attention over an 8-bit cache in plain PyTorch: dequantise the blocks in use, then stage D's reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from beyond.quantization.formats import Quantized, quantize_rows
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.attention.reference import ReferenceAttention
+
+
+class QuantizedReferenceAttention(ReferenceAttention):
+    """Any device, any floating dtype, any head size; the definition that the kernels are tested against."""
+
+    def store(self, key: Tensor, value: Tensor, k_cache: Quantized, v_cache: Quantized, slot_mapping: Tensor) -> None:
+        """Quantise each head of each token and write it, with its scale, into its slot; slot -1 writes nothing."""
+        written = slot_mapping >= 0
+        slots = slot_mapping[written]
+        block_size = k_cache.values.shape[1]
+        for rows, cache in (key, k_cache), (value, v_cache):
+            values, scales = quantize_rows(rows[written], cache.values.dtype)  # [tokens, kv_heads, …]
+            # As bytes: PyTorch copies rows of 8-bit floats by index on no CPU.
+            cache.values.view(torch.int8).flatten(0, 1).index_copy_(0, slots, values.view(torch.int8))
+            cache.scales[slots // block_size, :, slots % block_size] = scales
+
+    def attend(
+        self, query: Tensor, k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Stage D's attention on a small pool: the blocks of this batch alone, in the model's dtype."""
+        used, tables = metadata.block_tables.clamp(min=0).unique(return_inverse=True)
+        keys, values = (_dequantize(cache, used, query.dtype) for cache in (k_cache, v_cache))
+        return super().attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale)
+
+
+def _dequantize(cache: Quantized, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some blocks in the model's dtype: `[len(blocks), block_size, kv_heads, head_dim]`."""
+    values = cache.values.view(torch.int8).index_select(0, blocks).view(cache.values.dtype)
+    return (values.float() * cache.scales[blocks].transpose(1, 2)[..., None]).to(dtype)

@@ -1,0 +1,134 @@
+"""Triton kernel for decode over an 8-bit cache: stage D's, with half the bytes to read.
+
+The scales never touch a tile. A key's scale multiplies its *score*, a value's scale multiplies its *weight*:
+
+    q · (s k) = s (q · k)            sum_i p_i (s_i v_i) = sum_i (p_i s_i) v_i
+
+so a tile of 64 keys of 128 numbers takes 64 multiplications, not 8192. The 8-bit values are exact in bfloat16 (and in
+float16), so that the tensor cores multiply what is stored; the sums are float32.
+
+Block table, splits and combine are stage D's functions, and the launch is stage F's (PDL).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from beyond.quantization.formats import Quantized
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
+from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, write_result
+from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
+
+
+@triton.jit
+def quantized_online_softmax(
+    q, k_values, v_values, k_scales, v_scales, table, block, first, step, context_len, kv_head, slot_stride, scale_log2,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
+
+    `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile. Returns (values [GROUP_PAD, HEAD_PAD], log2 of
+    the sum of all weights [GROUP_PAD]); without any key these are zeros and -inf.
+    """
+    key = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, HEAD_PAD)[None, :]
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for start in range(first, context_len, step):
+        valid = start + key < context_len
+        inside = valid[:, None] & (column < HEAD_DIM)
+        slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
+        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        block = look_up(table, start + step, context_len, BLOCK_SIZE, BLOCK_N)
+        offset = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column
+        scale_offset = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        k = tl.load(k_values + offset, mask=inside, other=0.0)  # [BLOCK_N, HEAD_PAD], 8 bits
+        v = tl.load(v_values + offset, mask=inside, other=0.0)
+        k_scale = tl.load(k_scales + scale_offset, mask=valid, other=0.0)  # [BLOCK_N]
+        v_scale = tl.load(v_scales + scale_offset, mask=valid, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [GROUP_PAD, BLOCK_N]
+        scores = tl.where(valid[None, :], scores * (k_scale * scale_log2)[None, :], float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        p = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        weighted = (p * v_scale[None, :]).to(q.dtype)
+        acc = tl.dot(weighted, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
+    total = tl.where(total == 0.0, 1.0, total)  # without any key
+    return acc / total[:, None], highest + tl.log2(total)
+
+
+# Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
+@triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
+def quantized_decode_kernel(
+    out, query, k_values, v_values, k_scales, v_scales, block_tables, context_lens, cu_seqlens_q, partial_out,
+    partial_lse, arrival_counters, scale_log2, query_stride, slot_stride, table_width, num_splits, split_keys,
+    MIXED: tl.constexpr,  # the batch also has sequences of several queries, which the prefill kernel serves
+    PDL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the scales."""
+    start_next(PDL)
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(0) // KV_HEADS % num_splits
+    seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
+    token = seq
+    if MIXED:
+        token = tl.load(cu_seqlens_q + seq).to(tl.int64)
+        if tl.load(cu_seqlens_q + seq + 1) - token != 1:
+            return
+    row = tl.arange(0, GROUP_PAD)[:, None]
+    column = tl.arange(0, HEAD_PAD)[None, :]
+    head = kv_head * GROUP  # the first query head of the group
+    table = block_tables + seq * table_width
+    context_len = tl.load(context_lens + seq)
+    block = look_up(table, split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
+    if split >= splits:
+        return  # without a wait: the first split of each sequence waits
+    wait_for_previous(PDL)
+    query_offset = token * query_stride + (head + row) * HEAD_DIM + column
+    q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
+    acc, lse = quantized_online_softmax(
+        q, k_values, v_values, k_scales, v_scales, table, block, split * BLOCK_N, splits * BLOCK_N, context_len,
+        kv_head, slot_stride, scale_log2, KV_HEADS, HEAD_DIM, HEAD_PAD, GROUP_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    heads: tl.constexpr = KV_HEADS * GROUP
+    write_result(
+        acc, lse, out + (token * heads + head) * HEAD_DIM, partial_out, partial_lse,
+        arrival_counters + seq * KV_HEADS + kv_head, seq * heads + head, split, splits, num_splits,
+        GROUP, GROUP_PAD, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
+    )  # fmt: skip
+
+
+def decode(
+    query: Tensor,  # [tokens, heads, head_dim]
+    k_cache: Quantized,
+    v_cache: Quantized,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,  # [tokens, heads, head_dim], contiguous
+    arrival_counters: Tensor,  # int32 [seqs * kv_heads] at least, zeros; left as zeros
+    sm_count: int,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
+    tables, lengths, values = metadata.block_tables, metadata.context_lens, k_cache.values
+    plan = plan_decode(
+        len(lengths), metadata.max_context_len, query.shape[1], *values.shape[1:], query.dtype, sm_count, config
+    )
+    partial_out, partial_lse = plan.make_partials(query.device)
+    mixed = metadata.max_query_len > 1
+    quantized_decode_kernel[plan.programs,](
+        out, query, values, v_cache.values, k_cache.scales, v_cache.scales, tables, lengths, metadata.cu_seqlens_q,
+        partial_out, partial_lse, arrival_counters, scale * LOG2_E, query.stride(0), values.stride(1), tables.stride(0),
+        plan.num_splits, plan.split_keys, MIXED=mixed, **plan.constants,
+        **({"PDL": False} if mixed else pdl_settings(query.device)),  # in a mixed batch it may be that no program waits
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Two 8-bit formats, and how numbers get into them and out.
+
+Both are symmetric: a run of numbers shares one scale, and a number is stored as the 8-bit value nearest to
+`number / scale`, with `scale = max |number| / largest value of the format`.
+
+    int8   255 evenly spaced values -127 … 127. The error of a number is at most scale / 2, whatever its size, so one
+           outlier makes all of its run coarse.
+    fp8    e4m3: sign, 4 bits of exponent, 3 of mantissa, up to 448 (Micikevicius et al. 2022, arXiv:2209.05433). The
+           error is at most 1/16 of the number; numbers below scale / 64 lose that too.
+
+A weight's run is a row of the matrix (an output feature), or 128 numbers of a row; a key's or value's is a head of one
+token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+class Quantized(NamedTuple):
+    """Numbers in 8 bits with their scales.
+
+    A weight: values `[rows, columns]`, scales `[rows, 1]` or `[rows, ceil(columns / group)]`. Keys or values of a
+    layer: values `[blocks, block_size, kv_heads, head_dim]`, scales `[blocks, kv_heads, block_size]`.
+    """
+
+    values: Tensor  # int8 or float8_e4m3fn
+    scales: Tensor  # float32
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise every row of `x [..., n]` with a scale of its own.
+
+    Returns:
+        Values `[..., n]` in `dtype` and float32 scales `[...]`. A row of zeros has the scale 1.
+    """
+    x = x.float()
+    scales = x.abs().amax(-1) / LARGEST[dtype]
+    scales = torch.where(scales == 0, 1.0, scales)
+    scaled = x / scales[..., None]
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def quantize_matrix(weight: Tensor, dtype: torch.dtype, group_size: int | None = None) -> Quantized:
+    """Quantise `[rows, columns]` with a scale per row, or per row and `group_size` columns (the last may be fewer)."""
+    if group_size is None:
+        values, scales = quantize_rows(weight, dtype)
+        return Quantized(values, scales[:, None])
+    groups = [quantize_rows(part, dtype) for part in weight.split(group_size, dim=1)]
+    values, scales = zip(*groups, strict=True)
+    return Quantized(torch.cat(values, 1), torch.stack(scales, 1))
+
+
+def dequantize_matrix(weight: Quantized, dtype: torch.dtype, group_size: int | None = None) -> Tensor:
+    """Compute `value * scale` in float32, rounded to `dtype`: `[rows, columns]`."""
+    values, scales = weight
+    if group_size is not None:
+        scales = scales.repeat_interleave(group_size, 1)[:, : values.shape[1]]
+    return (values.float() * scales).to(dtype)
+
+
+def error_bound(weight: Quantized) -> Tensor:
+    """The most that a quantised number can differ from the original, per scale: float32, the shape of `scales`."""
+    values, scales = weight
+    if values.dtype == torch.int8:
+        return scales / 2
+    return scales * LARGEST[values.dtype] / 16

@@ -1,0 +1,52 @@
+"""Stage F's engine with fewer bytes to read: 8-bit weights, an 8-bit KV cache, or both.
+
+    from beyond.quantization import LLM
+
+    llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", quantization="int8", kv_cache_dtype="int8")
+
+The scheduler, the prefix cache, the graphs and the ranks are stage F's. What is exchanged is the model's matrices while
+they are loaded (`layers.py`), the pool (`kv_cache.py`), and the kernels that read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.runtime import load_quantized_runtime
+from stage_d_paged.runtime import Runtime, choose_num_blocks
+from stage_f_graph_tp import llm as stage_f
+from stage_f_graph_tp.model_runner import GraphModelRunner
+
+
+class LLM(stage_f.LLM):
+    """Stage F's engine in 8 bits.
+
+    Args:
+        model, device, dtype, seed: as in stage A.
+        options: those of `QuantizationOptions`, by name.
+
+    Raises:
+        ModelError, TypeError, ValueError, MemoryError, OSError, WorkerError: as in stage F.
+        ValueError: a format that is not supported, or a combination that is not.
+    """
+
+    options_class = QuantizationOptions
+
+    def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+        options = self.options
+        if options.tensor_parallel_size > 1:
+            return self._build_ranks(seed)
+        runtime = load_quantized_runtime(self.source, options, self.device, self.dtype, seed)
+        kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
+        if options.uses_eight_bits and options.fused and self.device.type == "cuda":
+            note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
+            runtime = replace(runtime, notes=(*runtime.notes, note))
+            options = replace(options, fused=False)  # to the runner, `fused` means the megakernel; the layers are there
+        return runtime, GraphModelRunner(runtime, kv_cache, options)
+
+    def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+        from beyond.quantization.ranks import QuantizedJob, build_quantized_worker  # here: as in stage F
+
+        job = QuantizedJob.of(self.source.name, self.device, self.dtype, seed, self.options)
+        return self._start_ranks(job, build_quantized_worker)

@@ -1,0 +1,207 @@
+"""Matrix products with 8-bit weights on a GPU, in Triton.
+
+    few tokens    product · gate_up_silu · product_add: stage F's skinny GEMMs, reading half the bytes
+    more tokens   product with larger tiles
+    many tokens   dequantise the matrix into scratch memory, then the library's product
+
+A decode step's products cost what reading the weights costs, so half the bytes are nearly half the time. With many
+tokens the arithmetic is the cost, which stays the same: the weights are multiplied in the model's dtype. There the
+library's product is the fastest, and writing the matrix once more is a small part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from beyond.quantization.formats import Quantized
+from beyond.quantization.options import GROUP_SIZE
+from beyond.quantization.product_kernels import (
+    dequantize_kernel,
+    gate_up_silu_kernel,
+    product_add_kernel,
+    product_kernel,
+)
+from stage_f_graph_tp.kernels.pdl import pdl_settings
+from stage_f_graph_tp.kernels.skinny_gemm import Stream
+
+PRODUCT_MAX_TOKENS = 512  # above, dequantise and let the library multiply
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut into programs.
+
+    Attributes:
+        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
+        columns: of a tile; with a scale per group, the group's.
+        warps, stages: of a program; stages are tiles whose loads are in flight together.
+        splits: split-K, parts that the weight's columns are cut into, where a product can (`product_add`).
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+def product(x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+    """Compute `x Wᵀ (+ b)`: `[tokens, in_features]` -> `[tokens, out_features]`."""
+    if x.shape[0] > PRODUCT_MAX_TOKENS:
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+    return _product(x, None, 0.0, weight, bias, tiles)
+
+
+def normed_product(
+    stream: Stream, eps: float, weight: Quantized, bias: Tensor | None, tiles: Tiles | None = None
+) -> Tensor:
+    """Compute the product of the normalised rows, from the first half of their norm."""
+    return _product(stream.scaled, stream.squares, eps, weight, bias, tiles)
+
+
+def _product(
+    x: Tensor, squares: Tensor | None, eps: float, weight: Quantized, bias: Tensor | None, tiles: Tiles | None
+) -> Tensor:
+    tokens = x.shape[0]
+    rows, columns = weight.values.shape
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
+    block_m = _token_block(tokens)
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    parts = 1 if squares is None else len(squares)
+    product_kernel[_ceil_div(tokens, block_m), _ceil_div(rows, tiles.rows)](
+        x, x.stride(0), out if squares is None else squares, parts, tokens, eps, *weight, out if bias is None else bias,
+        out,
+        SIZE=columns, OUT_SIZE=rows, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts),
+        HAS_NORM=squares is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, **_settings(tiles, x),
+    )  # fmt: skip
+    return out
+
+
+def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | None = None) -> Tensor:
+    """Compute `silu(gate) * up` of the normalised rows; `weight` is `[2 * intermediate, hidden]`, gate rows first."""
+    x, tokens = stream.scaled, stream.x.shape[0]
+    intermediate, hidden = weight.values.shape[0] // 2, weight.values.shape[1]
+    tiles = tiles or choose_tiles(intermediate, hidden, tokens, x.element_size(), _group(weight), x.device, 2)
+    block_m, parts = _token_block(tokens), len(stream.squares)
+    out = torch.empty(tokens, intermediate, dtype=x.dtype, device=x.device)
+    gate_up_silu_kernel[_ceil_div(intermediate, tiles.rows), _ceil_div(tokens, block_m)](
+        x, x.stride(0), stream.squares, parts, tokens, eps, *weight, out,
+        SIZE=hidden, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts), INTERMEDIATE=intermediate,
+        BLOCK_M=block_m, **_settings(tiles, x),
+    )  # fmt: skip
+    return out
+
+
+def product_add(
+    x: Tensor, weight: Quantized, residual: Tensor, gain: Tensor | None, arrival_counters: Tensor,
+    tiles: Tiles | None = None,
+) -> Stream | Tensor:  # fmt: skip
+    """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
+
+    Args, result and errors are those of stage F's `product_add`; `weight` is `Quantized`.
+    """
+    tokens = x.shape[0]
+    rows, columns = weight.values.shape
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
+    block_m = _token_block(tokens)
+    blocks = _ceil_div(rows, tiles.rows), _ceil_div(tokens, block_m)
+    num_tiles = blocks[0] * blocks[1]
+    if tiles.splits > 1 and num_tiles > len(arrival_counters):
+        raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
+    num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m
+    length = num_squares + (num_partial if tiles.splits > 1 else 0)
+    space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
+    squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
+    scaled = residual if gain is None else torch.empty_like(residual)
+    product_add_kernel[*blocks, tiles.splits](
+        x, x.stride(0), tokens, *weight, residual, residual.stride(0), residual if gain is None else gain, scaled,
+        squares, partial, arrival_counters,
+        SIZE=columns, OUT_SIZE=rows, GROUP=_group(weight), SPLITS=tiles.splits, HAS_GAIN=gain is not None,
+        BLOCK_M=block_m, **_settings(tiles, x),
+    )  # fmt: skip
+    return residual if gain is None else Stream(residual, scaled, squares)
+
+
+def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Compute `value * scale` in float32, rounded to `dtype`: `[rows, columns]`."""
+    rows, columns = weight.values.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.values.device)
+    block = min(2048, triton.next_power_of_2(columns))
+    dequantize_kernel[rows, _ceil_div(columns, block)](
+        *weight, out, SIZE=columns, GROUP=_group(weight), BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _group(weight: Quantized) -> int:
+    """Columns that share a scale; 0 means all of a row."""
+    return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
+
+
+@lru_cache(maxsize=256)
+def choose_tiles(
+    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1
+) -> Tiles:
+    """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
+
+    Few tokens: low tiles, so that every multiprocessor has several programs, whose ends even out. Each program reads
+    all tokens, from the L2 cache; the more tokens, the higher the tile must be for that not to be the larger part.
+    Many tokens: square tiles, whose programs reuse what they read.
+    """
+    sm_count, shared_bytes = _chip(device)
+    block_m = _token_block(tokens)
+    if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
+        return Tiles(16, group or 128, 4, 2)
+    if block_m > 64:
+        return Tiles(128 // height, group or 64, 8, 4)
+    if block_m == 16:
+        low = 16 if height == 2 or _ceil_div(rows, 32) < 2 * sm_count else 32
+    else:
+        low = 64 // height if 2 * _ceil_div(rows, 64) >= sm_count else 32 // height
+    width = group or (256 if block_m == 16 else 128)
+    stage_bytes = (low * height + 2 * block_m) * width
+    stages = max(2, min(6, shared_bytes // 3 // stage_bytes))  # three programs share a multiprocessor's memory
+    return Tiles(low, width, 4, stages, _splits(_ceil_div(rows, low), columns // width, sm_count))
+
+
+def _splits(programs: int, steps: int, sm_count: int) -> int:
+    """Split-K of a product of this many tiles, each of this many steps: enough for all multiprocessors, 8 at most."""
+    splits = 1
+    while splits < 8 and programs * splits < sm_count and steps // splits >= 8:
+        splits *= 2
+    return splits
+
+
+def _settings(tiles: Tiles, x: Tensor) -> dict[str, object]:
+    """Launch settings of all kernels."""
+    return {
+        "BLOCK_N": tiles.rows,
+        "BLOCK_K": tiles.columns,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    } | pdl_settings(x.device)
+
+
+def _token_block(tokens: int) -> int:
+    """Tokens of a program's tile."""
+    return max(16, min(128, triton.next_power_of_2(tokens)))
+
+
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+@cache
+def _chip(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the bytes of shared memory of one."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor

@@ -1,0 +1,252 @@
+"""The kernels that read and write 8 bits, against their definitions: in Triton's interpreter and on a GPU.
+
+In the pool, the scale of every slot that no sequence owns is NaN, so a kernel that reads too much shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from beyond.quantization.attention.reference import QuantizedReferenceAttention
+from beyond.quantization.formats import FORMATS, Quantized, dequantize_matrix, quantize_matrix, quantize_rows
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.layers import rotate
+
+CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+EPS = 0.1  # large enough to be noticed
+PRODUCTS = [(1, 32, 48), (5, 200, 40), (67, 136, 20)]  # tokens, in features, out features
+REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864)]
+# query lengths, context lengths; heads, KV heads, head_dim
+BATCHES = {
+    "decode": ([1, 1, 1, 1], [1, 15, 16, 37]),
+    "decode with padding rows": ([1, 1, 1], [20, 0, 0]),
+    "prefill after a cached prefix": ([5, 16], [37, 64]),
+    "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
+    "no decode": ([5, 3], [9, 3]),
+}
+HEADS = [(4, 2, 16), (7, 1, 24)]
+REAL_BATCHES = {
+    "decode": ([1] * 32, [100 + 61 * i for i in range(32)]),
+    "one long decode": ([1], [5000]),
+    "prefill": ([300, 77], [300, 500]),
+    "mixed": ([200, 1, 1, 90], [333, 1000, 64, 90]),
+}
+REAL_HEADS = [(28, 4, 128), (14, 2, 64), (16, 8, 128)]
+
+
+def close(found, expected, dtype):
+    """Compare as a whole: single numbers of a rounded sum may be far off where they cancel."""
+    error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+def normed(x, gain):
+    return F.rms_norm(x.double(), gain.shape, gain.double(), EPS)
+
+
+def make_weight(rows, columns, name, group, device, dtype):
+    """A quantised matrix, and the numbers that it stands for."""
+    weight = quantize_matrix(torch.randn(rows, columns, device=device).to(dtype), FORMATS[name], group)
+    return weight, dequantize_matrix(weight, torch.float64, group)
+
+
+def check_products(tokens, in_features, out_features, name, group, device, dtype, splits=1):
+    """The four products of a layer, with random tokens and weights."""
+    from beyond.quantization import products
+    from stage_f_graph_tp.kernels.skinny_gemm import scale_rows
+
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, in_features + 3, device=device).to(dtype)[:, :in_features]
+    gain, bias = torch.rand(in_features, device=device).to(dtype), torch.randn(out_features, device=device).to(dtype)
+    weight, exact = make_weight(out_features, in_features, name, group, device, dtype)
+    close(products.product(x, weight, bias), x.double() @ exact.t() + bias.double(), dtype)
+    close(products.dequantize(weight, dtype), exact, dtype)
+
+    stream = scale_rows(x, gain)
+    found = products.normed_product(stream, EPS, weight, bias)
+    close(found, normed(x, gain) @ exact.t() + bias.double(), dtype)
+
+    pair, exact_pair = make_weight(2 * out_features, in_features, name, group, device, dtype)
+    gate, up = (normed(x, gain) @ exact_pair.t()).chunk(2, dim=-1)
+    close(products.gate_up_silu(stream, EPS, pair), F.silu(gate) * up, dtype)
+
+    residual = torch.randn(tokens, out_features + 1, device=device).to(dtype)[:, :out_features]
+    expected = residual.double() + x.double() @ exact.t()
+    counters = torch.zeros(4096, dtype=torch.int32, device=device)
+    next_gain = torch.rand(out_features, device=device).to(dtype)
+    tiles = None if splits == 1 else products.Tiles(16, group or 16, 4, 2, splits)
+    stream = products.product_add(x, weight, residual, next_gain, counters, tiles)
+    assert stream.x is residual and not counters.any(), "the counters must be left as they were"
+    close(residual, expected, dtype)
+    close(stream.scaled, residual.double() * next_gain.double(), dtype)
+    close(stream.squares.sum(0), residual.double().square().sum(1), dtype)
+
+
+def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_size, device, dtype):
+    """(query, k_cache, v_cache, metadata) with blocks in a shuffled order."""
+    torch.manual_seed(sum(context_lens))
+    needed = [-(-length // block_size) for length in context_lens]
+    order = torch.randperm(sum(needed)).int()
+    tables = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
+    owned = torch.zeros(sum(needed), block_size, dtype=torch.bool)
+    for s, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
+        tables[s, :count], order = order[:count], order[count:]
+        for i in range(count):
+            owned[tables[s, i], : length - i * block_size] = True
+    caches = []
+    for _ in "kv":
+        values, scales = quantize_rows(
+            torch.randn(sum(needed), block_size, kv_heads, head_dim) * torch.rand(block_size, kv_heads, 1) * 4,
+            FORMATS[name],
+        )
+        scales = scales.masked_fill(~owned[..., None], float("nan")).transpose(1, 2).contiguous()
+        caches.append(Quantized(values.to(device), scales.to(device)))
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        slot_mapping=torch.full((sum(query_lens),), -1, device=device),
+        block_tables=tables.to(device),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+    qkv = torch.randn(sum(query_lens), heads + 1, head_dim).to(device, dtype)
+    return qkv[:, 1:], *caches, metadata
+
+
+def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, dtype):
+    from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
+
+    query, k_cache, v_cache, metadata = make_batch(
+        *batch, heads, kv_heads, head_dim, name, block_size, device, dtype
+    )
+    expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
+    backend = QuantizedTritonAttention(device, dtype, head_dim)
+    found = backend.attend(query, k_cache, v_cache, metadata, 0.2)
+    assert found.shape == query.shape and found.dtype == dtype
+    close(found, expected, dtype)
+
+
+def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
+    """Both kernels that store write what the reference writes, into the slots of the mapping and no other."""
+    from beyond.quantization.attention import triton_store
+
+    torch.manual_seed(head_dim)
+    tokens, block_size = 5, 4
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+    qkv[1, heads] = 0.0  # a key of zeros
+    slots = torch.tensor([5, 7, 0, 11, -1], device=device)
+    positions = torch.randint(0, 9, (tokens,), device=device)
+    cos, sin = (torch.randn(9, 1, head_dim // 2, device=device).to(dtype).repeat(1, 2, 1) for _ in "cs")
+    weight = torch.rand(heads + kv_heads, head_dim, device=device).to(dtype)
+    pools = [
+        [
+            Quantized(
+                torch.full((3, block_size, kv_heads, head_dim), 7.0, device=device).to(FORMATS[name]),
+                torch.full((3, kv_heads, block_size), 7.0, device=device),
+            )
+            for _ in "kv"
+        ]
+        for _ in range(2)
+    ]
+    qk, value = qkv.float().split((heads + kv_heads, kv_heads), dim=1)
+    if heads:
+        if norm:
+            qk = F.rms_norm(qk, (head_dim,), None, EPS) * weight.float()
+        qk = rotate(qk, cos.float()[positions].unsqueeze(1), sin.float()[positions].unsqueeze(1))
+        head_norm = (weight, EPS) if norm else None
+        query = triton_store.rotate_and_store(qkv, heads, (cos, sin), positions, tuple(pools[0]), slots, head_norm)
+        close(query, qk[:, :heads], dtype)
+    else:
+        triton_store.store(qkv[:, :kv_heads], qkv[:, kv_heads:], *pools[0], slots)
+    QuantizedReferenceAttention(device).store(qk[:, heads:], value, *pools[1], slots)
+    for found, expected in zip(*pools, strict=True):
+        torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0)
+        assert found.values.dtype == FORMATS[name]
+        # A number that is almost halfway between two values may be rounded to either.
+        step = 1.0 if name == "int8" else 32.0
+        difference = (found.values.float() - expected.values.float()).abs()
+        assert difference.max() <= step and (difference > 0).float().mean() < 0.02
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_interpreted_products_are_the_definition(shape, group, name):
+    check_products(*shape, name, group, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("group", [None, 128])
+def test_interpreted_split_k_gives_the_same(group, splits):
+    check_products(5, 300, 40, "int8", group, CPU, F32, splits)
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_interpreted_attention_is_the_reference(batch, heads, name):
+    check_attention(batch, *heads, name, 16 if heads[2] == 16 else 32, CPU, F32)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "norm"), [(0, False), (4, False), (6, True)])
+def test_interpreted_store_is_the_reference(heads, norm):
+    """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""
+    check_store("int8", 2, 24, CPU, F32, heads, norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("shape", PRODUCTS + REAL, ids=str)
+def test_on_a_gpu_products_are_the_definition(shape, group, name, dtype):
+    check_products(*shape, name, group, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [None, 128])
+def test_on_a_gpu_split_k_gives_the_same(group):
+    check_products(5, 4864, 896, "int8", group, CUDA, torch.bfloat16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
+@pytest.mark.parametrize("batch", REAL_BATCHES.values(), ids=REAL_BATCHES)
+def test_on_a_gpu_attention_is_the_reference(batch, heads, name, dtype):
+    check_attention(batch, *heads, name, 64, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("heads", "norm"), [(0, False), (14, False), (28, True)])
+def test_on_a_gpu_store_is_the_reference(heads, norm, name, dtype):
+    check_store(name, 4, 128, CUDA, dtype, heads, norm)
