@@ -147,7 +147,8 @@ def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
     qkv[1, heads] = 0.0  # a key of zeros
     slots = torch.tensor([5, 7, 0, 11, -1], device=device)
     positions = torch.randint(0, 9, (tokens,), device=device)
-    cos, sin = (torch.randn(9, 1, head_dim // 2, device=device).to(dtype).repeat(1, 2, 1) for _ in "cs")
+    cosine, sine = torch.randn(2, 9, 1, head_dim // 2, device=device).to(dtype)
+    cos, sin = torch.cat((cosine, cosine), 1), torch.cat((-sine, sine), 1)
     weight = torch.rand(heads + kv_heads, head_dim, device=device).to(dtype)
     pools = [
         [

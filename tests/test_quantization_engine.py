@@ -1,0 +1,162 @@
+"""The engine in 8 bits: the tutor's answers, less memory, and everything that stage F does unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import beyond.quantization
+import stage_f_graph_tp
+from beyond.quantization import SamplingParams
+from beyond.quantization.layers import QuantizedPackedLinear
+from stage_a_naive.errors import ModelError
+from stage_d_paged.runtime import choose_num_blocks
+
+QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SMALL = {"num_kvcache_blocks": 64, "max_model_len": 256}
+ALL = {"quantization": "int8", "kv_cache_dtype": "int8", "quantize_lm_head": True}
+
+
+def make(model: str = "tutor", **options: object) -> beyond.quantization.LLM:
+    return beyond.quantization.LLM(model, device="cpu", **SMALL | options)
+
+
+def ids(llm: stage_f_graph_tp.LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    try:
+        return [output["token_ids"] for output in llm.chat(CHATS, params)]
+    finally:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def tutors_answers() -> list[list[int]]:
+    return ids(stage_f_graph_tp.LLM("tutor", device="cpu", **SMALL))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int8", "quantization_group_size": 128, "quantize_lm_head": True},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
+        ALL,
+        ALL | {"overlap": False, "kvcache_block_size": 5},
+        ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
+        ALL | {"num_kvcache_blocks": 5},  # too few for both: one is preempted
+        {"quantization": "int8", "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_every_combination_gives_the_tutors_tokens(tutors_answers, options):
+    assert ids(make(**options)) == tutors_answers
+
+
+def test_a_prefix_in_the_cache_is_read_as_it_was_written():
+    llm = make(**ALL)
+    prompt = "a word " * 40
+    first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert second["metrics"]["num_cached_tokens"] > 0 == first["metrics"]["num_cached_tokens"]
+    assert second["token_ids"] == first["token_ids"]
+    llm.close()
+
+
+def test_the_model_and_the_pool_take_as_many_bytes_as_the_formats_say():
+    plain = make(dtype="float32")
+    small = make(dtype="float32", **ALL)
+    config = plain.runtime.config
+    assert small.kv_cache.num_blocks == plain.kv_cache.num_blocks
+    per_head = (config.head_dim + 4) / (4 * config.head_dim)  # 8-bit values and a scale, of float32
+    assert small.kv_cache.num_bytes == plain.kv_cache.num_bytes * per_head
+    assert small.runtime.bytes_per_token == plain.runtime.bytes_per_token * per_head
+    sizes = [
+        sum(p.numel() * p.element_size() for p in llm.runtime.model.parameters() if p.dim() == 2)
+        for llm in (plain, small)
+    ]
+    assert 3.8 * sizes[1] < sizes[0] < 4 * sizes[1]
+
+
+def test_a_default_pool_of_8_bits_holds_nearly_four_times_the_tokens_of_float32():
+    llms = [make(dtype="float32", kv_cache_dtype=name) for name in ("auto", "int8")]
+    plain, small = (choose_num_blocks(llm.runtime, replace(llm.options, num_kvcache_blocks=-1)) for llm in llms)
+    assert 3 < small / plain < 4
+
+
+def test_a_matrix_never_exists_whole_in_the_models_dtype(monkeypatch):
+    """It is on no device until it is read, one checkpoint matrix at a time."""
+    largest = []
+    load_rows = QuantizedPackedLinear.load_rows
+
+    def watched(self, rows, weights, name):
+        assert self.values.dtype == torch.int8 and not self.values.is_meta
+        largest.append(self.values[rows].numel())
+        load_rows(self, rows, weights, name)
+
+    monkeypatch.setattr(QuantizedPackedLinear, "load_rows", watched)
+    llm = make("random:qwen2-tiny", quantization="int8")
+    layer = llm.runtime.model.layers[0]
+    assert max(largest) < layer.mlp.gate_up_proj.values.numel(), "gate and up are read one after the other"
+    assert not any(p.is_meta for p in llm.runtime.model.parameters())
+
+
+@pytest.mark.parametrize("model", ["random:qwen3-tiny", "random:llama-tiny"])
+def test_other_families_run_in_8_bits(model):
+    llm = make(model, **ALL, dtype="float32")
+    [output] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert len(output["token_ids"]) == 4
+
+
+def test_a_weight_of_nan_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from stage_a_naive.tutor import TUTOR_PATH
+
+    for file in TUTOR_PATH.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(TUTOR_PATH / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="up_proj.weight holds NaN"):
+        make(str(tmp_path), quantization="int8")
+
+
+def test_the_notes_say_what_is_in_8_bits(capfd):
+    make(quantization="int8", quantization_group_size=128, kv_cache_dtype="fp8").close()
+    said = capfd.readouterr().err
+    assert "weights: int8, a scale per output feature and 128 inputs" in said
+    assert "KV cache: fp8, a scale per token and head" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int8", "quantization_group_size": 128},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
+        ALL,
+        ALL | {"fused": False},
+        ALL | {"enforce_eager": True},
+        ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
+        ALL | {"attention_backend": "reference"},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_every_combination_gives_the_tutors_tokens(tutors_answers, options):
+    assert ids(beyond.quantization.LLM("tutor", device="cuda", **SMALL | options)) == tutors_answers
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
+    llm = beyond.quantization.LLM("tutor", device="cuda", **SMALL, quantization="int8")
+    assert llm.runner.megakernel is None and llm.runner.graphs is not None
+    assert capfd.readouterr().err.count("persistent megakernel: not used (it reads 16-bit weights") == 1
+    llm.close()
