@@ -38,6 +38,20 @@ PRESETS: dict[str, dict] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": True,
     },
+    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
     # https://huggingface.co/Qwen/Qwen3-0.6B
     "qwen3-0.6b": {
         "model_type": "qwen3",
