@@ -10,11 +10,7 @@ import triton
 import triton.language as tl
 
 from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
-from stage_f_graph_tp.kernels.skinny_gemm_kernels import prefetch, row_scale, token_tile
-
-# Of each weight row, fetched into the L2 cache while the kernel in front ends: what the gap between two kernels takes,
-# and a part of the cache, which large matrices would fill.
-PREFETCHED = tl.constexpr(1024)
+from stage_f_graph_tp.kernels.skinny_gemm_kernels import row_scale, token_tile
 
 
 @triton.jit
@@ -64,7 +60,6 @@ def product_kernel(
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside = row < OUT_SIZE
     start_next(PDL)
-    prefetch(values, row, row_inside, 0, PREFETCHED, SIZE, PDL)
     wait_for_previous(PDL)
     if HAS_NORM:
         scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
@@ -94,7 +89,6 @@ def gate_up_silu_kernel(
     row = first + index % BLOCK_N + index // BLOCK_N * INTERMEDIATE  # one product of twice the height
     row_inside = first + index % BLOCK_N < INTERMEDIATE
     start_next(PDL)
-    prefetch(values, row, row_inside, 0, PREFETCHED, SIZE, PDL)
     wait_for_previous(PDL)
     scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
     acc = dequantized_product(
@@ -124,7 +118,6 @@ def product_add_kernel(
     split = tl.program_id(2)
     steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
     start_next(PDL)
-    prefetch(values, row, row_inside, split * steps * BLOCK_K, PREFETCHED, SIZE, PDL)
     wait_for_previous(PDL)
     if HAS_GAIN:
         gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
