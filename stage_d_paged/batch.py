@@ -19,6 +19,10 @@ from torch import Tensor
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.sequence import Sequence
 
+TORCH_DTYPES = {
+    np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32
+}  # fmt: skip
+
 
 class Chunk(NamedTuple):
     """Tokens `start` … `start + count - 1` of a sequence, to be run in one step."""
@@ -34,7 +38,7 @@ class FlatBatch:
 
     input_ids: Tensor  # [tokens], int64
     positions: Tensor  # [tokens], int64
-    last_rows: Tensor  # [live sequences], int64: the row of each sequence's last token, padding left out
+    last_rows: Tensor  # [sequences with no tokens left to run], int64: the row of each one's last, to sample from
     metadata: AttentionMetadata
 
 
@@ -60,19 +64,47 @@ def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -
     owners = np.repeat(np.arange(len(sequences)), counts)  # [tokens]: the row of each token's sequence
     positions = np.where(live[owners], np.arange(len(ids)) + np.repeat(starts - cu_seqlens[:-1], counts), 0)
     slots = tables[owners, positions // block_size] * block_size + positions % block_size
+    slots = np.where(live[owners], slots, -1)
+    context_lens = np.where(live, ends, 0)
+    nothing_left = live & (ends == [len(sequence) for sequence in sequences])
+    last_rows = cu_seqlens[1:][nothing_left] - 1
 
-    def tensor(values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device)
-
+    wide = [np.array(ids), positions, last_rows, slots]  # int64
+    narrow = [array.astype(np.int32) for array in (cu_seqlens, context_lens, tables)]
+    input_ids, positions, last_rows, slots, cu_seqlens, context_lens, tables = upload([*wide, *narrow], device)
     metadata = AttentionMetadata(
-        cu_seqlens_q=tensor(cu_seqlens, torch.int32),
-        context_lens=tensor(np.where(live, ends, 0), torch.int32),
-        slot_mapping=tensor(np.where(live[owners], slots, -1)),
-        block_tables=tensor(tables, torch.int32),
+        cu_seqlens_q=cu_seqlens,
+        context_lens=context_lens,
+        slot_mapping=slots,
+        block_tables=tables,
         max_query_len=max(counts),
         max_context_len=longest,
     )
-    return FlatBatch(tensor(ids), tensor(positions), tensor(cu_seqlens[1:][live] - 1), metadata)
+    return FlatBatch(input_ids, positions, last_rows, metadata)
+
+
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device in one transfer; returns a tensor for each, of the same shape and dtype.
+
+    Launching a copy to a GPU costs the CPU about as much for eight bytes as for a thousand. So the arrays are laid side
+    by side in one buffer and the tensors are views of its copy. The buffer is pinned, for the CPU to go on meanwhile.
+    Each array starts at a multiple of 16 bytes: Triton compiles another, slower variant of a kernel where one does not.
+    """
+    arrays = [np.ascontiguousarray(array) for array in arrays]
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+    starts = list(accumulate(sizes[:-1], initial=0))
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    as_bytes = host.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        as_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    copied = host.to(device, non_blocking=True)
+    wholes = {dtype: copied.view(TORCH_DTYPES[dtype]) for dtype in {array.dtype for array in arrays}}
+    return [
+        wholes[array.dtype].as_strided(
+            array.shape, [stride // array.itemsize for stride in array.strides], start // array.itemsize
+        )
+        for array, start in zip(arrays, starts, strict=True)
+    ]
 
 
 def largest_step(num_tokens: int, max_len: int, block_size: int, device: torch.device) -> FlatBatch:

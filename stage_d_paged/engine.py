@@ -68,9 +68,7 @@ class StaticEngine:
         if not self._last_batch:
             return None
         runtime = self._runtime
-        return memory_report(
-            self._last_batch, runtime.block_size, runtime.max_model_len, runtime.bytes_per_token
-        )
+        return memory_report(self._last_batch, runtime.block_size, runtime.max_model_len, runtime.bytes_per_token)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget requests that are not done. Others of their batch start again from the tokens that they have."""
@@ -176,19 +174,12 @@ class StaticEngine:
         model = self._runtime.model
         batch = flat_batch(chunks, self._kv_cache.block_size, self._runtime.device)
         hidden = model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
-        live = [chunk.sequence for chunk in chunks if not chunk.sequence.is_finished]  # one of batch.last_rows each
-        ready = [(row, sequence) for row, sequence in enumerate(live) if sequence.num_uncomputed_tokens == 0]
-        return self._sample(hidden, batch.last_rows, ready) if ready else []
+        ready = [s for s, _, _ in chunks if not s.is_finished and s.num_uncomputed_tokens == 0]
+        return self._sample(hidden[batch.last_rows], ready) if ready else []
 
-    def _sample(
-        self,
-        hidden: Tensor,  # [tokens, hidden]
-        last_rows: Tensor,  # [live sequences]
-        ready: list[tuple[int, Sequence]],  # with its row in last_rows
-    ) -> News:
-        rows = last_rows[torch.tensor([row for row, _ in ready], device=last_rows.device)]
-        logits = self._runtime.model.compute_logits(hidden[rows]).float()  # [rows, vocab]
-        sequences = [sequence for _, sequence in ready]
+    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> News:
+        """Give each sequence its next token, from the final state of its last: `[sequences, hidden]`."""
+        logits = self._runtime.model.compute_logits(hidden).float()  # [sequences, vocab]
         try:
             ids = choose_tokens(logits, [sequence.completion for sequence in sequences]).tolist()  # waits
         except Exception:

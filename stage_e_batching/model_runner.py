@@ -9,7 +9,6 @@ The LM head, the largest matrix of a small model, is applied only to rows that s
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from stage_d_paged.batch import Chunk, flat_batch
@@ -45,12 +44,11 @@ class ModelRunner:
         chunks = map(Chunk, step.sequences, step.starts, step.num_tokens)
         batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)  # [tokens, hidden]
-        sampling = np.flatnonzero(step.samples)
-        if len(sampling) == 0:
+        sampling = [sequence for sequence, samples in zip(step.sequences, step.samples, strict=True) if samples]
+        if not sampling:
             return Sampled([])
-        rows = batch.last_rows[torch.from_numpy(sampling).to(self.device)]
-        logits = self.model.compute_logits(hidden[rows])  # [samples, vocab]
-        sampled = self.sampler.sample(logits, [step.sequences[i] for i in sampling.tolist()])
+        logits = self.model.compute_logits(hidden[batch.last_rows])  # [samples, vocab]
+        sampled = self.sampler.sample(logits, sampling)
         token_ids = sampled.ids.tolist()  # waits for the device
         logprobs = sampled.logprobs and sampled.logprobs.to_host(len(token_ids), token_ids)
         return Sampled(token_ids, logprobs, sampled.errors)

@@ -21,6 +21,7 @@ from torch import Tensor
 from stage_a_naive.logprobs import likeliest
 from stage_a_naive.noise import gumbel_from_bits, mix32
 from stage_a_naive.outputs import Request
+from stage_d_paged.batch import upload
 from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.sampling_functions import choose_replaced
 from stage_e_batching.step import BatchSequence
@@ -115,8 +116,7 @@ class Sampler:
         steps = np.array([sequence.num_generated_tokens for sequence in sequences])
         temperatures, noise_keys = np.empty(len(batch_slots), np.float32), np.empty(len(batch_slots), np.int32)
         self.fill(batch_slots, steps, temperatures, noise_keys)
-        on_device = (torch.from_numpy(column).to(self._device) for column in (temperatures, noise_keys))
-        return self(logits, batch_slots, *on_device)
+        return self(logits, batch_slots, *upload([temperatures, noise_keys], self._device))
 
     def needs(self, batch_slots: np.ndarray) -> int:
         """What the rows of a step need, all together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_model import completion_of
@@ -13,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.loading import ModelSource, load_hf_model, resolve
 from stage_a_naive.presets import preset_config
-from stage_d_paged.batch import Chunk, flat_batch
+from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
@@ -31,6 +32,21 @@ def load_both(path: Path, config: PretrainedConfig, dtype: torch.dtype = torch.f
     source = ModelSource("tiny", config, path, path)
     load_hf_model(ModelSource("random:tiny", config, None, path), CPU, torch.float32, 3).save_pretrained(path)
     return load_hf_model(source, CPU, dtype), load_runtime(source, EngineOptions(max_model_len=256), CPU, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_arrays_travel_to_the_device_in_one_copy_each_at_a_multiple_of_16_bytes(device: str):
+    arrays = [
+        np.arange(3), np.arange(5, dtype=np.int32), np.empty(0, np.int64), np.array([0.5], np.float32),
+        np.arange(12, dtype=np.int32).reshape(4, 3), np.arange(12, dtype=np.int32).reshape(4, 3)[:, ::2],
+    ]  # fmt: skip
+    tensors = upload(arrays, torch.device(device))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.data_ptr() % 16 == 0
+        found = tensor.cpu().numpy()
+        assert np.array_equal(found, array) and found.dtype == array.dtype
+        assert tensor.is_contiguous()
 
 
 class Stepper:
