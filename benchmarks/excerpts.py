@@ -68,7 +68,8 @@ def fill(text: str, root: Path = ROOT) -> str:
     def block(match: re.Match[str]) -> str:
         opening, at, first, last, closing = match.groups()
         source = excerpt(at, root)
-        return f"{opening}```python\n{cut(source, first, last) if first else source}\n```\n{closing}"
+        language = "python" if at.partition("::")[0].endswith(".py") else "cpp"
+        return f"{opening}```{language}\n{cut(source, first, last) if first else source}\n```\n{closing}"
 
     return EXCERPT.sub(block, text)
 

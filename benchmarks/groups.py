@@ -76,6 +76,8 @@ class Group:
         row = self.rows.get((engine, workload), {})
         if figure == "startup_seconds":
             return row.get("startup_seconds", [])
+        if figure == "launches":
+            return [row["launches"]["launches"]] if row.get("launches") else []
         return [sample[figure] for sample in row.get("samples", []) if figure in sample]
 
     def median(self, engine: str, workload: str, figure: str) -> float | None:

@@ -35,14 +35,15 @@ class Column:
 START = Column("start-up, s", "single", "startup_seconds")
 STEP = Column("single: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
+LAUNCHES = Column("launches per step", "single", "launches")
 BATCH = Column("decode32: ms per step", "decode32", "step_ms")
 LOAD = Column("mixed: tokens/s", "mixed", "output_tokens_per_s")
 LOAD_SHARE = Column("of the floor's", "mixed", "output_tokens_per_s", of_floor=True)
 PREFIX = Column("prefix: s", "prefix", "seconds")
 # What a stage's lesson is about; at most five columns with the engine's.
 STAGE_COLUMNS = {
-    "stage_a_naive": (START, STEP, FAR, LOAD), "stage_b_decode_step": (START, STEP, FAR, LOAD),
-    "stage_c_fused_mlp": (START, STEP, FAR, LOAD), "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
+    "stage_a_naive": (STEP, FAR, LAUNCHES), "stage_b_decode_step": (STEP, FAR, LAUNCHES, START),
+    "stage_c_fused_mlp": (STEP, FAR, LAUNCHES, START), "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
     "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE), "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }  # fmt: skip
 FRONT_ROWS = ("transformers", "A", "B", "B compiled", "C", "C compiled", "D", "E", "F")
@@ -119,13 +120,25 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     packages = {engine: row["package"] for (engine, _), row in group.rows.items() if "package" in row}
     engines = [
         engine for engine in group.engines
-        if packages.get(engine) == package or (packages.get(engine) == before and "[" not in engine)
+        if packages.get(engine) == package or (before and packages.get(engine) == before and "[" not in engine)
     ]  # fmt: skip
     if package not in (packages.get(engine) for engine in engines):
         return []
-    columns = [column for column in STAGE_COLUMNS[package] if group.workload(column.workload)]
+    counted = any(group.values(engine, "single", "launches") for engine in engines)  # on a GPU
+    columns = [c for c in STAGE_COLUMNS[package] if group.workload(c.workload) and (counted or c is not LAUNCHES)]
     engines = [engine for engine in engines if any(group.values(engine, c.workload, c.figure) for c in columns)]
-    return [*caption(group), *table(group, engines, columns, ranges=True), ""]
+    cost = launch_cost(group) if LAUNCHES in columns else []
+    return [*caption(group), *table(group, engines, columns, ranges=True), *cost, ""]
+
+
+def launch_cost(group: Group) -> list[str]:
+    """Say what a launch costs on the machine of a group; nothing where it was not measured."""
+    costs = group.own[-1].get("launch_seconds")
+    if not costs:
+        return []
+    alone, in_graph = 1e6 * costs["alone"], 1e6 * costs["in_graph"]
+    return ["", f"A kernel launched from Python takes {alone:.2f} µs here, one inside a graph {in_graph:.2f} µs, "
+                "even if it does nothing."]  # fmt: skip
 
 
 def study_table(group: Group) -> list[str]:
@@ -147,11 +160,7 @@ def study_table(group: Group) -> list[str]:
         first_prefill = number(single[engine].get("first_prefill_ms"))
         body.append([*cells, f"{prefill} ({first_prefill})", counted if is_counted else started])
     heads = ["", *(f"{column.heading}, × {first}" for column in columns), "prefill, ms (the first)", last]
-    lines, costs = markdown(heads, body), group.own[-1].get("launch_seconds")
-    if costs and is_counted:
-        alone, in_graph = 1e6 * costs["alone"], 1e6 * costs["in_graph"]
-        lines += ["", f"A kernel launched from Python takes {alone:.2f} µs here, one inside a graph {in_graph:.2f} µs, "
-                  "even if it does nothing."]  # fmt: skip
+    lines = markdown(heads, body) + (launch_cost(group) if is_counted else [])
     return [*caption(group), *lines, *notes(group, group.engines), ""]
 
 
