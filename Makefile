@@ -20,6 +20,7 @@ PORT ?= 8000
 LAB ?=
 FORCE ?=
 ONLY ?=
+SHOW ?=
 LAB_TESTS ?=
 # As they were typed: make would expand `$5` or `$(…)` in them. The shell gets them from the environment.
 override PROMPT := $(value PROMPT)
@@ -56,14 +57,15 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) ext test lint doctor serve bench bench-gpu report soak notebooks lab clean
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint ext test lint doctor serve bench bench-gpu report soak \
+  notebooks lab clean
 
 help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
 	@echo "  make stage-a … stage-f   run a stage: one question in, streamed answer and performance summary out"
 	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo "  make lab-a … lab-f       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
-	@echo "  make grade-a … grade-f   grade your copy (ONLY=D.2: one exercise; LAB_TESTS=dir: more tests)"
+	@echo "  make grade-a … grade-f   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= (serve)"
 	@echo "           LAB=1 (any stage, bench: run your copies in labs/work/)"
@@ -78,7 +80,18 @@ $(LAB_TARGETS): lab-%: $(READY)
 	@$(PY) -m labs.starter $* $(if $(FORCE),--force)
 
 $(GRADE_TARGETS): grade-%: $(READY)
-	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)") $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+
+progress: $(READY) ## what is done, over all labs
+	@$(PY) -m labs.progress
+
+# `make hint D.3`: the exercise is a word on make's command line, and so a target that needs no work.
+ifeq (hint,$(firstword $(MAKECMDGOALS)))
+HINT := $(word 2,$(MAKECMDGOALS))
+$(if $(HINT),$(eval .PHONY: $(HINT))$(eval $(HINT): ; @:))
+endif
+hint: $(READY) ## the next hint for an exercise: make hint D.3
+	@$(PY) -m labs.hint $(HINT)
 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension

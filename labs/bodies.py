@@ -47,13 +47,17 @@ def stub(text: str, name: str, path: str, message: str) -> str:
     kernel cannot raise, and what it prints before it gives up is often lost.
     """
     span = find(text, name, path)
+    body = f"{span.indent}{stub_statement(path, message)}\n"
+    return text[: span.body_start] + ("" if path.endswith(".py") else "\n") + body + text[span.body_end :]
+
+
+def stub_statement(path: str, message: str) -> str:
+    """The statement that stands for a missing body."""
     if path.endswith(".py"):
-        body = f'{span.indent}raise NotImplementedError("{message}")\n'
-    elif path.endswith((".cu", ".cuh")):
-        body = f'\n{span.indent}static_assert(false, "{message}");\n'
-    else:
-        body = f'\n{span.indent}TORCH_CHECK_NOT_IMPLEMENTED(false, "{message}");\n'
-    return text[: span.body_start] + body + text[span.body_end :]
+        return f'raise NotImplementedError("{message}")'
+    if path.endswith((".cu", ".cuh")):
+        return f'static_assert(false, "{message}");'
+    return f'TORCH_CHECK_NOT_IMPLEMENTED(false, "{message}");'
 
 
 def transplant(text: str, donor: str, name: str, path: str) -> str:
@@ -66,6 +70,30 @@ def definition(text: str, name: str, path: str) -> str:
     """The whole function as it stands in the text."""
     span = find(text, name, path)
     return text[span.start : span.end]
+
+
+def find_in_broken(text: str, name: str) -> tuple[int, int]:
+    """Offsets of a Python function in a file that does not parse, by its indentation alone.
+
+    It ends where a later line is indented no deeper, so a syntax error elsewhere in the file does not matter.
+    """
+    lines = text.splitlines(keepends=True)
+    found = [i for i, line in enumerate(lines) if re.match(rf"\s*def {name.split('.')[-1]}\(", line)]
+    if len(found) != 1:
+        raise BodyNotFound(f"{len(found)} definitions of {name}, expected one")
+    first = last = found[0]
+    indent = _indent(lines[first])
+    while first and lines[first - 1].lstrip().startswith("@") and _indent(lines[first - 1]) == indent:
+        first -= 1
+    for i in range(last + 1, len(lines)):
+        if lines[i].strip() and _indent(lines[i]) <= indent and not lines[i].lstrip().startswith((")", "#")):
+            break
+        last = i
+    return len("".join(lines[:first])), len("".join(lines[: last + 1]))
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _find_python(text: str, name: str) -> Span:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from labs import bodies
+
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
 WORK = LABS / "work"
@@ -21,7 +23,8 @@ class Exercise:
         path: the file, relative to the repository.
         name: the function in it: `function`, or `Class.method`.
         points: what it is worth.
-        hint: where to look when stuck.
+        minutes: how long it takes a student who knows PyTorch, about.
+        hints: where to look when stuck, each saying more than the one before.
         tests: the test classes that judge it, as `file::Class`.
     """
 
@@ -30,7 +33,8 @@ class Exercise:
     path: str
     name: str
     points: int
-    hint: str
+    minutes: int
+    hints: tuple[str, ...]
     tests: tuple[str, ...]
 
     @property
@@ -41,6 +45,15 @@ class Exercise:
     def message(self) -> str:
         """What the missing body says when it is called."""
         return f"Lab {self.id}: {self.title}"
+
+    @property
+    def stage(self) -> str:
+        """The letter of the stage that it belongs to."""
+        return self.lab
+
+    def is_stub(self, body: str) -> bool:
+        """Whether a body is still the one that `make lab-x` wrote."""
+        return body.strip() == bodies.stub_statement(self.path, self.message)
 
     @property
     def is_python(self) -> bool:
@@ -83,6 +96,10 @@ class Lab:
     exercises: tuple[Exercise, ...]
 
     @property
+    def root(self) -> Path:
+        return ROOT
+
+    @property
     def points(self) -> int:
         return sum(exercise.points for exercise in self.exercises)
 
@@ -96,7 +113,9 @@ def load_labs() -> dict[str, Lab]:
         for number, item in enumerate(entry.pop("exercises"), 1):
             path, name = item.pop("at").split("::")
             tests = tuple(f"test_lab_{letter}.py::{test}" for test in item.pop("tests"))
-            exercises.append(Exercise(id=f"{letter.upper()}.{number}", path=path, name=name, tests=tests, **item))
+            hints = tuple(item.pop("hints"))
+            identity = f"{letter.upper()}.{number}"
+            exercises.append(Exercise(id=identity, path=path, name=name, hints=hints, tests=tests, **item))
         folders = tuple(entry.pop("folders"))
         whole = f"test_lab_{letter}.py::TestWholeStage"
         labs[letter] = Lab(letter=letter, folders=folders, whole=whole, exercises=tuple(exercises), **entry)

@@ -1,232 +1,223 @@
-"""Runs a lab's tests on the learner's code and writes down what came of each.
+"""Judge answers: the tests of a lab run on the reference with one function exchanged for the learner's.
 
-    python -m labs.judge RESULTS TESTS_DIRECTORY... -- D.1 D.2
-
-The grader starts this in a process of its own, with the learner's copies first on Python's path. Every exercise is
-judged by itself: while its tests run, all other exercises are the reference's, so that a mistake in one function costs
-the points of one exercise, and the exercises can be done in any order. (`isolated` does it, and for C++ and CUDA
-`native.py`.) Results are written line by line: if the learner's code takes the process down, the grader knows where.
+`labs.grade` starts this as `python -I` with nothing but this repository on the path, and hands it a list of jobs on its
+standard input. It imports PyTorch, the reference and the tests, and then forks one process per job: its own process
+group, with a limit of time and memory, and a pipe of its own for results. In that process the learner's function is
+compiled into the reference's module (`install`) and the exercise's tests run. The process that reports to the grader
+never runs a line of a submission, so whatever an answer does costs its own exercise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
-import linecache
 import os
+import resource
+import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import pytest
 
-from labs import bodies
-from labs.exercises import WORK, Exercise, all_exercises, load_labs
+from labs.exercises import Exercise, Lab, all_exercises, load_labs
+from labs.recorder import Recorder
+from labs.submission import Answer, Unusable, read_answer
 
-TEST_TIMEOUT = 120  # seconds
 WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
+TEST_SECONDS = 120.0  # a test may take, and the collection of the tests
+MEMORY = 12 << 30  # bytes of data that a job may have
 
 
-class TooSlow(BaseException):
-    """A test ran longer than `TEST_TIMEOUT`. Not an `Exception`, which the code under test might catch."""
+@dataclass(frozen=True)
+class Job:
+    """What is judged in one process.
 
-
-def reference_function(exercise: Exercise, module: ModuleType) -> object:
-    """The reference's function, made to live in the learner's module.
-
-    It is compiled under the name and line numbers of the reference's file, so that tracebacks, and Triton, which reads
-    a kernel's source, find its text.
+    Attributes:
+        key: an exercise's id; or a lab's letter for the whole stage, with all of its functions the learner's.
+        work: the submission.
+        tests: directories with `test_lab_x.py`; all must pass.
     """
-    text = exercise.reference.read_text(encoding="utf-8")
-    span = bodies.find(text, exercise.name, exercise.path)
+
+    key: str
+    work: str
+    tests: tuple[str, ...]
+    seconds: float = TEST_SECONDS
+
+    @property
+    def lab(self) -> Lab:
+        return load_labs()[self.key[0].lower()]
+
+    @property
+    def exercises(self) -> list[Exercise]:
+        """Whose functions are exchanged."""
+        return [e for e in self.lab.exercises if self.key in (e.id, self.lab.letter) and not e.is_break_it]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The test classes that judge it, as `file::Class`."""
+        if self.key == self.lab.letter:
+            return (self.lab.whole,)
+        return next(e.tests for e in self.lab.exercises if e.id == self.key)
+
+
+def install(answer: Answer) -> None:
+    """Put the learner's function in the place of the reference's, in every module that has imported it by name.
+
+    It is compiled under the name and line numbers of the learner's file, so that tracebacks, and Triton, which reads a
+    kernel's source, find its text. Its decorators and globals are those of the reference's module.
+    """
+    exercise = answer.exercise
+    module = importlib.import_module(exercise.module)
     *classes, name = exercise.name.split(".")
-    source = "".join(f"{'    ' * depth}class {outer}:\n" for depth, outer in enumerate(classes))
-    first_line = text.count("\n", 0, span.start)
-    padding = "\n" * (first_line - len(classes))
+    owner: object = module
+    for part in classes:
+        owner = getattr(owner, part)
+    original, value = vars(owner)[name], _compiled(answer, module)
+    setattr(owner, name, value)
+    if not classes:
+        for other in [m for name, m in list(sys.modules.items()) if "stage_" in name]:
+            for attribute, found in list(vars(other).items()):
+                if found is original:
+                    setattr(other, attribute, value)
+
+
+def _compiled(answer: Answer, module: ModuleType) -> object:
+    classes = answer.exercise.name.split(".")[:-1]
+    indented = answer.source[:1] == " "
+    # An indented definition is compiled inside of as many classes as it has around it.
+    outer = "".join(f"{' ' * 4 * depth}class {name}:\n" for depth, name in enumerate(classes)) if indented else ""
+    padding = "\n" * (answer.line - 1 - len(classes))
+    future = importlib.import_module("__future__").annotations.compiler_flag
+    flags = future if "annotations" in vars(module) else 0
     found: dict[str, object] = {}
-    code = compile(padding + source + text[span.start : span.end], str(exercise.reference), "exec", dont_inherit=True,
-                   flags=_future_flags(text))  # fmt: skip
-    exec(code, vars(module), found)
+    exec(compile(padding + outer + answer.source, str(answer.file), "exec", flags, dont_inherit=True),
+         vars(module), found)  # fmt: skip
     value: object = None
-    for part in exercise.name.split("."):
+    for part in answer.exercise.name.split("."):
         value = found[part] if value is None else vars(value)[part]
     return value
 
 
-def _future_flags(text: str) -> int:
-    import __future__
+def run(job: Job, plugins: list[Recorder], options: tuple[str, ...], audited: bool) -> int:
+    """Judge in this process; returns pytest's exit status."""
+    os.environ[WORK_VARIABLE] = job.work
+    answers = [read_answer(exercise, Path(job.work), audited) for exercise in job.exercises]
+    for answer in answers:
+        if answer is None:
+            raise Unusable("a function of the lab is missing")
+        if answer.exercise.is_python:
+            install(answer)
+        else:
+            importlib.import_module("labs.native").use(answer, whole=job.key == job.lab.letter)
+    files = [str(Path(folder) / f"test_lab_{job.lab.letter}.py") for folder in job.tests]
+    always = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", "/dev/null", "--rootdir", job.tests[0]]
+    return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=plugins))
 
-    return __future__.annotations.compiler_flag if "from __future__ import annotations" in text else 0
+
+def supervise(job: Job) -> Iterator[dict[str, object]]:
+    """Run a job in a process of its own; yields what it reports, and at last how it ended."""
+    receiver, sender = os.pipe()
+    log = os.memfd_create("log")
+    child = os.fork()
+    if child == 0:
+        os.close(receiver)
+        _be_the_child(job, sender, log)
+    os.close(sender)
+    ended = f"ran longer than {job.seconds:.0f} s: an endless loop?"
+    deadline, rest = time.monotonic() + job.seconds, b""
+    done = False
+    while time.monotonic() < deadline and not done:
+        ready, _, _ = select.select([receiver], [], [], 0.5)
+        data = os.read(receiver, 1 << 16) if ready else b""
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            deadline = time.monotonic() + job.seconds
+            found = json.loads(line)
+            done |= found["event"] == "done"
+            yield found
+        if ready and not data:
+            ended = ""
+            break
+    status = _end(child, patience=0.0 if done else 0.5)
+    os.close(receiver)
+    if not ended:
+        ended = _how_it_ended(status, log)
+    os.close(log)
+    yield {"event": "ended", "job": job.key, "reason": ended}
 
 
-@contextlib.contextmanager
-def isolated(judged: str) -> Iterator[None]:
-    """Within the block, all exercises but `judged` are the reference's, in the learner's modules.
-
-    A function that other modules have imported by name is exchanged there too.
-    """
-    restore: list[tuple[object, str, object]] = []
-    modules = [module for name, module in list(sys.modules.items()) if "stage_" in name or "test_lab_" in name]
-    for exercise in all_exercises():
-        module = sys.modules.get(exercise.module)
-        if exercise.id == judged or not exercise.is_python or exercise.is_break_it or module is None:
-            continue
-        *outer, name = exercise.name.split(".")
-        owner: object = module
-        for part in outer:
-            owner = getattr(owner, part)
-        original = vars(owner)[name]
-        places = [(owner, name)]
-        if not outer:
-            places += [(m, n) for m in modules if m is not module for n, v in vars(m).items() if v is original]
-        for place, attribute in places:
-            restore.append((place, attribute, original))
-            setattr(place, attribute, _cached_reference(exercise, module))
+def _be_the_child(job: Job, sender: int, log: int) -> None:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for stream, fd in ((sys.stdin, os.open(os.devnull, os.O_RDONLY)), (sys.stdout, log), (sys.stderr, log)):
+        os.dup2(fd, stream.fileno())
     try:
-        yield
+        recorder = Recorder(job, lambda line: os.write(sender, json.dumps(line).encode() + b"\n"))
+        run(job, [recorder], ("-q", "-s", "--tb=short"), audited=True)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
     finally:
-        for place, attribute, value in restore:
-            setattr(place, attribute, value)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
-def _cached_reference(exercise: Exercise, module: ModuleType) -> object:
-    cache = vars(module).setdefault("__lab_references__", {})
-    if exercise.id not in cache:
-        cache[exercise.id] = reference_function(exercise, module)
-    return cache[exercise.id]
+def _end(child: int, patience: float) -> int:
+    """Kill what is left of a job's process group; returns the exit status of its first process.
+
+    `patience`: seconds in which it may leave by itself, so that its status says how.
+    """
+    found, status, deadline = 0, 0, time.monotonic() + patience
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+        found, status = os.waitpid(child, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not found:
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
-class Recorder:
-    """The pytest plugin: isolates each test, stops one that hangs, writes a line before and after it."""
-
-    def __init__(self, results: Path, work: Path, selected: list[str]) -> None:
-        self._results = results
-        self._work = work
-        self._exercise_of = {
-            test: exercise for exercise in all_exercises() if exercise.id in selected for test in exercise.tests
-        }
-        self._whole = {load_labs()[s.lower()].whole: s for s in selected if s.lower() in load_labs()}
-
-    def _write(self, **line: object) -> None:
-        with self._results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def _id_of(self, item: pytest.Item) -> str | None:
-        """The exercise that a test judges, or the lab's letter for a test of the whole stage."""
-        key = f"{item.path.name}::{item.cls.__name__}" if item.cls is not None else ""
-        exercise = self._exercise_of.get(key)
-        return exercise.id if exercise else self._whole.get(key)
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self._id_of(item)]
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            error = getattr(report.longrepr, "reprcrash", None)
-            text = str(report.longrepr).strip().splitlines()
-            self._write(event="broken", reason=_first_line(error.message if error else _last_error(text)))
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        exercise = self._id_of(item)
-        self._write(event="start", exercise=exercise, test=item.name)
-        signal.signal(signal.SIGALRM, _alarm)
-        signal.alarm(TEST_TIMEOUT)
-        start = time.perf_counter()
-        shield = isolated(exercise) if "." in exercise else contextlib.nullcontext()
-        with shield:
-            outcome = yield
-        signal.alarm(0)
-        error = outcome.excinfo[1] if outcome.excinfo else None
-        if isinstance(error, TooSlow):
-            outcome.force_exception(RuntimeError(str(error)))
-        skipped = isinstance(error, pytest.skip.Exception)
-        state = "skipped" if skipped else "passed" if error is None else _state_of(error)
-        reason = "" if error is None else _reason(error, self._work)
-        seconds = time.perf_counter() - start
-        self._write(event="end", exercise=exercise, test=item.name, state=state, reason=reason, seconds=seconds)
+def _how_it_ended(status: int, log: int) -> str:
+    os.lseek(log, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(log), "rb") as file:
+        lines = file.read().decode(errors="replace").strip().splitlines() or [""]
+    if status < 0:
+        place = importlib.import_module("labs.native").crash_line(lines)
+        return f"it took the process down ({signal.Signals(-status).name}{' at ' * bool(place)}{place})"
+    return lines[-1]
 
 
-def _alarm(number: int, frame: FrameType | None) -> None:
-    raise TooSlow(f"ran longer than {TEST_TIMEOUT} s: an endless loop?")
+def main() -> None:
+    order = json.load(sys.stdin)
+    jobs = [Job(**job | {"tests": tuple(job["tests"])}) for job in order]
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    # Imported once, before the forks. Nothing is computed: a fork does not have its parent's threads.
+    for letter in sorted({job.lab.letter for job in jobs}):
+        for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):
+            if not name.startswith("labs"):
+                importlib.import_module(name)
+        importlib.import_module(f"labs.tests.test_lab_{letter}")
+    gc.freeze()  # what is here already need not be looked at, and so not copied, in any fork
+    for job in jobs:
+        for line in supervise(job):
+            out.write(json.dumps(line) + "\n")
+            out.flush()
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _state_of(error: BaseException) -> str:
-    """`not started` if the error comes from a body that is still missing."""
-    return "not started" if any(_is_missing_body(e) for e in _chain(error)) else "failed"
-
-
-def _is_missing_body(error: BaseException) -> bool:
-    messages = {exercise.message for exercise in all_exercises()}
-    is_stub = isinstance(error, NotImplementedError) or "static assertion" in str(error) or "InterpreterError" in repr(
-        type(error)
-    )
-    return is_stub and any(message in str(error) for message in messages)
-
-
-def _reason(error: BaseException, work: Path) -> str:
-    """One line: what was wrong, and where in the learner's file it came to light."""
-    for cause in _chain(error):
-        if _is_missing_body(cause):
-            return _first_line(str(cause))
-    text = str(error).strip()
-    if not isinstance(error, AssertionError | pytest.fail.Exception):
-        text = f"{type(error).__name__}: {text}"
-    return _first_line(text) + _place(error, work)
-
-
-def _place(error: BaseException, work: Path) -> str:
-    """The innermost line of the learner's that the error passed through."""
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        if file.is_relative_to(work):
-            found = f" ({file.relative_to(work)}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return found
-
-
-def _first_line(text: str, limit: int = 300) -> str:
-    line = text.strip().splitlines()[0].strip() if text.strip() else "no reason given"
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _last_error(lines: list[str]) -> str:
-    """Of a collection error's traceback, the line that names the error."""
-    errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
-    return "; ".join([errors[0], errors[-1]] if len(errors) > 1 else errors or lines[-1:])
-
-
-def run_tests(results: Path, directories: list[Path], selected: list[str], work: Path = WORK) -> int:
-    """Judge the exercises `selected` (and the whole stage, by its letter) with the tests in these directories."""
-    results.write_text("")
-    names = {load_labs()[s[0].lower()].letter for s in selected}
-    files = [directory / f"test_lab_{letter}.py" for directory in directories for letter in sorted(names)]
-    files = [str(file) for file in files if file.exists()]
-    importlib.invalidate_caches()
-    linecache.clearcache()
-    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", "-c", "/dev/null"]
-    recorder = Recorder(results, work.resolve(), selected)
-    return int(pytest.main([*options, "--rootdir", str(directories[0]), *files], plugins=[recorder]))
-
-
-def main(argv: list[str]) -> int:
-    results, *rest = argv
-    split = rest.index("--")
-    work = Path(os.environ.get(WORK_VARIABLE, WORK))
-    return run_tests(Path(results), [Path(directory) for directory in rest[:split]], rest[split + 1 :], work)
+def show(job: Job) -> int:
+    """Judge in the foreground, with everything that the tests and the answer print, for a learner to look at."""
+    recorder = Recorder(job, lambda line: None)
+    return run(job, [recorder], ("-s", "--tb=short", "-q", "--no-header"), audited=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

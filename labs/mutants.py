@@ -1,19 +1,28 @@
-"""Break-it exercises: does a learner's test tell a broken engine from the reference?"""
+"""The break-it exercises: does the learner's test tell a broken engine from the reference?
+
+The test runs twice, on copies of the reference with the module in question compiled and its source removed, once with
+the bug in it. So what it can tell apart is behaviour: a test that reads the source finds none.
+"""
 
 from __future__ import annotations
 
 import os
+import py_compile
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from labs.exercises import LABS, ROOT
+import pytest
+
+from labs import bodies
+from labs.exercises import LABS, ROOT, Exercise
 
 TIMEOUT = 100.0  # seconds for a learner's test
 
@@ -26,16 +35,22 @@ class Mutation:
     find: str
     put: str
 
-    def write(self, folder: Path) -> Path:
-        """A copy of the reference's package with the bug in it."""
+    def apply(self, text: str) -> str:
+        """The file's text with the bug in it."""
+        if text.count(self.find) != 1:
+            raise ValueError(f"the mutation's text is {text.count(self.find)} times in {self.file}, expected once")
+        return text.replace(self.find, self.put)
+
+    def write(self, folder: Path, broken: bool) -> Path:
+        """A copy of the package in which the file is compiled, with or without the bug, and has no source."""
         package = Path(self.file).parts[0]
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
         (folder / "models").symlink_to(ROOT / "models")
         path = folder / self.file
         text = path.read_text(encoding="utf-8")
-        if text.count(self.find) != 1:
-            raise ValueError(f"the mutation's text stands {text.count(self.find)} times in {self.file}, expected once")
-        path.write_text(text.replace(self.find, self.put), encoding="utf-8")
+        path.write_text(self.apply(text) if broken else text, encoding="utf-8")
+        py_compile.compile(str(path), cfile=str(path.with_suffix(".pyc")), dfile=path.name, doraise=True)
+        path.unlink()
         return folder
 
 
@@ -54,47 +69,60 @@ class Verdict:
     output: str  # of the run on the reference
 
 
-def verdict(test_file: Path, letter: str) -> Verdict:
-    """Run the tests of a file on the reference and on the broken copy."""
-    return _verdict(test_file.read_text(encoding="utf-8"), letter)
-
-
 @cache
-def _verdict(text: str, letter: str) -> Verdict:
+def verdict(text: str, letter: str) -> Verdict:
+    """Run the tests of a file's text on the reference and on the broken copy."""
     with tempfile.TemporaryDirectory(prefix="six-engines-lab-") as folder:
         test_file = Path(folder) / f"test_break_{letter}.py"
         test_file.write_text(text, encoding="utf-8")
-        mutant = load_mutations()[letter].write(Path(folder) / "mutant")
-        runs = [_start(test_file, [ROOT]), _start(test_file, [mutant, ROOT])]
-        (on_reference, output), (on_mutant, _) = map(_finish, runs)
-    return Verdict(on_reference, on_mutant, output)
+        mutation = load_mutations()[letter]
+        engines = [mutation.write(Path(folder) / name, broken=name == "broken") for name in ("right", "broken")]
+        runs = [_start(test_file, engine) for engine in engines]
+        on_reference, on_mutant = (_finish(process) for process, _ in runs)
+        return Verdict(on_reference, on_mutant, runs[0][1].read_text(errors="replace"))
 
 
-def _start(test_file: Path, path: list[Path]) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=short"]
-    return subprocess.Popen(
-        [*command, f"--rootdir={test_file.parent}", str(test_file)],
-        env=environment, cwd=test_file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def _start(test_file: Path, engine: Path) -> tuple[int, Path]:
+    """Run a test file in a fork of this process, where the stages are those in the folder `engine`."""
+    log = engine / "log.txt"
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            sys.stdout = sys.stderr = log.open("w", encoding="utf-8")
+            os.dup2(sys.stdout.fileno(), 1)
+            os.dup2(sys.stdout.fileno(), 2)
+            package = next(engine.glob("stage_*")).name
+            for name in [name for name in sys.modules if name.split(".")[0] >= package and name.startswith("stage_")]:
+                del sys.modules[name]
+            sys.path.insert(0, str(engine))
+            options = ["-q", "-x", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=short", "--import-mode=importlib"]
+            code = int(pytest.main([*options, f"--rootdir={test_file.parent}", str(test_file)]))
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return child, log
 
 
-def _finish(process: subprocess.Popen) -> tuple[bool | None, str]:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return None, "the test did not end"
-    return process.returncode == 0, output
+def _finish(child: int) -> bool | None:
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status == 0
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
-def assert_catches(test_file: Path, letter: str, message: str) -> None:
-    """Fail, saying what to do, unless the learner's test passes on the reference and fails on the broken engine."""
-    assert test_file.exists(), f"{test_file} is not there; `make lab-{letter}` writes its beginning"
-    if message in test_file.read_text(encoding="utf-8"):
-        raise NotImplementedError(message)
-    found = verdict(test_file, letter)
+def assert_catches(exercise: Exercise, work: Path) -> None:
+    """Fail, saying what to do, unless the learner's test passes on the reference and fails on the broken engine.
+
+    Only the test's own body is the learner's; the rest of the file is as it was given.
+    """
+    given, theirs = exercise.reference.read_text(encoding="utf-8"), exercise.copy_in(work).read_text(encoding="utf-8")
+    found = verdict(bodies.transplant(given, theirs, exercise.name, exercise.path), exercise.lab)
     errors = re.findall(r"^E\s+(.+)$", found.output, flags=re.MULTILINE)
     assert found.on_reference is not None, "your test does not end on the reference"
     assert found.on_reference, f"your test fails on the reference, which is right: {(errors or ['no test ran'])[0]}"

@@ -1,8 +1,9 @@
 """The learner's C++ and CUDA, compiled for this machine's CPU and called from tests.
 
-As with Python, an exercise is judged by itself: in a copy of the learner's sources, the bodies of the other exercises
-are the reference's. CUDA sources are compiled as C++ against `cpp/include/cuda_on_cpu.h`, which runs each thread of
-a block as a fiber; of their text only two things have to change, the launch syntax and `extern __shared__`.
+As with Python, an exercise is judged by itself: in a copy of the reference's sources, its body is the learner's, with
+`#line` before and after it, so that errors name the learner's file. CUDA sources are compiled as C++ against
+`cpp/include/cuda_on_cpu.h`, which runs each thread of a block as a fiber; of their text only two things have to change,
+the launch syntax and `extern __shared__`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import ctypes
 import hashlib
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 
 from labs import bodies
-from labs.exercises import LABS, ROOT, all_exercises
+from labs.exercises import LABS, ROOT
+from labs.submission import Answer
 
 NATIVE = LABS / "cpp"
+CSRC = ROOT / "csrc"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -29,26 +34,49 @@ class NativeError(RuntimeError):
     """The code did not compile, or failed when it ran."""
 
 
-def learners_sources() -> Path:
-    """The `csrc/` that belongs to the stage C on Python's path."""
-    import stage_c_fused_mlp.extension as extension
-
-    return extension.CSRC
+_answers: list[Answer] = []  # the learner's functions that this process judges
 
 
-def cpu_library(judged: str) -> ctypes.CDLL:
+def use(answer: Answer, whole: bool) -> None:
+    """Compile with this body from now on; for the whole stage, stage C's extension as well."""
+    _answers.append(answer)
+    if not whole:
+        return
+    from stage_c_fused_mlp import extension
+
+    path = answer.exercise.path.removeprefix("csrc/")
+    sources = Path(tempfile.mkdtemp(prefix="six-engines-csrc-"))
+    shutil.copytree(extension.CSRC, sources, dirs_exist_ok=True)
+    text = (sources / path).read_text(encoding="utf-8")
+    span = bodies.find(text, answer.exercise.name, path)
+    (sources / path).write_text(text[: span.body_start] + answer.body + text[span.body_end :], encoding="utf-8")
+    extension.CSRC = sources
+
+
+def _with_answers(path: str, text: str) -> str:
+    """The reference's text of a file in csrc/ with the learner's bodies in it."""
+    for answer in _answers:
+        if answer.exercise.path == f"csrc/{path}":
+            span = bodies.find(text, answer.exercise.name, path)
+            after = text.count("\n", 0, span.body_end) + 1
+            body = f'\n#line {answer.body_line} "csrc/{path}"\n{answer.body}\n#line {after} "given/{path}"\n'
+            text = text[: span.body_start] + body + text[span.body_end :]
+    return text
+
+
+def cpu_library() -> ctypes.CDLL:
     """The operator of `mlp_cpu.cpp`, compiled against PyTorch."""
     torch_path = Path(torch.__path__[0])
     flags = [f"-I{torch_path / 'include'}", f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    return _library("cpu_harness.cpp", ["stage_c/mlp_cpu.cpp", "stage_c/mlp_cpu.h"], judged, flags)
+    return _library("cpu_harness.cpp", ["stage_c/mlp_cpu.cpp", "stage_c/mlp_cpu.h"], flags)
 
 
-def cuda_library(judged: str) -> ctypes.CDLL:
+def cuda_library() -> ctypes.CDLL:
     """The naive, the warp and the LayerNorm kernel, compiled for the CPU."""
     sources = ["mlp_naive.cu", "mlp_warp.cu", "layernorm_mlp.cu", "mlp.h", "layernorm_mlp.h", "rms_norm.cuh"]
     files = [*(f"stage_c/{source}" for source in sources), "common/vectors.cuh"]
-    return _library("cuda_harness.cpp", files, judged, [f"-I{NATIVE / 'include'}"])
+    return _library("cuda_harness.cpp", files, [])
 
 
 def launches_for_cpu(text: str) -> str:
@@ -58,9 +86,10 @@ def launches_for_cpu(text: str) -> str:
     return launch.sub(r"cuda_on_cpu::launch([&] { \1(\3); }, \2);", text)
 
 
-def _library(harness: str, files: list[str], judged: str, flags: list[str]) -> ctypes.CDLL:
-    texts = {name: _judged_text(name, judged) for name in files}
-    command = [_compiler(), "-std=c++20", "-O1", "-w", "-fPIC", "-shared", str(NATIVE / harness)]
+def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
+    texts = {name: _with_answers(name, (CSRC / name).read_text(encoding="utf-8")) for name in files}
+    command = [_compiler(), "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared", str(NATIVE / harness)]
+    flags = [f"-I{NATIVE / 'include'}", *flags]
     digest = hashlib.sha256(repr((torch.__version__, command, flags, texts)).encode())
     for path in [NATIVE / harness, *sorted((NATIVE / "include").iterdir())]:
         digest.update(path.read_bytes())
@@ -75,7 +104,7 @@ def _library(harness: str, files: list[str], judged: str, flags: list[str]) -> c
         # -I before the learner's other headers: the judged texts first.
         unfinished = folder / f"judged-{os.getpid()}.so"
         run = subprocess.run(
-            [*command, f"-I{folder}", f"-I{learners_sources()}", *flags, "-o", str(unfinished)],
+            [*command, f"-I{folder}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
             capture_output=True, text=True,
         )  # fmt: skip
         if run.returncode:
@@ -89,13 +118,17 @@ def _library(harness: str, files: list[str], judged: str, flags: list[str]) -> c
     return loaded
 
 
-def _judged_text(name: str, judged: str) -> str:
-    text = (learners_sources() / name).read_text(encoding="utf-8")
-    for exercise in all_exercises():
-        if exercise.path == f"csrc/{name}" and exercise.id != judged:
-            donor = exercise.reference.read_text(encoding="utf-8")
-            text = bodies.transplant(text, donor, exercise.name, exercise.path)
-    return text
+def crash_line(log: list[str]) -> str:
+    """Of the addresses that a crash printed (`crash_line.h`), the first that is in csrc/, as `file:line`; else ""."""
+    for line in log:
+        if line.startswith("crash at "):
+            *_, library, offset = line.split()
+            command = ["addr2line", "-i", "-e", library, offset]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            places = [place for place in run.stdout.splitlines() if "csrc/" in place]
+            if places:
+                return "csrc/" + places[0].rpartition("csrc/")[2].split(" ")[0]
+    return ""
 
 
 def _compiler() -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from lab_driver import wrong_answers
 
-from labs import bodies, grade, starter
+from labs import bodies, grade, hint, progress, starter
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
-from labs.grade import PUBLIC_TESTS
+from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.native import launches_for_cpu
+from labs.report import Mark, Report
+from labs.submission import read_answer
 
 LETTERS = list(load_labs())
 every_lab = pytest.mark.parametrize("letter", LETTERS)
@@ -43,7 +43,7 @@ def test_the_function_and_its_tests_exist(exercise):
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     assert span.body_end > span.body_start
-    assert exercise.hint and exercise.title and exercise.points > 0
+    assert exercise.hints and exercise.title and exercise.points > 0 and exercise.minutes > 0
     for test in exercise.tests:
         file, cls = test.split("::")
         tree = ast.parse((PUBLIC_TESTS / file).read_text(encoding="utf-8"))
@@ -67,8 +67,9 @@ def test_no_function_of_an_exercise_needs_its_class_by_super():
 @pytest.mark.parametrize("letter", load_mutations())
 def test_a_mutation_applies(letter, tmp_path):
     mutation = load_mutations()[letter]
-    mutation.write(tmp_path)
-    assert (tmp_path / mutation.file).read_text() != (ROOT / mutation.file).read_text()
+    assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
+    mutation.write(tmp_path, broken=True)
+    assert not (tmp_path / mutation.file).exists(), "a test that reads the source must find none"
 
 
 # ---- the starter -------------------------------------------------------------------------------------------------
@@ -138,40 +139,69 @@ def test_launches_are_rewritten_for_the_cpu():
 # ---- every version of every lab ----------------------------------------------------------------------------------
 
 
-def drive(letter: str, folder: Path) -> dict[str, object]:
-    """What the driver finds out about a lab, in a process of its own."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    out = folder / f"{letter}.json"
-    command = [sys.executable, str(Path(__file__).parent / "lab_driver.py"), letter, str(out)]
-    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=1200)
-    assert out.exists(), run.stdout[-2000:] + run.stderr[-2000:]
-    return json.loads(out.read_text())
+def answers(kind: str, letter: str) -> list[dict[str, str]]:
+    """Changes of the reference's functions that must lose (`wrong`) or keep (`right`) their points."""
+    entries = tomllib.loads((Path(__file__).parent / f"lab_{kind}_answers.toml").read_text(encoding="utf-8"))
+    return [answer for answer in entries.get("answer", []) if answer["exercise"].startswith(letter.upper())]
+
+
+def write_answer(answer: dict[str, str], work: Path) -> None:
+    """A submission of one file, in which the reference's function is changed."""
+    exercise = next(e for e in all_exercises() if e.id == answer["exercise"])
+    text = exercise.reference.read_text(encoding="utf-8")
+    span = bodies.find(text, exercise.name, exercise.path)
+    body, file = text[span.start : span.end], exercise.copy_in(work)
+    for find, put in [(answer["find"], answer["put"]), *answer.get("then", [])]:
+        assert body.count(find) == 1, f"{exercise.id}: {find!r} is {body.count(find)} times in the reference"
+        body = body.replace(find, put)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text[: span.start] + body + text[span.end :], encoding="utf-8")
+
+
+def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
+    """The marks of exercises, or whole labs, of submissions, all judged in one process."""
+    marks = []
+    for (key, work), lines in zip(keys, grade.judge([job_for(k, w, [PUBLIC_TESTS]) for k, w in keys]), strict=True):
+        marks.append(Mark(key, str(work), 1))
+        enter(lines, marks[-1])
+    return marks
 
 
 @every_judged_lab
-def test_reference_starters_and_wrong_answers_get_what_they_deserve(letter, tmp_path):
-    found = drive(letter, tmp_path)
+def test_reference_and_other_answers_get_what_they_deserve(letter, tmp_path):
+    lab = load_labs()[letter]
+    starter.write_starter(lab, tmp_path / "reference", missing=[])
+    keys = [(key, tmp_path / "reference") for key in [*(exercise.id for exercise in lab.exercises), letter]]
+    others = [(kind, answer) for kind in ("wrong", "right") for answer in answers(kind, letter)]
+    for number, (_, answer) in enumerate(others):
+        write_answer(answer, tmp_path / str(number))
+        keys.append((answer["exercise"], tmp_path / str(number)))
+    marks = judge(keys)
 
-    # The reference earns full marks.
-    assert list(found["reference"]) == [exercise.id for exercise in load_labs()[letter].exercises]
-    assert {i: mark for i, mark in found["reference"].items() if mark["state"] != "passed"} == {}
+    # The reference earns full marks, and the stage of which all is the learner's works.
+    reference, others_marks = marks[: len(lab.exercises) + 1], marks[len(lab.exercises) + 1 :]
+    assert {mark.id: mark.reason for mark in reference if mark.state != "passed"} == {}
 
-    # A missing body fails in its exercise, and only there.
-    for missing, marks in found["stubs"].items():
-        states = {i: mark["state"] for i, mark in marks.items()}
-        assert states == dict.fromkeys(states, "passed") | {missing: "not started"}
-
-    # Plausible wrong answers lose their points, with a reason.
-    assert len(found["wrong"]) == len(wrong_answers(letter)) > 0
-    kept = [f"{answer['exercise']}: {answer['why']}" for answer in found["wrong"] if answer["state"] != "failed"]
-    assert kept == []
-    assert all(answer["reason"] for answer in found["wrong"])
+    # Plausible wrong answers lose their points, with a reason; other right ones keep theirs.
+    unjust = [
+        f"{mark.id}, {kind}: {answer['why']} ({mark.state}: {mark.reason})"
+        for (kind, answer), mark in zip(others, others_marks, strict=True)
+        if mark.state != {"wrong": "failed", "right": "passed"}[kind] or (kind == "wrong" and not mark.reason)
+    ]
+    assert unjust == []
 
 
-def test_many_exercises_have_a_wrong_answer():
-    assert len({answer["exercise"] for letter in LETTERS for answer in wrong_answers(letter)}) >= 10
+@every_lab
+def test_a_fresh_starter_is_not_started(letter, tmp_path):
+    lab = load_labs()[letter]
+    starter.write_starter(lab, tmp_path)
+    report = grade.grade(lab, tmp_path)
+    assert {mark.state for mark in report.marks} == {"not started"} and report.points == 0 and report.notes == []
+
+
+def test_every_exercise_has_a_wrong_answer():
+    answered = {answer["exercise"] for letter in LETTERS for answer in answers("wrong", letter)}
+    assert answered == {exercise.id for exercise in all_exercises()}
 
 
 # ---- the grader --------------------------------------------------------------------------------------------------
@@ -194,26 +224,134 @@ def test_grading_the_reference_gives_100_points_and_runs_the_whole_stage(done, c
     assert [exercise["id"] for exercise in report["exercises"]] == [e.id for e in load_labs()["a"].exercises]
 
 
-def test_code_that_takes_the_process_down_costs_its_own_points_only(tmp_path):
-    lab = load_labs()["a"]
-    starter.write_starter(lab, tmp_path, missing=[lab.exercises[0], lab.exercises[4]])
-    file = tmp_path / "stage_a_naive" / "chat.py"
-    file.write_text(file.read_text().replace("raise NotImplementedError(", "__import__('os').abort(), ("))
-    report = grade.grade(lab, tmp_path)
-    states = {mark.id: mark.state for mark in report.marks}
-    assert states == dict.fromkeys(states, "passed") | {"A.1": "failed", "A.5": "not started"}
-    assert "took the process down" in report.marks[0].reason
-    assert report.points == 80 and report.whole == ""
-    assert "-> write overlap in labs/work/stage_a_naive/stop_strings.py" in str(report)
-
-
-def test_code_that_cannot_be_imported_is_named(tmp_path):
-    lab = load_labs()["a"]
+def submission(tmp_path: Path, letter: str, **bodies_by_name: str) -> Path:
+    """A copy of the reference in which some functions have other bodies, named by their last name."""
+    lab = load_labs()[letter]
     starter.write_starter(lab, tmp_path, missing=[])
-    (tmp_path / "stage_a_naive" / "chat.py").write_text("def chatml(:\n")
-    report = grade.grade(lab, tmp_path, only=["A.2"])
-    [mark] = report.marks
-    assert mark.state == "failed" and "chat.py" in mark.reason and "SyntaxError" in mark.reason
+    for exercise in lab.exercises:
+        if exercise.name.split(".")[-1] in bodies_by_name:
+            file = exercise.copy_in(tmp_path)
+            text = file.read_text(encoding="utf-8")
+            span = bodies.find(text, exercise.name, exercise.path)
+            lines = bodies_by_name[exercise.name.split(".")[-1]].splitlines()
+            body = "".join(f"{span.indent}{line}\n" for line in lines)
+            file.write_text(text[: span.body_start] + body + text[span.body_end :], encoding="utf-8")
+    return tmp_path
+
+
+def states(report: Report) -> dict[str, str]:
+    return {mark.id: mark.state for mark in report.marks}
+
+
+def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp_path):
+    crash = "from numpy.lib.stride_tricks import as_strided\nimport numpy\n" \
+            "return as_strided(numpy.zeros(1), (10**9,), (10**6,)).sum()"  # fmt: skip
+    hang = "while True:\n    pass"
+    work = submission(tmp_path, "a", chatml=crash, overlap=hang)
+    report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4", "A.5"], seconds=4)
+    assert states(report) == {"A.1": "failed", "A.4": "passed", "A.5": "failed"}
+    assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message"
+    assert "longer than 4 s" in report.marks[2].reason and report.whole == ""
+
+
+def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
+    work = submission(tmp_path, "e", _grow="return (")
+    report = grade.grade(load_labs()["e"], work, only=["E.4", "E.5"])
+    [decodes, grow] = report.marks
+    assert decodes.state == "passed", decodes.reason
+    assert grow.state == "failed" and "SyntaxError" in grow.reason and "scheduler.py:" in grow.reason
+
+
+def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path):
+    work = submission(tmp_path, "a")
+    file = work / "stage_a_naive" / "chat.py"
+    lines = file.read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if line.startswith("import") or line.startswith("from"))
+    lines.insert(at, "raise RuntimeError('given code of the submission ran')\n")
+    file.write_text("".join(lines))
+    report = grade.grade(load_labs()["a"], work, only=["A.1"])
+    assert states(report) == {"A.1": "passed"}
+    assert report.notes == [
+        f"stage_a_naive/chat.py:{at + 1}: given code was changed; the judge uses the reference's"
+    ]
+
+
+def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path):
+    work = submission(tmp_path, "a", chatml="return ''")
+    for name in ("sitecustomize.py", "conftest.py", "labs/grade.py", "torch/__init__.py"):
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text("raise SystemExit('it ran')\n")
+    report = grade.grade(load_labs()["a"], work, only=["A.1"])
+    assert states(report) == {"A.1": "failed"} and report.points == 0
+    assert [note.split(":")[0] for note in report.notes] == ["sitecustomize.py", "conftest.py", "labs", "torch"]
+
+
+FORGERIES = {
+    "patched PyTorch": "import torch\ntorch.equal = torch.allclose = lambda *a, **k: True",
+    "an alias of PyTorch": "import torch\nt = torch\nt.equal = t.allclose = lambda *a, **k: True\nreturn ''",
+    "the interpreter": "import sys\nsys.exit(0)",
+    "the reference's file": "return open('labs/tests/test_lab_a.py').read()",
+    "another module's frames": "import inspect\nreturn inspect.stack()",
+    "a string that equals all": "class S(str):\n    def __eq__(self, other):\n        return True\nreturn S()",
+    "the judge": "from labs import judge",
+    "a later stage": "from stage_f_graph_tp import LLM",
+    "a skipped test": "import pytest\npytest.skip('no')",
+}
+
+
+@pytest.mark.parametrize("body", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
+    work = submission(tmp_path, "a", chatml=body)
+    [mark] = grade.grade(load_labs()["a"], work, only=["A.1"]).marks
+    assert mark.state == "failed" and mark.reason.startswith("not allowed: "), mark
+
+
+@every_exercise
+def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
+    target = exercise.copy_in(tmp_path)
+    target.parent.mkdir(parents=True)
+    target.write_text(exercise.reference.read_text(encoding="utf-8"), encoding="utf-8")
+    assert read_answer(exercise, tmp_path).exercise is exercise
+
+
+def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp_path, capsys):
+    work = submission(tmp_path, "a", overlap="return 0")
+    (work / "grade-a.json").write_text("all marks")
+    assert grade.main(["a", "--work", str(work), "--only", "A.1"]) == 0
+    assert (work / "grade-a.json").read_text() == "all marks"
+    assert progress.read(work) == {"A.1": "passed"}
+    table = progress.table(work)
+    assert "10/100" in table and "next: A.2" in table
+
+
+def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
+    work = submission(tmp_path, "a", overlap="import os\nprint('here', text)\nreturn 0")
+    assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
+    out = capfd.readouterr().out
+    assert "here abc" in out and "assert" in out and not (work / progress.FILE).exists()
+
+
+@pytest.mark.compiler
+def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
+    work = submission(tmp_path, "c")
+    file = work / "csrc" / "stage_c" / "mlp_warp.cu"
+    text = file.read_text(encoding="utf-8")
+    line = "      if (lane == 0) out[index] = from_float<T>(value);"
+    assert text.count(line) == 1
+    file.write_text(text.replace(line, line.replace("out[index]", "out[index + (size_t(1) << 40)]")), encoding="utf-8")
+    [mark] = grade.grade(load_labs()["c"], work, only=["C.6"]).marks
+    number = text[: text.index(line)].count("\n") + 1
+    assert f"SIGSEGV at csrc/stage_c/mlp_warp.cu:{number})" in mark.reason, mark
+
+
+def test_hints_come_one_after_another(tmp_path):
+    exercise = load_labs()["d"].exercises[2]
+    assert hint.next_hints("d.3", tmp_path) == [exercise.hints[0]]
+    for _ in exercise.hints:
+        found = hint.next_hints("D.3", tmp_path)
+    assert found == list(exercise.hints)
+    with pytest.raises(ValueError, match="no exercise 'D.99'"):
+        hint.next_hints("D.99", tmp_path)
 
 
 def test_hidden_tests_must_pass_too(done, tmp_path):
@@ -247,4 +385,6 @@ def test_make_passes_the_options_on():
     assert "-m labs.starter d --force" in dry_run("lab-d", "FORCE=1")
     assert "--force" not in dry_run("lab-d")
     assert '-m labs.grade d --only "D.2" --tests "hidden"' in dry_run("grade-d", "ONLY=D.2", "LAB_TESTS=hidden")
+    assert "--only \"D.2\" --show" in dry_run("grade-d", "ONLY=D.2", "SHOW=1")
+    assert "-m labs.hint D.3" in dry_run("hint", "D.3") and "-m labs.progress" in dry_run("progress")
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")

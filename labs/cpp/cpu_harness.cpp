@@ -1,4 +1,5 @@
 // The learner's CPU operator behind plain C functions.
+#include "crash_line.h"
 #include "stage_c/mlp_cpu.cpp"
 
 #include <ATen/ops/from_blob.h>

@@ -1,4 +1,5 @@
 // CUDA kernels, the learner's among them, compiled for a CPU, behind plain C functions. See cuda_on_cpu.h.
+#include "crash_line.h"
 #include "stage_c/layernorm_mlp.cu"
 #include "stage_c/mlp_naive.cu"
 #include "stage_c/mlp_warp.cu"

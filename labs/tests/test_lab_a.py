@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stage_a_naive.llm as stage
-import stage_a_naive.outputs as outputs
-from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, one_hot
+from labs.tests.support import GREEDY, DigitTokenizer, check_whole_stage, noisy_argmax, one_hot, request_of
 from stage_a_naive import chat, filters, loop, penalties, sampling, stop_strings
 from stage_a_naive.params import SamplingParams
 
@@ -56,6 +57,14 @@ class TestSample:
         assert len(set(steps.tolist())) > 5, "another step must sample with other noise"
         assert len(set(seeds.tolist())) > 5, "another seed must sample with other noise"
 
+    def test_a_row_is_the_argmax_of_filtered_logits_plus_the_noise_of_its_seed_and_step(self):
+        torch.manual_seed(0)
+        logits, seeds, steps = torch.randn(40, 300), list(range(40)), [i % 7 for i in range(40)]
+        params = SamplingParams(temperature=1.3)
+        ids = sampling.sample(logits, [params] * 40, seeds, steps).tolist()
+        expected = [noisy_argmax(*row) for row in zip(logits, [params] * 40, seeds, steps, strict=True)]
+        assert ids == expected, f"argmax(filtered + gumbel_noise(seed, step)) is {expected[:6]}…, got {ids[:6]}…"
+
     def test_greedy_and_random_rows_mix(self):
         logits = torch.tensor([[0.0, 9.0, 0.0]]).repeat(2, 1)
         params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=1)]
@@ -96,6 +105,11 @@ class TestFilterLogits:
     def test_min_p_keeps_what_is_likely_beside_the_likeliest(self):
         logits = torch.tensor([0.6, 0.3, 0.07, 0.03]).log().tolist()
         assert self.kept(logits, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
+
+    def test_top_k_comes_before_top_p(self):
+        logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
+        kept = self.kept(logits, top_k=2, top_p=0.5)
+        assert kept == [0], f"of the two that top_k keeps, the first has 0.4 / 0.7 > 0.5: expected [0], got {kept}"
 
     def test_temperature_comes_before_top_p(self):
         logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
@@ -154,6 +168,18 @@ class CountingModel:
         return SimpleNamespace(logits=one_hot(input_ids + 1, 100), past_key_values=seen)
 
 
+class AnyModel:
+    """A model whose scores are arbitrary numbers that follow from the last token."""
+
+    @staticmethod
+    def logits_after(token: int) -> torch.Tensor:
+        return torch.randn(100, generator=torch.Generator().manual_seed(token))
+
+    def __call__(self, input_ids, **_):
+        rows = torch.stack([self.logits_after(int(token)) for token in input_ids[0]])
+        return SimpleNamespace(logits=rows[None], past_key_values=object())
+
+
 class TestLoop:
     def test_one_prefill_then_one_token_per_step(self):
         model = CountingModel()
@@ -184,14 +210,9 @@ class TestGenerateOne:
         vars(engine).update(attributes)
         return engine
 
-    def generate(self, engine: stage.LLM, prompt: list[int], max_tokens: int):
-        request = completion_of(prompt, max_tokens).request
-        # Text is not this exercise's matter: completions make it at the end.
-        original, stage.Completion = stage.Completion, lambda *args: outputs.Completion(*args[:4], text_at_end=True)
-        try:
-            return engine._generate_one(request, 0.0, None)
-        finally:
-            stage.Completion = original
+    def generate(self, engine: stage.LLM, prompt: list[int], max_tokens: int, arrival: float = 0.0,
+                 on_text: Callable[[int, str], object] | None = None, **params: object):  # fmt: skip
+        return engine._generate_one(request_of(prompt, max_tokens, **params), arrival, on_text)
 
     def test_one_prefill_then_one_token_per_step(self):
         engine = self.engine()
@@ -211,6 +232,25 @@ class TestGenerateOne:
         assert self.generate(engine, [1, 2], 1)["token_ids"] == [3]
         assert len(engine.model.calls) == 1, "the prefill's logits are the first token's"
 
+    def test_the_sampler_chooses(self):
+        [prompt, params] = [3, 4, 5], {"temperature": 4.0}
+        output = self.generate(self.engine(model=AnyModel()), prompt, 6, **params)
+        expected = []
+        for step in range(6):
+            row = AnyModel.logits_after(([*prompt, *expected])[-1])
+            expected.append(noisy_argmax(row, SamplingParams(**params), 0, step))
+        assert output["token_ids"] == expected, f"sampled with seed 0: {expected} expected, got {output['token_ids']}"
+
+    def test_ttft_counts_from_the_arrival(self):
+        output = self.generate(self.engine(), [3, 4, 5], 4, arrival=time.perf_counter() - 60)
+        assert 60 <= output["metrics"]["ttft"] < 120, f"the request came in 60 s ago, got {output['metrics']}"
+        assert output["metrics"]["prefill_time"] < 30, f"waiting is not computing, got {output['metrics']}"
+
+    def test_text_goes_out_as_it_comes(self):
+        pieces = []
+        self.generate(self.engine(), [3, 4, 5], 4, on_text=lambda index, piece: pieces.append((index, piece)))
+        assert "".join(piece for _, piece in pieces) == "6789", f"hand on_text to self._next_token; it got {pieces}"
+
     def test_the_times_are_measured(self):
         metrics = self.generate(self.engine(), [3, 4, 5], 4)["metrics"]
         assert metrics["num_prompt_tokens"] == 3 and metrics["num_generated_tokens"] == 4, f"got {metrics}"
@@ -220,3 +260,10 @@ class TestGenerateOne:
 class TestWholeStage:
     def test_the_tutor_answers(self):
         check_whole_stage(stage.LLM)
+
+    def test_penalties_reach_the_sampler(self):
+        llm = stage.LLM("tutor", device="cpu")
+        params = SamplingParams(temperature=0.0, max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0)
+        [plain, penalised] = llm.generate(["a a a a"] * 2, [GREEDY, params], use_tqdm=False)
+        assert len(set(penalised["token_ids"])) >= len(set(plain["token_ids"][:12])), "penalties make tokens rarer"
+        assert penalised["token_ids"] != plain["token_ids"][:12], "presence and frequency of 2 must change this answer"

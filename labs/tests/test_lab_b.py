@@ -13,7 +13,8 @@ import stage_b_decode_step.attention as attention
 import stage_b_decode_step.llm as stage
 import stage_b_decode_step.static_cache as static_cache
 import stage_b_decode_step.token_log as token_log
-from labs.tests.support import check_whole_stage, completion_of, one_hot
+from labs.tests.support import check_whole_stage, completion_of, noisy_argmax, one_hot
+from stage_a_naive.params import SamplingParams
 from stage_a_naive.presets import preset_config
 from stage_b_decode_step.decode_step import DecodeStep
 
@@ -286,6 +287,20 @@ class TestDecodeLoop:
         assert completion.token_ids == list(range(10)), f"got {completion.token_ids}"
         assert steps == list(range(9)), f"the prefill made the first of 10 tokens, so 9 steps; got {len(steps)}"
 
+    def test_the_sampler_chooses_with_the_noise_of_the_tokens_place(self):
+        _, completion, _ = self.decode(12, sync_every=4, temperature=3.0)
+        expected = [0]
+        while len(expected) < 12:
+            row = one_hot(torch.tensor([expected[-1] + 1]), 200)[0]
+            expected.append(noisy_argmax(row, SamplingParams(temperature=3.0), 0, len(expected)))
+        assert completion.token_ids == expected, (
+            f"the token after n others is chosen with step = n: {expected} expected, got {completion.token_ids}"
+        )
+
+    def test_an_answer_that_is_over_runs_no_step(self):
+        _, completion, steps = self.decode(1, sync_every=4)
+        assert steps == [] and completion.token_ids == [0], f"the prefill's token was the last, got steps {steps}"
+
     def test_it_sends_every_few_steps_and_waits_only_at_the_last(self):
         log, _, _ = self.decode(10, sync_every=4)
         assert log.sends == [4, 8, 9], f"with sync_every=4 and 9 steps: send after 4, 8 and 9, got {log.sends}"
@@ -309,4 +324,5 @@ class TestDecodeLoop:
 
 class TestWholeStage:
     def test_the_tutor_answers(self):
-        check_whole_stage(stage.LLM)
+        plain = {"static_cache": False, "buffers": False, "pinned": False, "sdpa": False, "async_eos": False}
+        check_whole_stage(stage.LLM, {}, {"sync_every": 3}, plain, {"last_logits_only": False, "warmup": False})

@@ -102,7 +102,7 @@ class TestNormalise:
     def normalised(self, x: Tensor, weight: Tensor, eps: float, in_place: bool = False) -> Tensor:
         out = x.clone() if in_place else torch.full_like(x, torch.nan)
         source = out if in_place else x
-        function = native.cpu_library("C.3").lab_normalise
+        function = native.cpu_library().lab_normalise
         p = native.pointer
         native.check(function(p(source), p(weight), p(out), len(x), ctypes.c_double(eps)))
         return out
@@ -126,6 +126,12 @@ class TestNormalise:
     def test_eps_keeps_zeros_finite(self):
         assert torch.equal(self.normalised(torch.zeros(8), torch.ones(8), 1e-5), torch.zeros(8)), "0 stays 0"
 
+    def test_eps_is_under_the_root(self):
+        x = torch.full((8,), 1e-3)
+        found = float(self.normalised(x, torch.ones(8), 1e-2)[0])
+        expected = 1e-3 / (1e-6 + 1e-2) ** 0.5
+        assert abs(found / expected - 1) < 1e-4, f"x / sqrt(mean x² + eps) is {expected:.4g} here, got {found:.4g}"
+
 
 def call_block(function, dtype, eps, tensors, *first: int) -> Tensor:
     x, w_out = tensors[0], tensors[3]
@@ -144,7 +150,7 @@ class TestCpuOperator:
     def test_it_computes_the_block(self, dtype: torch.dtype):
         for rows, hidden, inter in [(1, 8, 8), (3, 40, 72), (5, 64, 24)]:
             tensors = inputs(rows, hidden, inter, dtype)
-            function = native.cpu_library("C.4").lab_mlp_cpu
+            function = native.cpu_library().lab_mlp_cpu
             out = call_block(function, dtype, ctypes.c_double(1e-5), tensors)
             error = relative_error(out, block_by_hand(*tensors, 1e-5))
             kind = "RMSNorm, gate and up, residual"
@@ -155,7 +161,7 @@ class TestWarpSum:
     def test_every_lane_gets_the_sum_of_its_own_warp(self):
         values = torch.arange(64, dtype=torch.float32) ** 2
         out = torch.zeros(64)
-        native.check(native.cuda_library("C.5").lab_warp_sum(native.pointer(values), native.pointer(out), 64))
+        native.check(native.cuda_library().lab_warp_sum(native.pointer(values), native.pointer(out), 64))
         sums = values.view(2, 32).sum(1)
         assert out[0] == sums[0], f"lane 0 should have {sums[0]:.0f}, got {out[0]:.0f}"
         assert torch.equal(out.view(2, 32), sums[:, None].expand(2, 32)), "all 32 lanes of each warp get the sum"
@@ -176,7 +182,7 @@ class TestWarpKernel:
 
     def check(self, rows: int, hidden: int, inter: int, dtype: torch.dtype) -> None:
         tensors = inputs(rows, hidden, inter, dtype)
-        out = call_block(native.cuda_library("C.6").lab_mlp, dtype, ctypes.c_float(1e-5), tensors, 1)
+        out = call_block(native.cuda_library().lab_mlp, dtype, ctypes.c_float(1e-5), tensors, 1)
         error = relative_error(out, block_by_hand(*tensors, 1e-5))
         assert error < TOLERANCE[dtype], (
             f"relative error {error:.2g} with {rows} rows, hidden {hidden}, intermediate {inter}, {dtype}"
@@ -185,4 +191,4 @@ class TestWarpKernel:
 
 class TestWholeStage:
     def test_the_tutor_answers(self):
-        check_whole_stage(stage.LLM)
+        check_whole_stage(stage.LLM, {}, {"mlp_kernel": "library", "static_cache": False, "sync_every": 4})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import stage_d_paged.attention.reference as reference
@@ -17,7 +20,8 @@ from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of
-from stage_d_paged import batch, layers
+from stage_a_naive.params import SamplingParams
+from stage_d_paged import batch, block_manager, layers
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -184,6 +188,15 @@ class TestFindCached:
         computed(manager, sequence_of([1, 2, 3, 4, 9, 9, 9, 9]))
         assert manager._find_cached(sequence_of([5, 6, 7, 8, 9, 9, 9, 9, 0])) == []
 
+    def test_a_hash_is_only_a_hint(self, monkeypatch):
+        monkeypatch.setattr(block_manager, "block_key", lambda parent_key, tokens: 7)  # every block has the same key
+        manager = BlockManager(10, 4)
+        computed(manager, sequence_of([1, 2, 3, 4, 9, 9, 9, 9]))
+        found = manager._find_cached(sequence_of([5, 6, 7, 8, 9, 9, 9, 9, 0]))
+        assert found == [], f"the tokens differ though the hashes are equal: nothing is cached, got blocks {found}"
+        found = manager._find_cached(sequence_of([9, 9, 9, 9, 1, 2, 3, 4, 0]))
+        assert found == [], f"equal tokens after another prefix are another block, got blocks {found}"
+
     def test_it_ends_at_the_first_gap(self):
         manager = BlockManager(3, 4)
         manager.free(computed(manager, sequence_of(range(12))))
@@ -269,6 +282,93 @@ class TestStoreKernel:
         assert torch.equal(k_cache.view(4, 2, 4)[[1, 3, 0]], key), "use key_stride from one token to the next"
         assert torch.equal(v_cache.view(4, 2, 4)[[1, 3, 0]], value)
 
+    def test_offsets_may_pass_two_to_the_31(self):
+        # Slots 2^30 numbers apart: the third begins at 2^31. The memory between them is never touched.
+        memory = torch.empty(2**31 + 64, dtype=torch.float16)
+        k_cache, v_cache = (memory[at:].as_strided((3, 1, 1, 8), (2**30, 2**30, 8, 1)) for at in (0, 16))
+        key, value = torch.randn(1, 1, 8, dtype=torch.float16), torch.randn(1, 1, 8, dtype=torch.float16)
+        triton_store.store(key, value, k_cache, v_cache, torch.tensor([2]))
+        assert torch.equal(k_cache[2, 0], key[0]), "the offset slot * slot_stride needs 64 bits"
+        assert torch.equal(v_cache[2, 0], value[0])
+
+
+@triton.jit
+def _softmax_of_one_program(
+    out, lse, query, k_cache, v_cache, table, first, step, context_len, slot_stride, scale_log2,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Call `online_softmax` for one group of 16 query heads and one KV head."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, HEAD_PAD)[None, :]
+    q = tl.load(query + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
+    block = triton_decode.look_up(table, first, context_len, BLOCK_SIZE, BLOCK_N)
+    values, log_sum = triton_decode.online_softmax(
+        q, k_cache, v_cache, table, block, first, step, context_len, column, slot_stride, scale_log2,
+        HEAD_DIM, HEAD_PAD, 16, BLOCK_SIZE, BLOCK_N, "ieee",
+    )  # fmt: skip
+    tl.store(out + row * HEAD_PAD + column, values)
+    tl.store(lse + tl.arange(0, 16), log_sum)
+
+
+class TestOnlineSoftmax:
+    """`online_softmax` by itself, one split of one context."""
+
+    def attend(self, context: int, first: int = 0, step: int = 4, head_dim: int = 8, dtype=torch.float32):
+        """Returns values and log2 of the sum: the function's, and in float64; tiles of 4 keys, blocks of 2."""
+        torch.manual_seed(context + first)
+        query = torch.randn(16, head_dim).to(dtype)
+        k_cache, v_cache = (torch.full((12, 2, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+        keys, values = (torch.randn(context, head_dim).to(dtype) for _ in range(2))
+        table = torch.tensor([7, 2, 11, 0, 5, 9, 1], dtype=torch.int32)
+        for i in range(context):
+            k_cache[table[i // 2], i % 2], v_cache[table[i // 2], i % 2] = keys[i], values[i]
+        pad = 8 if head_dim <= 8 else 16
+        out, lse = torch.full((16, pad), torch.nan), torch.full((16,), torch.nan)
+        _softmax_of_one_program[(1,)](
+            out, lse, query, k_cache, v_cache, table, first, step, context, head_dim, 0.4 * 1.4426950408889634,
+            HEAD_DIM=head_dim, HEAD_PAD=pad, BLOCK_SIZE=2, BLOCK_N=4,
+        )  # fmt: skip
+        mine = [i for start in range(first, context, step) for i in range(start, min(start + 4, context))]
+        scores = query.double() @ keys[mine].double().T * 0.4
+        expected = scores.softmax(-1) @ values[mine].double() if mine else torch.zeros(16, head_dim).double()
+        return out[:, :head_dim].double(), lse.double(), expected, scores.logsumexp(-1) / math.log(2)
+
+    def check(self, message: str, tolerance: float = 1e-5, **options: object) -> None:
+        out, lse, expected, expected_lse = self.attend(**options)
+        error = float((out - expected).abs().nan_to_num(torch.inf).max())
+        assert error < tolerance, f"{message}: the largest error of the values is {error:.3g}, with {options}"
+        assert torch.allclose(lse, expected_lse, atol=max(tolerance, 1e-4)), (
+            f"{message}: log2 of the sum of all weights is {float(expected_lse[0]):.4f}, got {float(lse[0]):.4f}"
+        )
+
+    def test_step_1_one_full_tile(self):
+        self.check("4 keys, one tile", context=4)
+
+    def test_step_2_a_tile_that_the_context_does_not_fill(self):
+        self.check("keys from the context's end on must be masked", context=3)
+        self.check("columns from HEAD_DIM to HEAD_PAD must be masked", context=4, head_dim=6)
+
+    def test_step_3_several_tiles(self):
+        self.check("sum and accumulator shrink when the maximum grows", context=13)
+
+    def test_step_4_every_other_tile(self):
+        self.check("tiles begin at first, first + step, …", context=13, first=4, step=8)
+        out, lse, _, _ = self.attend(context=3, first=4)
+        assert not out.any() and lse.isneginf().all(), f"no key: zeros and -inf, got {out[0, 0]} and {lse[0]}"
+
+    def test_step_5_half_precision(self):
+        self.check("keys and values in float16, sums in float32", tolerance=4e-3, context=13, dtype=torch.float16)
+
+    def test_matrix_products_have_the_precision_that_was_asked_for(self, monkeypatch):
+        seen, original = [], tl.core.dot
+
+        def spy(*args, **kwargs):
+            seen.append(kwargs.get("input_precision"))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(tl, "dot", spy)
+        self.attend(context=5)
+        assert seen and set(seen) == {"ieee"}, f"tl.dot(…, input_precision=PRECISION) in every product, got {seen}"
+
 
 class TestDecodeKernel:
     def attend(self, contexts: list[int], block: int, heads: int, kv_heads: int, head_dim: int, programs: int = 1):
@@ -313,9 +413,18 @@ class TestBreakIt:
     def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
         exercise = load_labs()["d"].exercises[-1]
         work = Path(os.environ.get(WORK_VARIABLE, WORK))
-        assert_catches(exercise.copy_in(work), "d", exercise.message)
+        assert_catches(exercise, work)
 
 
 class TestWholeStage:
     def test_the_tutor_answers(self):
-        check_whole_stage(stage.LLM, num_kvcache_blocks=64)
+        alone = {"max_num_seqs": 1, "fused_mlp": "off"}
+        uncached = {"enable_prefix_caching": False, "kvcache_block_size": 4}
+        check_whole_stage(stage.LLM, {}, alone, uncached, num_kvcache_blocks=64)
+
+    def test_the_same_question_twice_is_found_in_the_cache(self):
+        llm = stage.LLM("tutor", device="cpu", num_kvcache_blocks=64, kvcache_block_size=4)
+        params = SamplingParams(temperature=0.0, max_tokens=8)
+        first, second = (llm.generate([list(range(5, 26))], params, use_tqdm=False)[0] for _ in range(2))
+        cached = second["metrics"]["num_cached_tokens"]
+        assert first["token_ids"] == second["token_ids"] and cached == 20, f"5 full blocks of 4 expected, got {cached}"

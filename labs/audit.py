@@ -1,0 +1,131 @@
+"""Say which constructs of an answer serve no exercise, but would serve to forge a mark.
+
+An answer runs in the process of the tests that judge it, so a function that may do anything could change the tests,
+PyTorch's comparisons or the judge itself. This list is short and errs on the side of the learner: it forbids other
+modules than those an engine's function needs, files, the interpreter's own machinery, and assignments to what other
+modules own. It is a fence and no wall: see `instructors.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import NamedTuple
+
+from labs.exercises import Exercise
+
+MODULES = frozenset({
+    "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
+    "numpy", "operator", "random", "re", "time", "torch", "transformers", "triton", "typing",
+})  # fmt: skip
+STAGES = (
+    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching",
+    "stage_f_graph_tp",
+)  # fmt: skip
+NAMES = frozenset({
+    "__builtins__", "__import__", "breakpoint", "builtins", "compile", "delattr", "eval", "exec", "exit", "gc",
+    "globals", "importlib", "input", "inspect", "locals", "open", "os", "pathlib", "quit", "setattr", "shutil",
+    "subprocess", "sys", "vars",
+})  # fmt: skip
+ATTRIBUTES = NAMES | {
+    "_getframe", "f_back", "f_globals", "f_locals", "gi_frame", "modules", "monkeypatch", "read_bytes", "read_text",
+    "tb_frame", "write_bytes", "write_text",
+}  # fmt: skip
+HARMLESS = ("__init__", "__name__")
+NATIVE = re.compile(
+    r"#|\b(asm|__asm__|system|popen|exec[lv]p?e?|fork|vfork|kill|raise|signal|ptrace|syscall|dlopen|dlsym|mmap|mprotect|"
+    r"fopen|open|creat|write|ofstream|fstream|freopen|_?exit|quick_exit|abort|longjmp|setjmp|extern\s*\"C\")\s*[(<\"{]?"
+)
+ALLOWED_DIRECTIVES = ("#pragma unroll", "#if ", "#ifdef ", "#ifndef ", "#else", "#endif")
+
+
+class Forbidden(NamedTuple):
+    """What an answer must not do, and in which line of the given source, from 1."""
+
+    what: str
+    line: int
+
+
+def find_forbidden(source: str, exercise: Exercise) -> Forbidden | None:
+    """The first construct of an answer that the judge refuses, or None."""
+    return _in_python(source, exercise) if exercise.is_python else _in_native(source)
+
+
+def _in_python(source: str, exercise: Exercise) -> Forbidden | None:
+    indented = source[:1] in (" ", "\t")
+    tree = ast.parse(f"if True:\n{source}" if indented else source)
+    function = tree.body[0].body[0] if indented else tree.body[0]
+    imported = {name.asname or name.name.split(".")[0] for node in ast.walk(function)
+                if isinstance(node, ast.Import | ast.ImportFrom) for name in node.names}  # fmt: skip
+    local = {arg.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for arg in _all_arguments(node)}
+    local |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for statement in function.body:
+        for node in ast.walk(statement):
+            what = _of_node(node, exercise, local - imported)
+            if what is not None:
+                return Forbidden(what, getattr(node, "lineno", 1) - indented)
+    return None
+
+
+def _of_node(node: ast.AST, exercise: Exercise, local: set[str]) -> str | None:
+    match node:
+        case ast.Import():
+            refused = [alias.name for alias in node.names if not _may_import(alias.name, exercise)]
+            return f"import of {refused[0]}" if refused else None
+        case ast.ImportFrom():
+            inner = {alias.name for alias in node.names} & ATTRIBUTES
+            if node.level or not _may_import(node.module or "", exercise) or inner:
+                return f"import from {node.module or '.'}"
+        case ast.Name(id=name) if name in NAMES and name not in local:
+            return f"use of {name}"
+        case ast.Attribute(attr=name) if name in ATTRIBUTES or _is_dunder(name):
+            return f"use of .{name}"
+        case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+            root = _root(node)
+            if root is not None and root not in local and isinstance(node, ast.Attribute):
+                return f"assignment to an attribute of {root}"
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _is_dunder(name):
+            return f"definition of {name}"
+        case ast.Global(names=names):
+            return f"global {names[0]}"
+        case ast.Constant(value=str(text)) if _is_dunder(text):
+            return f"the name {text} in a string"
+        case ast.Call(func=ast.Name(id="type"), args=args) if len(args) > 1:
+            return "a class made by type()"
+    return None
+
+
+def _all_arguments(arguments: ast.arguments) -> list[ast.arg]:
+    extra = [arg for arg in (arguments.vararg, arguments.kwarg) if arg is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *extra]
+
+
+def _may_import(module: str, exercise: Exercise) -> bool:
+    """Whether an answer may import it: a module of the list, or of a stage that is not later than its own."""
+    top = module.split(".")[0]
+    if top in STAGES:
+        return "abcdef".index(exercise.stage) >= STAGES.index(top)
+    if top == "pytest":
+        return exercise.is_break_it
+    return top in MODULES and not ATTRIBUTES.intersection(module.split("."))
+
+
+def _root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _is_dunder(name: str) -> bool:
+    return bool(re.fullmatch(r"__\w+__", name)) and name not in HARMLESS
+
+
+def _in_native(body: str) -> Forbidden | None:
+    comment = r"//[^\n]*|/\*.*?\*/"
+    code = re.sub(comment, lambda match: re.sub(r"[^\n]", "", match.group()), body, flags=re.DOTALL)
+    for match in NATIVE.finditer(code):
+        line = code[match.start() :].split("\n", 1)[0]
+        if match.group() == "#" and line.startswith(ALLOWED_DIRECTIVES):
+            continue
+        return Forbidden(f"`{line.strip()[:60]}`", code.count("\n", 0, match.start()) + 1)
+    return None

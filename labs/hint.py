@@ -1,0 +1,48 @@
+"""Give the next hint for an exercise: `make hint D.3`. Each says more than the one before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from labs.exercises import WORK, all_exercises
+
+FILE = "hints.json"  # how many were given, by exercise
+
+
+def next_hints(exercise_id: str, work: Path = WORK) -> list[str]:
+    """The hints given so far and one more, if there is one.
+
+    Raises:
+        ValueError: there is no such exercise.
+    """
+    exercises = {exercise.id: exercise for exercise in all_exercises()}
+    if exercise_id.upper() not in exercises:
+        raise ValueError(f"there is no exercise {exercise_id!r}; say `make hint D.3`, one of {', '.join(exercises)}")
+    exercise = exercises[exercise_id.upper()]
+    file = work / FILE
+    given = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    given[exercise.id] = min(given.get(exercise.id, 0) + 1, len(exercise.hints))
+    work.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
+    return list(exercise.hints[: given[exercise.id]])
+
+
+def main(argv: list[str]) -> int:
+    try:
+        hints = next_hints(argv[0] if argv else "")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    [exercise] = [e for e in all_exercises() if e.id == argv[0].upper()]
+    print(f"{exercise.id} {exercise.title}")
+    for number, hint in enumerate(hints, 1):
+        print(f"  {number}. {hint}")
+    left = len(exercise.hints) - len(hints)
+    print(f"  ({left} more: `make hint {exercise.id}` again)" if left else "  (that was the last one)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""The marks of a lab, and the forms in which people and grading services read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from labs.exercises import LABS, ROOT, Exercise
+
+
+@dataclass
+class Mark:
+    """What came of one exercise. `state`: passed, failed, not started, not judged (nothing here can run its tests)."""
+
+    id: str
+    title: str
+    max_points: int
+    state: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    place: str = ""  # file and function
+    hidden: bool = False  # whether hidden tests were among those that judged it
+
+    @property
+    def points(self) -> int:
+        return self.max_points if self.state == "passed" else 0
+
+
+@dataclass
+class Report:
+    """The marks of a lab.
+
+    Attributes:
+        whole: what came of the whole stage with all functions the learner's; "" if it was not run.
+        notes: what was found in the submission that earns nothing: changes in given code, files that are never run.
+        tests: a hash of the tests that judged.
+    """
+
+    lab: str
+    title: str
+    marks: list[Mark]
+    whole: str = ""
+    notes: list[str] = field(default_factory=list)
+    tests: str = ""
+    graded_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+
+    @property
+    def points(self) -> int:
+        return sum(mark.points for mark in self.marks)
+
+    @property
+    def max_points(self) -> int:
+        return sum(mark.max_points for mark in self.marks)
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, under the names of the attributes."""
+        exercises = [asdict(mark) | {"points": mark.points} for mark in self.marks]
+        return {
+            "lab": self.lab, "title": self.title, "points": self.points, "max_points": self.max_points,
+            "exercises": exercises, "whole_stage": self.whole, "notes": self.notes, "graded_at": self.graded_at,
+            "tests": self.tests, "commit": commit(), "python": sys.version.split()[0], "torch": torch.__version__,
+        }  # fmt: skip
+
+    def as_gradescope(self) -> dict[str, object]:
+        """What Gradescope's autograder expects in `/autograder/results/results.json`."""
+        tests = [
+            {
+                "number": mark.id, "name": f"{mark.id} {mark.title}", "score": mark.points,
+                "max_score": mark.max_points, "status": "passed" if mark.state == "passed" else "failed",
+                "output": mark.reason or mark.state, "visibility": "after_published" if mark.hidden else "visible",
+            }
+            for mark in self.marks
+        ]  # fmt: skip
+        notes = [f"whole stage: {self.whole}"] if self.whole else []
+        return {
+            "score": self.points, "output": "\n".join(notes + self.notes), "output_format": "text",
+            "execution_time": round(sum(mark.seconds for mark in self.marks)), "tests": tests,
+            "extra_data": {"commit": commit(), "tests": self.tests},
+        }  # fmt: skip
+
+    def as_otter(self) -> dict[str, object]:
+        """The form of otter-grader's results: one entry per question with score, possible points and visibility."""
+        questions = {
+            mark.id: {
+                "name": mark.id, "path": mark.place, "score": mark.points, "possible": mark.max_points,
+                "hidden": mark.hidden, "incorrect": mark.state != "passed",
+                "test_cases": [{"name": mark.title, "message": mark.reason, "passed": mark.state == "passed",
+                                "hidden": mark.hidden}],
+            }
+            for mark in self.marks
+        }  # fmt: skip
+        return {
+            "assignment": f"lab-{self.lab}", "total": self.points, "possible": self.max_points, "results": questions,
+            "commit": commit(), "tests_hash": self.tests, "output": "\n".join(self.notes),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        width = max(len(mark.title) for mark in self.marks)
+        lines = [f"Lab {self.lab.upper()}: {self.title}", ""]
+        for mark in self.marks:
+            points = f"{mark.points}/{mark.max_points}"
+            lines.append(f"  {mark.id:4} {mark.title:{width}}  {points:>6}  {mark.state}")
+            if mark.state == "not started":
+                lines.append(f"       -> write {mark.place}")
+            elif mark.reason and mark.state != "passed":
+                lines.append(f"       -> {mark.reason}")
+        lines += ["", f"  {'':4} {'total':{width}}  {f'{self.points}/{self.max_points}':>6}"]
+        if self.whole:
+            lines.append(f"  the whole stage, all of it yours, on the tutor: {self.whole}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def mark_for(exercise: Exercise) -> Mark:
+    """A mark without a verdict."""
+    place = f"{exercise.name} in {exercise.copy_in(Path('labs/work'))}"
+    return Mark(exercise.id, exercise.title, exercise.points, place=place)
+
+
+def hash_of_tests(directories: list[Path], letter: str) -> str:
+    """A hash of the tests that judge a lab, so that two marks can be compared."""
+    digest = hashlib.sha256()
+    for file in [folder / f"test_lab_{letter}.py" for folder in directories] + [LABS / "exercises.toml"]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def commit() -> str:
+    """The repository's commit, or "" outside of one."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+FORMS = {"plain": Report.as_json, "gradescope": Report.as_gradescope, "otter": Report.as_otter}
+
+
+def write_json(report: Report, target: Path, form: str = "plain") -> None:
+    """Write a report in one of `FORMS`."""
+    target.write_text(json.dumps(FORMS[form](report), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
