@@ -19,6 +19,9 @@ from torch import Tensor
 from stage_d_paged.attention import AttentionMetadata
 
 
+MAX_VIEWS = 1024  # remembered, of eleven arrays each
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The sizes of a step: they determine the layout of its input."""
@@ -132,9 +135,9 @@ class StepBuffers:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
-        # The last views of each buffer: from one decode step to the next the layout is mostly the same, and making the
-        # views is a large part of the host's work for a small step.
-        self._views: dict[str, tuple[tuple[int, ...], StepInput]] = {}
+        # The views made so far, by buffer and layout: steps repeat the layouts of the graphs, and making the views is a
+        # large part of the host's work for a small step.
+        self._views: dict[tuple[str, tuple[int, ...]], StepInput] = {}
 
     def next_host(self, shape: StepShape) -> StepInput:
         """Host views to fill in."""
@@ -170,10 +173,11 @@ class StepBuffers:
         buffer: np.ndarray | Tensor,
         shape: StepShape,
     ) -> StepInput:
-        layout, views = self._views.get(key, (None, None))
-        if layout != shape.layout:
-            views = make_views(buffer, shape)
-            self._views[key] = (shape.layout, views)
+        views = self._views.get((key, shape.layout))
+        if views is None:
+            if len(self._views) == MAX_VIEWS:  # eager steps have any number of layouts
+                self._views.clear()
+            views = self._views[key, shape.layout] = make_views(buffer, shape)
         return views
 
 

@@ -35,10 +35,12 @@ class PrefillConfig:
     num_stages: int
 
 
-def choose_prefill_config(element_size: int, hopper: bool) -> PrefillConfig:
+def choose_prefill_config(element_size: int, hopper: bool, tokens: int) -> PrefillConfig:
     """Choose the fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
+    if hopper and tokens >= 4096:  # enough tiles for all multiprocessors, however large: each key is read less often
+        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
     return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3 if hopper else 2)
 
 
@@ -200,7 +202,7 @@ def prefill(
     block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
-    config = config or choose_prefill_config(query.element_size(), hopper)
+    config = config or choose_prefill_config(query.element_size(), hopper, tokens)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = (_descriptor(cache, config.block_n) for cache in (k_cache, v_cache))
     tiles = tokens // (block_m // group) + seqs
