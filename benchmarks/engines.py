@@ -117,6 +117,7 @@ STUDIES: dict[str, dict[str, str]] = {
     "stage-f": {
         "none of them": f"F[enforce_eager=True,overlap=False,{_NO_KERNELS}]",
         "no graphs": "F[enforce_eager=True]",
+        "graphs for decode alone": "F[prefill_graphs=False]",
         "no fused kernels": f"F[{_NO_KERNELS}]",
         "no overlap": "F[overlap=False]",
         "all on": "F",

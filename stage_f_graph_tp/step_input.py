@@ -18,7 +18,6 @@ from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
 
-
 MAX_VIEWS = 1024  # remembered, of eleven arrays each
 
 

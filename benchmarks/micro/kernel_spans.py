@@ -20,12 +20,14 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.micro import caption
+from benchmarks.text import markdown
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", (), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("step-account", "prefill-timeline"), True
 STEPS = 4
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
 NO_WORK = {
@@ -155,6 +157,57 @@ def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
     return record(name, run, llm.device, 1)
 
 
+PARTS = (
+    "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "LM head", "sampling", "copies",
+    "megakernel", "between kernels",
+)  # fmt: skip
+_ATTENTION = ("_prefill_kernel", "decode_kernel", "flash", "fmha")
+_PRODUCTS = ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass")
+_SAMPLING = ("_best_of", "argmax", "reduce_kernel<512")
+_COPIES = ("memcpy", "memset", "index", "gather", "scatter")
+
+
+def account(recording: Recording) -> dict[str, float]:
+    """Microseconds of a step of stage F by part; together they are the whole step.
+
+    A kernel that begins before the one in front has ended (a dependent launch) counts from that end on, because until
+    then it waits. Products are told apart by their order: QKV, attention, output, gate-up, down, at last the LM head.
+    """
+    parts = dict.fromkeys(PARTS, 0.0)
+    end = recording.spans[0].start
+    for part, span in zip(_parts(recording.spans), recording.spans, strict=True):
+        stop = span.start + span.length
+        parts["between kernels"] += max(0.0, span.start - end)
+        parts[part] += max(0.0, stop - max(end, span.start))
+        end = max(end, stop)
+    return {part: micros / recording.steps for part, micros in parts.items()}
+
+
+def _parts(spans: list[Span]) -> list[str]:
+    """The part that each kernel belongs to."""
+    found: list[str] = []
+    products: list[int] = []  # since the last attention
+    for i, span in enumerate(spans):
+        name = span.name.lower()
+        if "decode_step_kernel" in name:
+            found.append("megakernel")
+        elif any(word in name for word in _ATTENTION):
+            if products:
+                found[products[-1]] = "QKV"  # the last product before attention
+            products = []
+            found.append("attention")
+        elif any(word in name for word in _PRODUCTS):
+            products.append(i)
+            found.append(("output", "gate-up", "down", "LM head")[min(len(products), 4) - 1])
+        elif "splitkreduce" in name:
+            found.append(found[-1])
+        elif any(word in name for word in _SAMPLING):
+            found.append("sampling")
+        else:
+            found.append("copies" if any(word in name for word in _COPIES) else "norm, rotation, SiLU")
+    return found
+
+
 def print_account(recording: Recording) -> None:
     """Print where a step's microseconds go: one line per kernel, the largest first, and the gaps."""
     print(f"{recording.name}: {recording.whole / recording.steps:.0f} µs per step", end="")
@@ -167,20 +220,27 @@ def print_account(recording: Recording) -> None:
         print(f"  {share:8.1f} µs  {launches:5.1f} × {statistics.median(lengths):6.2f}  {kernel[:90]}")
 
 
-def measure(model: str = "random:qwen2.5-0.5b", requests: int | tuple[int, ...] = 1, prompts: int | tuple[int, ...] = ()) -> dict:
-    """Stage E, stage F with graphs alone, and stage F.
+# Name, engine, options, and which recordings are made of it.
+ENGINES = (
+    ("stage E: kernel by kernel", StageE, {}, "decode"),
+    ("stage F, graphs only", StageF, {"fused": False}, "decode"),
+    ("stage F, eager prefill", StageF, {"prefill_graphs": False}, "prefill"),
+    ("stage F", StageF, {}, "both"),
+)
+
+
+def measure(
+    model: str = "random:qwen2.5-0.5b", requests: int | tuple[int, ...] = 1, prompts: int | tuple[int, ...] = ()
+) -> dict:
+    """Decode steps and prefills of the engines.
 
     Args:
         requests: decode steps with this many requests (several: `requests=1,32,256`).
-        prompts: also the prefill of a prompt of this many tokens (several: `prompts=128,1024`).
+        prompts: prefill of one prompt of this many tokens (several: `prompts=128,1024`).
     """
     recordings = []
-    for name, engine, switches in (
-        ("stage E: kernel by kernel", StageE, {}),
-        ("stage F, graphs only", StageF, {"fused": False}),
-        ("stage F", StageF, {}),
-    ):
-        counts = _numbers(requests)
+    counts, lengths = _numbers(requests), _numbers(prompts)
+    for name, engine, switches, kinds in ENGINES:
         limits = {
             "num_kvcache_blocks": 16 * max(counts) + 64,
             "max_num_seqs": max(8, *counts, 1),
@@ -188,10 +248,10 @@ def measure(model: str = "random:qwen2.5-0.5b", requests: int | tuple[int, ...] 
             "enable_prefix_caching": False,
         }
         llm = engine(model, device="cuda", **limits, **switches)
-        for rows in counts:
+        for rows in counts if kinds != "prefill" else ():
             recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
             print_account(recordings[-1])
-        for length in _numbers(prompts):
+        for length in lengths if kinds != "decode" else ():
             recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
             print_account(recordings[-1])
         llm.close()
@@ -225,5 +285,33 @@ def from_rows(rows: list[dict]) -> list[Recording]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """No table in a lesson: notebook F draws the recording."""
+    """Where the microseconds of stage F's steps go, and the picture of a prefill."""
+    recordings = {r.name: r for r in from_rows(results[0]["rows"])}
+    own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
+    own = {name: r for name, r in own.items() if name.split()[0].isdigit() or name.startswith("prompt")}
+    accounts = [account(r) for r in own.values()]
+    body = [
+        [part, *(f"{parts[part]:.0f}" for parts in accounts)]
+        for part in PARTS
+        if any(parts[part] for parts in accounts)
+    ]
+    body.append(["**whole step**", *(f"**{sum(parts.values()):.0f}**" for parts in accounts)])
+    what = f"{results[0]['model']}, µs, recorded by PyTorch's profiler"
+    lines = [*markdown(["part of the step", *own], body), "", caption(results[0], what)] if own else []
+    shown = ["![A prefill kernel by kernel and from a graph](prefill.png)"] if draw(results) else []
+    return {"step-account": lines, "prefill-timeline": shown}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """The shortest recorded prompt, kernel by kernel and from a graph, on one time axis."""
+    from benchmarks.pictures.spans import draw_gaps  # here: it imports this module
+
+    recordings = {r.name: r for r in from_rows(results[0]["rows"])}
+    for name, eager in recordings.items():
+        if name.startswith("stage F, eager prefill"):
+            graph = recordings[name.replace(", eager prefill", "")]
+            times = eager.whole / graph.whole
+            title = f"From a graph, the same kernels need {1 / times:.0%} of the time"
+            device = results[0]["environment"]["device"]["name"]
+            return {"prefill.png": draw_gaps([eager, graph], device, "prefill", title).png}
     return {}

@@ -1,6 +1,6 @@
 """Draws the figures of the lessons that need no results file.
 
-    python -m benchmarks.pictures            # all of them, beside the lessons that show them
+python -m benchmarks.pictures            # all of them, beside the lessons that show them
 """
 
 from __future__ import annotations

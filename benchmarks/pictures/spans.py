@@ -52,8 +52,8 @@ def draw_kinds(recordings: list[Recording]) -> Picture:
     return finish(figure, "the number of kernels in a decode step, by kind of work")
 
 
-def draw_gaps(recordings: list[Recording], device: str) -> Picture:
-    """The kernels of a few decode steps on one time axis: a mark is work, white is waiting."""
+def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step", title: str = "") -> Picture:
+    """The kernels of a few steps on one time axis: a mark is work, grey is waiting."""
     figure = new_figure(10, 0.9 * len(recordings) + 1.1)
     axes = figure.subplots()
     longest = max(r.whole for r in recordings)
@@ -63,14 +63,15 @@ def draw_gaps(recordings: list[Recording], device: str) -> Picture:
         spans = [(s.start / scale, s.length / scale) for s in r.spans]
         axes.broken_barh(spans, (lane - 0.33, 0.66), facecolor=BLUE, linewidth=0)
         text = (
-            f"{r.name}: {len(r.spans) / r.steps:.0f} per step, {r.whole / r.steps / scale:.3g} {unit} per step, "
+            f"{r.name}: {len(r.spans) / r.steps:.0f} per {what}, {r.whole / r.steps / scale:.3g} {unit} per {what}, "
             f"at work {r.busy / r.whole:.0%} of the time"
         )
         axes.annotate(text, (0, lane - 0.36), va="bottom", fontsize=9)
     axes.set_ylim(len(recordings) - 0.5, -0.75)
     axes.set_xlim(0, longest / scale)
     axes.set_yticks([])
-    axes.set_xlabel(f"{unit}; {recordings[0].steps} decode steps on {device}")
+    axes.set_xlabel(f"{unit}; {recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)} on {device}")
+    axes.set_title(title, fontsize=11, pad=18)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(colors=GREY, labelcolor="black")
-    return finish(figure, "when kernels run during a few decode steps, and the gaps between them")
+    return finish(figure, f"when kernels run during each {what}, and the gaps between them")
