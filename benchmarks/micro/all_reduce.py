@@ -21,7 +21,7 @@ from benchmarks.timing import call_seconds, graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
-README, MARKERS = "stage_f_graph_tp", ("all-reduce",)
+README, MARKERS = "stage_f_graph_tp/tensor_parallel", ("all-reduce",)
 ROWS, CALLS, SAMPLES = (1, 32, 256), 100, 10
 
 

@@ -27,7 +27,7 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("step-account", "prefill-timeline"), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("step-account", "decode-timeline", "prefill-timeline"), True
 STEPS = 4
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
 NO_WORK = {
@@ -159,12 +159,12 @@ def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
 
 PARTS = (
     "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "LM head", "sampling", "copies",
-    "megakernel", "between kernels",
+    "megakernel", "between kernels", "waiting for the CPU",
 )  # fmt: skip
 _ATTENTION = ("_prefill_kernel", "decode_kernel", "flash", "fmha")
 _PRODUCTS = ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass")
 _SAMPLING = ("_best_of", "argmax", "reduce_kernel<512")
-_COPIES = ("memcpy", "memset", "index", "gather", "scatter")
+_COPIES = ("memcpy", "index", "gather", "scatter")
 
 
 def account(recording: Recording) -> dict[str, float]:
@@ -174,10 +174,11 @@ def account(recording: Recording) -> dict[str, float]:
     then it waits. Products are told apart by their order: QKV, attention, output, gate-up, down, at last the LM head.
     """
     parts = dict.fromkeys(PARTS, 0.0)
-    end = recording.spans[0].start
+    end, after_copy = recording.spans[0].start, True
     for part, span in zip(_parts(recording.spans), recording.spans, strict=True):
         stop = span.start + span.length
-        parts["between kernels"] += max(0.0, span.start - end)
+        parts["waiting for the CPU" if after_copy else "between kernels"] += max(0.0, span.start - end)
+        after_copy = part == "copies"  # copies are not in the graph: what follows is launched by the CPU
         parts[part] += max(0.0, stop - max(end, span.start))
         end = max(end, stop)
     return {part: micros / recording.steps for part, micros in parts.items()}
@@ -296,22 +297,30 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         if any(parts[part] for parts in accounts)
     ]
     body.append(["**whole step**", *(f"**{sum(parts.values()):.0f}**" for parts in accounts)])
-    what = f"{results[0]['model']}, µs, recorded by PyTorch's profiler"
+    what = f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down"
     lines = [*markdown(["part of the step", *own], body), "", caption(results[0], what)] if own else []
-    shown = ["![A prefill kernel by kernel and from a graph](prefill.png)"] if draw(results) else []
-    return {"step-account": lines, "prefill-timeline": shown}
+    drawn = draw(results)
+    return {
+        "step-account": lines,
+        "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
+        "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * ("prefill.png" in drawn),
+    }
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """The shortest recorded prompt, kernel by kernel and from a graph, on one time axis."""
+    """Decode steps of one request, and the shortest recorded prompt: kernel by kernel, and from a graph."""
     from benchmarks.pictures.spans import draw_gaps  # here: it imports this module
 
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
+    device = results[0]["environment"]["device"]["name"]
+    decodes = [r for name, r in recordings.items() if not name.split(", ")[-1][0].isdigit() and "prompt" not in name]
+    times = decodes[0].whole / decodes[-1].whole
+    title = f"A decode step of one request takes {times:.0f} × as long in stage E as in stage F"
+    found = {"decode.png": draw_gaps(decodes, device, title=title).png}
     for name, eager in recordings.items():
         if name.startswith("stage F, eager prefill"):
             graph = recordings[name.replace(", eager prefill", "")]
             times = eager.whole / graph.whole
             title = f"From a graph, the same kernels need {1 / times:.0%} of the time"
-            device = results[0]["environment"]["device"]["name"]
-            return {"prefill.png": draw_gaps([eager, graph], device, "prefill", title).png}
-    return {}
+            return found | {"prefill.png": draw_gaps([eager, graph], device, "prefill", title).png}
+    return found

@@ -23,7 +23,7 @@ from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("layer-kernels",), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels",), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 CONTEXT, BLOCK_SIZE = 640, 64
