@@ -17,8 +17,9 @@ from serving import assert_idle, running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving.__main__ import parse  # noqa: E402
+from beyond.serving.answers import as_json  # noqa: E402
 from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits  # noqa: E402
-from beyond.serving.sse import event, json_event  # noqa: E402
+from beyond.serving.sse import frame  # noqa: E402
 
 KEY = "a key"
 ALLOWED = {200, 400, 404, 413, 429}
@@ -139,9 +140,9 @@ def test_nobody_from_outside_reaches_a_server_that_was_not_told_so(monkeypatch):
 
 @given(text=st.text())
 def test_an_event_is_read_back_as_it_was_whatever_line_breaks_it_has(text):
-    framed = event(text).decode()
+    framed = frame(text).decode()
     assert framed.endswith("\n\n") and "\n\n" not in framed[:-2] and "\r" not in framed
     lines = [line.removeprefix("data: ") for line in framed[:-2].split("\n")]
     assert "\n".join(lines) == text.replace("\r\n", "\n").replace("\r", "\n")
-    [line] = json_event({"text": text}).decode()[:-2].split("\n")
+    [line] = frame(as_json({"text": text})).decode()[:-2].split("\n")
     assert json.loads(line.removeprefix("data: ")) == {"text": text}

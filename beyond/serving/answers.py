@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,6 +13,10 @@ from beyond.serving.protocol import Ask
 from stage_a_naive.detokenize import placeholder
 from stage_a_naive.outputs import GenerationOutput
 from stage_e_batching.mailbox import Token
+
+MARK = "\0"  # where the text goes
+
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: json.dumps makes one per call
 
 
 class Answer:
@@ -29,7 +34,8 @@ class Answer:
         self._backend = tokenizer.backend_tokenizer
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if ask.is_chat else {})
-        self._begun: set[int] = set()  # choices of a chat that have told their role
+        self._begun: set[int] = set()  # choices that have told a token; in a chat the first chunk tells the role
+        self._around: dict[int, list[str]] = {}  # by choice: what comes before and behind the text
         self._offsets: dict[int, int] = {}  # characters of each choice that have been told
 
     def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, object]:
@@ -49,11 +55,21 @@ class Answer:
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]})
         return self._head | {"choices": choices, "usage": self.usage(outputs)}
 
-    def chunk(self, index: int, token: Token, finish_reason: str | None) -> dict[str, object]:
-        """One token of choice number `index`, also when its text is still empty."""
+    def chunk(self, index: int, token: Token, finish_reason: str | None) -> str:
+        """One token of choice number `index` as JSON, also when its text is still empty."""
+        if index not in self._begun or finish_reason or token.logprobs:
+            chunk = as_json(self._chunk(index, token, finish_reason))
+            self._begun.add(index)
+            return chunk
+        # The others differ in their text alone, so the rest is written once.
+        if index not in self._around:
+            self._around[index] = as_json(self._chunk(index, Token(0, MARK), None)).split(as_json(MARK))
+        before, behind = self._around[index]
+        return f"{before}{as_json(token.text)}{behind}"
+
+    def _chunk(self, index: int, token: Token, finish_reason: str | None) -> dict[str, object]:
         if self._ask.is_chat:
             role = {} if index in self._begun else {"role": "assistant"}
-            self._begun.add(index)
             content = {"delta": role | {"content": token.text}}
         else:
             content = {"text": token.text}
@@ -62,9 +78,9 @@ class Answer:
         usage = {"usage": None} if self._ask.include_usage else {}
         return self._chunk_head | {"choices": [choice]} | usage
 
-    def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> dict[str, object]:
-        """The last chunk of a stream that is to tell its numbers of tokens."""
-        return self._chunk_head | {"choices": [], "usage": self.usage(outputs)}
+    def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> str:
+        """The last chunk, as JSON, of a stream that is to tell its numbers of tokens."""
+        return as_json(self._chunk_head | {"choices": [], "usage": self.usage(outputs)})
 
     def usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, object]:
         """Numbers of tokens. A prompt counts once, however many answers it gets."""

@@ -7,17 +7,17 @@ the `with stream` block, which drops the requests; the engine frees their blocks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from beyond.serving.answers import Answer
+from beyond.serving.answers import Answer, as_json
 from beyond.serving.async_llm import Stream
 from beyond.serving.http_errors import error_body
-from beyond.serving.sse import DONE, json_event
-from stage_a_naive.outputs import GenerationOutput
+from beyond.serving.sse import DONE, frame
+from stage_a_naive.outputs import GenerationOutput, Request
 from stage_e_batching.mailbox import Event
 
 SEND_SECONDS = 60  # a client that takes in nothing for this long is treated as gone
@@ -68,31 +68,30 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         outputs: dict[int, GenerationOutput] = {}
-        try:
-            async for news in self._stream:
-                events: list[bytes] = []
-                for request, event in news:
-                    events += self._events(request.index, event)
-                    if event.output is not None:
-                        outputs[request.index] = event.output
-                await self._send(send, b"".join(events))  # one write, however many tokens have come
-            if self._include_usage:
-                await self._send(send, json_event(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
-        except (OSError, TimeoutError):
-            raise
-        except Exception as error:  # the status is sent already, so the stream itself has to say it
-            await self._send(send, json_event(error_body(error)))
-        await self._send(send, DONE, more=False)
+        now = asyncio.get_running_loop().time
+        async with asyncio.timeout(None) as patience:  # one for all sends: each would cost more than the send itself
 
-    def _events(self, index: int, event: Event) -> list[bytes]:
-        """The events for the tokens of choice number `index`; the last of all carries the reason of its end."""
-        reason = event.output["finish_reason"] if event.output is not None else None
-        last = len(event.tokens) - 1
-        return [
-            json_event(self._answer.chunk(index, token, reason if i == last else None))
-            for i, token in enumerate(event.tokens)
-        ]
+            async def send_on(body: bytes, more: bool = True) -> None:
+                patience.reschedule(now() + SEND_SECONDS)
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+                patience.reschedule(None)
 
-    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
-        async with asyncio.timeout(SEND_SECONDS):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            try:
+                async for news in self._stream:
+                    await send_on(b"".join(self._frames(news)))  # one write, however many tokens have come
+                    outputs |= {request.index: event.output for request, event in news if event.output is not None}
+                if self._include_usage:
+                    await send_on(frame(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
+            except (OSError, TimeoutError):
+                raise
+            except Exception as error:  # the status is sent already, so the stream itself has to say it
+                await send_on(frame(as_json(error_body(error))))
+            await send_on(DONE, more=False)
+
+    def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
+        """A server-sent event for every token; the last of an answer carries the reason of its end."""
+        for request, event in news:
+            last = len(event.tokens) - 1
+            for i, token in enumerate(event.tokens):
+                reason = event.output["finish_reason"] if event.output is not None and i == last else None
+                yield frame(self._answer.chunk(request.index, token, reason))

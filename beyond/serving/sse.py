@@ -12,18 +12,11 @@ API sends one JSON object per event and ends with the word `[DONE]`.
 
 from __future__ import annotations
 
-import json
 
-
-def event(data: str) -> bytes:
+def frame(data: str) -> bytes:
     """Frame `data` as one event: each of its lines behind `data: `, and an empty line at the end."""
-    lines = data.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"
+    lines = data.replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\ndata: ")
+    return f"data: {lines}\n\n".encode()
 
 
-def json_event(message: object) -> bytes:
-    """Frame a message as one event. JSON writes line breaks inside strings as \\n, so it is one line."""
-    return event(json.dumps(message, ensure_ascii=False, separators=(",", ":")))
-
-
-DONE = event("[DONE]")
+DONE = frame("[DONE]")

@@ -1,0 +1,113 @@
+"""What `/metrics` says is what happened, in a format that Prometheus reads; the dashboard asks for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+parser = pytest.importorskip("prometheus_client.parser", reason="reads the format: pip install prometheus-client")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import running, wait_until  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+from beyond.serving.metrics import Histogram, RequestMetrics, exposition  # noqa: E402
+
+PROMPT = [i % 1000 + 5 for i in range(50)]
+DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "grafana.json"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=2, num_kvcache_blocks=16, kvcache_block_size=16)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm, model='a "quoted" name') as server:
+        yield server
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name, and by name and the label that is not the model's."""
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == 'a "quoted" name'
+            found["/".join([sample.name, *labels.values()])] = sample.value
+    return found
+
+
+def read(server) -> dict[str, float]:
+    return samples(httpx.get(f"{server.url}/metrics").text)
+
+
+def test_counters_and_histograms_tell_what_was_asked_and_answered(server):
+    before = read(server)
+    ask = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
+    for _ in range(3):
+        assert httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).status_code == 200
+    grown = {name: value - before[name] for name, value in read(server).items()}
+    assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == 150
+    assert grown["vllm:prefix_cache_hits_total"] == 2 * 48  # the second and third find three blocks of the first
+    assert grown["vllm:generation_tokens_total"] == 60
+    assert grown["vllm:request_success_total/length"] == 3 and grown["vllm:request_success_total/stop"] == 0
+    for name, count in (
+        ("time_to_first_token", 3),
+        ("inter_token_latency", 57),
+        ("request_queue_time", 3),
+        ("e2e_request_latency", 3),
+    ):
+        assert grown[f"vllm:{name}_seconds_count"] == grown[f"vllm:{name}_seconds_bucket/+Inf"] == count
+    whole = grown["vllm:e2e_request_latency_seconds_sum"]
+    parts = grown["vllm:time_to_first_token_seconds_sum"] + grown["vllm:inter_token_latency_seconds_sum"]
+    assert parts == pytest.approx(whole)  # an answer takes its first token's time and all the gaps
+
+
+def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
+    idle = read(server)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert [idle[f"vllm:{name}"] for name in names] == [0, 0, 0]
+    ask = {"prompt": PROMPT, "max_tokens": 190, "ignore_eos": True, "n": 3}  # 15 of 16 blocks each
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.llm.engine_loop.pause()
+        wait_until(lambda: server.llm.engine_loop.paused)
+        busy = read(server)
+        assert busy["vllm:num_requests_running"] + busy["vllm:num_requests_waiting"] == 3
+        assert busy["vllm:num_requests_running"] == llm.engine.scheduler.num_running >= 1
+        assert busy["vllm:kv_cache_usage_perc"] == llm.engine.scheduler.block_manager.num_used / 16 > 0
+        server.llm.engine_loop.resume()
+        for _ in lines:
+            pass
+    after = read(server)
+    assert after["vllm:num_preemptions_total"] > idle["vllm:num_preemptions_total"]
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60) as response:
+        next(response.iter_lines())
+    wait_until(lambda: read(server)["vllm:request_success_total/abort"] == 3)
+
+
+def test_a_histogram_counts_every_value_at_its_limit_or_below():
+    histogram = Histogram("x", "X", (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert histogram.counts == [2, 2, 1] and histogram.sum == 14.0
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(llm):
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    there = {name.split("/")[0] for name in samples(exposition('a "quoted" name', llm.engine, RequestMetrics()))}
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(asked) >= 8
+    for expression in asked:
+        names = re.findall(r"vllm:\w+", expression)
+        assert names and set(names) <= there, expression
