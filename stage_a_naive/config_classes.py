@@ -1,13 +1,29 @@
 """The configuration classes of the supported architectures, imported without everything else of transformers.
 
-transformers writes the docstring of each such class while it is imported, and to name the class's model there it
-imports every model, and with them PyTorch's compiler: 1.5 s of every start. So the docstrings are left out here. Stages
-A to C import the models anyway when they build one; stages D to F never do.
+Two things that their import does are left out here, because between them they import every model and, with them,
+PyTorch's compiler and its distributed tensors: seconds of every start. Stages A to C import the models anyway when they
+build one; stages D to F never do.
+
+- transformers writes the docstring of each such class while it is imported, and names the class's model there;
+- it checks the name of an activation function against all that it has. What has no such function is found when the
+  model is built.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from unittest.mock import patch
+
+import torch
+
+# The first two are what the validators import: so they are not imported below, where PyTorch seems to be missing.
+from transformers import tokenization_utils_base, video_utils  # noqa: F401
+from transformers.utils.import_utils import is_torch_available
+
+with suppress(ImportError), patch("transformers.utils.import_utils.is_torch_available", lambda: False):
+    from transformers.utils import type_validators
+
+    type_validators.torch, type_validators.is_torch_available = torch, is_torch_available
 
 from transformers import PretrainedConfig
 

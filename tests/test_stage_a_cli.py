@@ -22,7 +22,9 @@ STAGES = [
     "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
 ]  # fmt: skip
 TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]
-SLOW_MODULES = ["torch._dynamo", "transformers.modeling_utils", "transformers.generation.utils"]
+SLOW_MODULES = [
+    "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "transformers.generation.utils"
+]  # fmt: skip
 
 
 def ask(*argv: str) -> int:
