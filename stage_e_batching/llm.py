@@ -50,6 +50,7 @@ class LLM(Frontend):
 
     options_class = BatchingOptions
     engine_class = Engine
+    scheduler_class = Scheduler
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class LLM(Frontend):
         return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs)
 
     def _scheduler(self) -> Scheduler:
-        return Scheduler(
+        return self.scheduler_class(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
             max_num_seqs=self.options.max_num_seqs,

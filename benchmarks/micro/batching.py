@@ -1,0 +1,111 @@
+"""What continuous batching is worth by itself: the same requests, fewer batch slots than requests, one change a row.
+
+The work is the benchmark's `mixed`, on a quarter to a third as many batch slots as requests. Rows:
+
+* *D*: stage D. A static batch, padding rows for requests that have ended, tokens sampled row by row.
+* *E, static admission*: stage E, admitting requests only when none runs. No padding, and the whole batch is sampled at
+  once; who runs together is what it was in D.
+* *E*: stage E as it is. Against the row above it, only the rule of admission differs.
+
+Each row runs greedily and at a temperature, because sampling is what the rows do differently there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from benchmarks.micro import caption
+from benchmarks.text import markdown, number, times
+from benchmarks.workloads import Call, make_workload
+from stage_a_naive.params import SamplingParams
+from stage_d_paged import LLM as StageD
+from stage_e_batching import LLM as StageE
+from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import ScheduledStep
+
+README, MARKERS = "stage_e_batching", ("batching",)
+TEMPERATURES = (0.0, 0.6)
+
+
+class StaticAdmission(Scheduler):
+    """Admits requests only when none decodes: a batch stays together until its last request has ended."""
+
+    def _admit(self, step: ScheduledStep, budget: int) -> None:
+        if not self.decoding:
+            super()._admit(step, budget)
+
+
+class StaticStageE(StageE):
+    """Stage E with one rule changed."""
+
+    scheduler_class = StaticAdmission
+
+
+ENGINES = {"D": StageD, "E, static admission": StaticStageE, "E": StageE}
+
+
+def measure(
+    model: str = "tutor", device: str = "cpu", size: str = "cpu", slots: int = 16, repeats: int = 3, threads: int = 1
+) -> dict:
+    """Seconds, steps and rows of every engine at every temperature, the engines taking turns."""
+    torch.set_num_threads(threads)
+    workload = make_workload("mixed", size)
+    [call] = workload.rounds[0]
+    options = {"max_num_seqs": slots, "enable_prefix_caching": False}
+    llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
+    rows = {
+        (name, temperature): {"engine": name, "temperature": temperature, "seconds": []}
+        for name in ENGINES for temperature in TEMPERATURES
+    }  # fmt: skip
+    for repeat in range(repeats + 1):  # the first is a warm-up
+        for (name, temperature), row in rows.items():
+            found = run(llms[name], call, temperature)
+            if repeat:
+                row["seconds"].append(found.pop("seconds"))
+                row |= found
+    return {"model": model, "workload": workload.description, "tokens": call.output_tokens, "slots": slots,
+            "rows": list(rows.values())}  # fmt: skip
+
+
+def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float]:
+    """Seconds of a call of `generate`, the steps of the model in it, and the rows that these computed."""
+    steps: list[int] = []
+
+    def count(_: nn.Module, arguments: tuple, __: object) -> None:
+        steps.append(len(arguments[0]))
+
+    params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
+    handle = llm.runtime.model.register_forward_hook(count)
+    try:
+        start = time.perf_counter()
+        outputs = llm.generate([list(prompt) for prompt in call.prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start  # the tokens are on the host: the device has finished
+    finally:
+        handle.remove()
+    tokens = sum(len(output["token_ids"]) for output in outputs)
+    if tokens != call.output_tokens:
+        raise RuntimeError(f"{tokens} tokens came instead of {call.output_tokens}")
+    return {"seconds": seconds, "steps": len(steps), "computed_rows": sum(steps)}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    lines = []
+    for result in results:
+        medians = {(r["engine"], r["temperature"]): statistics.median(r["seconds"]) for r in result["rows"]}
+        names, body = list(dict.fromkeys(r["engine"] for r in result["rows"])), []
+        for i, name in enumerate(names):
+            cells = []
+            for temperature in TEMPERATURES:
+                rate = number(result["tokens"] / medians[name, temperature])
+                gain = times(medians[names[i - 1], temperature] / medians[name, temperature]) if i else ""
+                cells.append(f"{rate}, {gain}" if gain else rate)
+            row = next(r for r in result["rows"] if r["engine"] == name)
+            body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
+        heads = ["engine", "steps", "rows computed", "greedy: tokens/s, × the row above", "temperature 0.6: the same"]
+        work = f"{result['model']}, {result['slots']} batch slots; {result['workload']}"
+        lines += [*markdown(heads, body), "", caption(result, work, "medians"), ""]
+    return {"batching": lines}
