@@ -501,4 +501,4 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert [p["id"] for record in records for p in record["preempted"]] == [1]
     assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
     assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "blocks": 3}
-    assert timeline.draw(tmp_path / "trace.jsonl").png.startswith(b"\x89PNG")
+    assert timeline.draw(timeline.read_trace(tmp_path / "trace.jsonl")).png.startswith(b"\x89PNG")

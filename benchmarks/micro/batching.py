@@ -3,8 +3,8 @@
 The work is the benchmark's `mixed`, on a quarter to a third as many batch slots as requests. Rows:
 
 * *D*: stage D. A static batch, padding rows for requests that have ended, tokens sampled row by row.
-* *E, static admission*: stage E, admitting requests only when none runs. No padding, and the whole batch is sampled at
-  once; who runs together is what it was in D.
+* *E, static admission*: stage E, admitting requests only when all of the last batch have ended. No padding, and the
+  whole batch is sampled at once; who runs together is what it was in D.
 * *E*: stage E as it is. Against the row above it, only the rule of admission differs.
 
 Each row runs greedily and at a temperature, because sampling is what the rows do differently there.
@@ -32,11 +32,16 @@ TEMPERATURES = (0.0, 0.6)
 
 
 class StaticAdmission(Scheduler):
-    """Admits requests only when none decodes: a batch stays together until its last request has ended."""
+    """Admits as many requests as there are batch slots, and the next ones when none of these runs any more."""
+
+    num_admitted = 0
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
-        if not self.decoding:
+        if not self.num_running:
+            self.num_admitted = 0
+        if self.num_admitted < self.max_num_seqs:
             super()._admit(step, budget)
+            self.num_admitted += len(step.admitted)
 
 
 class StaticStageE(StageE):

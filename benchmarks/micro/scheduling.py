@@ -3,7 +3,8 @@
 Stage E's scheduler and engine run real workloads with a model that takes no time and makes up its tokens. *Batches*:
 `mixed` with 64 and 256 batch slots; a static batch keeps a slot until its longest member is done, continuous batching
 gives it to the next request at once. *Tight pool*: 16 requests of 8 in / 60 out in 40 blocks of 4, with the watermark
-and the doubling and without them. *Timelines*: a few requests on six slots, prompts in chunks and prompts whole.
+and the doubling and without them. *Timelines*: a few requests on few slots, in static batches, in
+chunks and whole, and in the tight pool.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import NullRunner
 from benchmarks.pictures import timeline
 from benchmarks.text import markdown
@@ -25,6 +27,10 @@ from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
 README, MARKERS = "stage_e_batching", ("batch_slots", "preemption")
+TIGHT_LENGTHS = [(8, 60)] * 16
+TIGHT_POOL = {
+    "num_blocks": 40, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, "enable_prefix_caching": False
+}  # fmt: skip
 
 
 def measure() -> dict:
@@ -75,16 +81,17 @@ def run(
 
 
 def static_and_continuous(slots: int) -> dict[str, object]:
-    """Decode steps of `mixed` on this many batch slots: static batches in order of arrival, and continuous batching."""
+    """Steps of `mixed` on this many batch slots, in static batches in order of arrival and with continuous batching."""
     [call] = make_workload("mixed", "gpu").rounds[0]
     answers = list(call.max_tokens)
     lengths = list(zip(map(len, call.prompts), answers, strict=True))
-    static = sum(max(answers[i : i + slots]) for i in range(0, len(answers), slots))
-    counters = run(lengths, num_blocks=slots * 32, block_size=64, max_num_seqs=slots, max_num_batched_tokens=16384)
-    if counters["num_generated_tokens"] != sum(answers):
-        raise RuntimeError(f"{counters['num_generated_tokens']} tokens came instead of {sum(answers)}")
-    return {"study": "batches", "slots": slots, "tokens": sum(answers), "static_steps": static,
-            "continuous_steps": counters["num_steps"]}  # fmt: skip
+    pool = {"num_blocks": slots * 32, "block_size": 64, "max_num_seqs": slots, "max_num_batched_tokens": 16384}
+    static, continuous = (run(lengths, scheduler_class=rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
+    for counters in (static, continuous):
+        if counters["num_generated_tokens"] != sum(answers):
+            raise RuntimeError(f"{counters['num_generated_tokens']} tokens came instead of {sum(answers)}")
+    return {"study": "batches", "slots": slots, "tokens": sum(answers), "static_steps": static["num_steps"],
+            "continuous_steps": continuous["num_steps"]}  # fmt: skip
 
 
 class NoWatermark(rules.Scheduler):
@@ -103,10 +110,7 @@ class NoDoubling(rules.Scheduler):
 
 def tight_pool(name: str, scheduler_class: type[rules.Scheduler]) -> dict[str, object]:
     """16 requests of 8 in / 60 out in 40 blocks of 4."""
-    counters = run(
-        [(8, 60)] * 16, scheduler_class=scheduler_class, num_blocks=40, block_size=4, max_num_seqs=16,
-        max_num_batched_tokens=64, enable_prefix_caching=False,
-    )  # fmt: skip
+    counters = run(TIGHT_LENGTHS, scheduler_class=scheduler_class, **TIGHT_POOL)
     return {"study": "tight pool", "rule": name, "preemptions": counters["num_preemptions"],
             "recomputed": counters["num_recomputed_tokens"], "useful": 16 * (8 + 59),
             "steps": counters["num_steps"]}  # fmt: skip
@@ -134,19 +138,64 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     }
 
 
+def traced(lengths: Sequence[tuple[int, int]], **options: object) -> list[dict]:
+    """The records of every step of `run`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        run(lengths, path, **options)
+        return timeline.read_trace(path)
+
+
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The timelines: counted anew, as they need every step."""
-    lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
-    pictures = {
-        "timeline.png": ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them",
-                         {"max_num_batched_tokens": 24}),
-        "timeline_whole.png": ("Whole prompts in steps of their own: every decode waits for them",
-                               {"max_num_batched_tokens": 96, "enable_chunked_prefill": False}),
+    return {
+        "timeline.png": draw_chunks(True), "timeline_whole.png": draw_chunks(False), "static.png": draw_static(),
+        "watermark.png": draw_watermark(),
     }  # fmt: skip
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (title, extra) in pictures.items():
-            trace = Path(folder) / "trace.jsonl"
-            run(lengths, trace, later=5, num_blocks=44, block_size=8, max_num_seqs=6, **extra)
-            found[name] = timeline.draw(trace, title).png
-    return found
+
+
+def draw_chunks(chunked: bool) -> bytes:
+    """A long prompt comes while others decode: in chunks, or whole in a step of its own."""
+    lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
+    title, tokens = (
+        ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them", 24) if chunked
+        else ("Whole prompts in steps of their own: every decode waits for them", 96)
+    )  # fmt: skip
+    records = traced(
+        lengths, later=5, num_blocks=44, block_size=8, max_num_seqs=6, max_num_batched_tokens=tokens,
+        enable_chunked_prefill=chunked,
+    )  # fmt: skip
+    return timeline.draw(records, title).png
+
+
+def draw_static() -> bytes:
+    """Sixteen requests on four batch slots, in static batches and continuously."""
+    lengths = [(8, answer) for answer in (12, 40, 8, 20, 30, 6, 16, 10, 36, 14, 8, 22, 18, 9, 28, 11)]
+    pool = {"num_blocks": 100, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    static, continuous = (traced(lengths, scheduler_class=rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
+    batch: set[int] = set()
+    for record in static:  # a static batch keeps the batch slots of those that have ended
+        batch = set(record["admitted"]) or batch
+        record["padding"] = sorted(batch - {entry["id"] for entry in record["sequences"]})
+    steps = f"{len(continuous)} steps instead of {len(static)}"
+    title = f"Continuous batching finishes the same {len(lengths)} requests in {steps}"
+    return timeline.draw_panels({"static batches": static, "continuous batching": continuous}, title).png
+
+
+def draw_watermark() -> bytes:
+    """The tight pool without a watermark and with the scheduler's own."""
+    runs = {}
+    for name, rule in (("no watermark", NoWatermark), ("watermark that doubles", rules.Scheduler)):
+        records = traced(TIGHT_LENGTHS, scheduler_class=rule, **TIGHT_POOL)
+        preempted, again = (sum(f(record) for record in records) for f in (num_preempted, num_recomputed))
+        runs[f"{name}: {preempted} preemptions (×), {again:,} tokens computed again"] = records
+    title = "The watermark holds requests back (grey) instead of admitting and preempting them"
+    return timeline.draw_panels(runs, title, height=3.2).png
+
+
+def num_preempted(record: dict) -> int:
+    return len(record["preempted"])
+
+
+def num_recomputed(record: dict) -> int:
+    return record["num_recomputed"]

@@ -50,17 +50,13 @@ def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence
 
 
 def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
-    """A panel a run, on one axis of steps: what every request did in every step."""
-    figure = new_figure(10, 2.6 * len(runs))
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, records) in zip(panels, runs.items(), strict=True):
-        timeline.draw_lanes(axes, records)
+    """A panel per run, on one axis of steps: what every request did in every step, and how many rows were idle."""
+    named = {}
+    for name, records in runs.items():
         rows = sum(len(record["sequences"]) + len(record.get("padding", ())) for record in records)
         live = sum(len(record["sequences"]) for record in records)
-        axes.set_title(f"{name}: {len(records)} steps, {1 - live / rows:.0%} of rows idle", fontsize=11, loc="left")
-        plain(axes, "x")
-    panels[-1].set_xlabel("step")
-    return finish(figure, "what each request does in every step, in a static and in a continuous batch")
+        named[f"{name}: {len(records)} steps, {1 - live / rows:.0%} of rows idle"] = records
+    return timeline.draw_panels(named)
 
 
 def token_gaps(records: Sequence[dict], request: int) -> tuple[list[float], list[float]]:

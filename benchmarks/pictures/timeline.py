@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.pictures.picture import Picture, finish, new_figure
+from benchmarks.pictures.picture import Picture, finish, new_figure, plain
 
 PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
 
@@ -34,13 +35,22 @@ def read_trace(path: str | PathLike[str]) -> list[dict]:
     return found
 
 
-def draw(trace: str | PathLike[str], title: str = "") -> Picture:
-    """Draw a trace: lanes, tokens per step, blocks in use.
+def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "", height: float = 2.6) -> Picture:
+    """A panel of lanes per run, on one axis of steps: what every request did in every step."""
+    figure = new_figure(10, height * len(runs) + 0.4 * bool(title))
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, records) in zip(panels, runs.items(), strict=True):
+        draw_lanes(axes, records)
+        axes.set_title(name, fontsize=11, loc="left")
+        plain(axes, "x")
+    panels[-1].set_xlabel("step")
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return finish(figure, "what each request does in every step: " + "; ".join(runs))
 
-    Raises:
-        ValueError: the trace holds no step that ran anything.
-    """
-    records = read_trace(trace)
+
+def draw(records: Sequence[dict], title: str = "") -> Picture:
+    """Draw the records of a trace: lanes, tokens per step, blocks in use."""
     figure = new_figure(10, 7)
     lanes, tokens, pool = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.5, 1])
     draw_lanes(lanes, records)
@@ -60,7 +70,7 @@ def draw(trace: str | PathLike[str], title: str = "") -> Picture:
     return finish(figure, "which request ran in which step, tokens per step, blocks in use")
 
 
-def draw_lanes(axes: Axes, records: list[dict]) -> None:
+def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
     """One lane per request: what it did in every step.
 
     `padding`, in a record of a static batch: which requests have finished and keep their batch slot.
@@ -104,7 +114,7 @@ def main() -> None:
     parser.add_argument("picture", help="the file to draw, e.g. timeline.png")
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
-    draw(arguments.trace, arguments.title).save(arguments.picture)
+    draw(read_trace(arguments.trace), arguments.title).save(arguments.picture)
 
 
 if __name__ == "__main__":
