@@ -116,13 +116,16 @@ def front_table(group: Group, language: str) -> list[str]:
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:
-    """The rows of a stage, with those of its variants, and of the stage before, with the range of the samples."""
+    """The rows of a stage, with those of its variants, and of the stage before, with the range of the samples.
+
+    Nothing where the stage before was not measured: there is no comparison then.
+    """
     packages = {engine: row["package"] for (engine, _), row in group.rows.items() if "package" in row}
     engines = [
         engine for engine in group.engines
         if packages.get(engine) == package or (before and packages.get(engine) == before and "[" not in engine)
     ]  # fmt: skip
-    if package not in (packages.get(engine) for engine in engines):
+    if not {package, before} - {None} <= {packages.get(engine) for engine in engines}:
         return []
     counted = any(group.values(engine, "single", "launches") for engine in engines)  # on a GPU
     columns = [c for c in STAGE_COLUMNS[package] if group.workload(c.workload) and (counted or c is not LAUNCHES)]

@@ -26,9 +26,11 @@ SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
 class Metrics(TypedDict):
     """Times in seconds on a monotonic clock, read after the device has finished its work."""
 
-    prefill_time: float  # from the request's start of computation to its first logits
-    decode_time: float  # from the first token to the last
-    ttft: float  # time to first token: from the call to the first token, waiting included
+    # From the request's first step to its first token: sampling included, and from stage D on also whatever else runs
+    # in these steps (other prompts, decodes) and between its chunks.
+    prefill_time: float
+    decode_time: float  # from the first token to the last; what else runs meanwhile and preemptions included
+    ttft: float  # time to first token: prefill_time, and before it the wait since the call had its prompts tokenized
     tpot: float  # time per output token after the first; 0 where there was only one
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV came out of a prefix cache

@@ -188,7 +188,7 @@ def draw_watermark() -> bytes:
     for name, rule in (("no watermark", NoWatermark), ("watermark that doubles", rules.Scheduler)):
         records = traced(TIGHT_LENGTHS, scheduler_class=rule, **TIGHT_POOL)
         preempted, again = (sum(f(record) for record in records) for f in (num_preempted, num_recomputed))
-        runs[f"{name}: {preempted} preemptions (×), {again:,} tokens computed again"] = records
+        runs[f"{name}: {preempted} preemptions, {again:,} tokens recomputed"] = records
     title = "The watermark holds requests back (grey) instead of admitting and preempting them"
     return timeline.draw_panels(runs, title, height=3.2).png
 
