@@ -28,8 +28,8 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 METADATA = "six_engines"
 CELL_SECONDS = 300
-# Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and which
-# kernels an engine chose on the machine that ran the notebook.
+# Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
+# an engine chose on the machine that ran the notebook.
 NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[stage_\w+\] |^\s*$")
 
 

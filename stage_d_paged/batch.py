@@ -2,7 +2,7 @@
 
 `[A A A A A B B C]`: five tokens of A's prefill, two of B's, the one new token of C. For each token the batch says which
 position it has (for the rotary embedding) and which slot of the pool its K and V go to; for each sequence, where its
-tokens begin, how many keys the last of them sees, and in which blocks these lie.
+tokens begin, how many keys the last of them sees, and which blocks contain these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The block allocator: which block of the pool holds which tokens of which sequence.
 
-A reservation of `max_model_len` per request wastes most of it, because nobody knows how long an answer will be.
-Blocks fix that, as pages do in virtual memory (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180): the
-pool is cut into blocks of `block_size` tokens, a sequence takes the next block when it needs one, and its *block table*
-says which.
+A reservation of `max_model_len` per request wastes most of it, because the length of an answer is not known before its
+end. Blocks avoid that, like the pages of virtual memory (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): the pool
+is cut into blocks of `block_size` tokens, a sequence takes the next block when it needs one, and its *block table* says
+which.
 
 Blocks can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
 block is identified by *its whole prefix*. Each full block is entered in an index under a chained hash,

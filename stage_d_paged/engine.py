@@ -30,8 +30,8 @@ News = list[tuple[Sequence, str]]  # sequences that got a token, each with its n
 class StaticEngine:
     """Runs requests in static batches.
 
-    An error of the sampler, or in the text of a request, drops the requests that it is about. Whatever else breaks a
-    step off costs recomputation only: the next step starts again from the tokens known.
+    An error of the sampler, or in the text of a request, drops the requests that it is about. Any other error during a
+    step costs recomputation only: the next step starts again from the tokens known.
 
     Args:
         runtime, kv_cache: the model, and the pool of blocks that it writes to.
@@ -78,7 +78,7 @@ class StaticEngine:
             self._restart([sequence for sequence in self.unfinished if sequence not in gone])
 
     def _restart(self, sequences: list[Sequence]) -> None:
-        """Begin anew with an empty pool: what a step that broke off has written is not known."""
+        """Start again with an empty pool: it is not known what the interrupted step has written."""
         self._empty_the_pool()
         for sequence in sequences:
             sequence.completion = sequence.completion.replayed()
@@ -97,7 +97,7 @@ class StaticEngine:
             the sequences that got a token, and the step's number of tokens: of prompts, or minus those decoded.
 
         Raises:
-            Exception: whatever broke the step off.
+            Exception: what interrupted the step.
         """
         if self._midway:
             self._restart(self.unfinished)

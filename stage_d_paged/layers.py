@@ -1,7 +1,7 @@
 """The parts of a decoder, on flat batches: every tensor is `[tokens, …]`, with no batch dimension and no padding.
 
-Matrices that read the same input are packed into one, because one large product is faster than several small ones: Q,
-K and V become `qkv_proj`, gate and up become `gate_up_proj`. A packed layer knows which rows belong to which matrix of
+Matrices that read the same input are packed into one, because one large product is faster than several small ones: Q, K
+and V become `qkv_proj`, gate and up become `gate_up_proj`. A packed layer records which rows belong to which matrix of
 the checkpoint and fills them in `load`. The two linears whose output is added to the residual stream take it along, so
 that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta C`).
 
@@ -48,7 +48,7 @@ class QKNorm(nn.Module):
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        # One row a head, so that queries and keys, which lie side by side, are scaled by one product.
+        # One row per head: queries and keys, which are adjacent in memory, are scaled by one product.
         self.weight = parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
         self.num_heads = num_heads
         self.eps = eps

@@ -68,7 +68,7 @@ class LLM(Frontend):
 
     @property
     def block_manager(self) -> BlockManager:
-        """Who holds which block of the pool."""
+        """Which sequence holds which block of the pool."""
         return self.engine.block_manager
 
     @property

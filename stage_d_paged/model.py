@@ -1,8 +1,8 @@
 """The decoder: Qwen2, Qwen3 and Llama, written out, on flat batches and a paged KV cache.
 
 A batch is the tokens of all its sequences, one after another: `input_ids [tokens]`, no batch dimension, no padding. The
-linears do not care which sequence a token belongs to; only attention does, and it is told by the `AttentionMetadata`
-that is passed along. One layer, with the residual stream `x` running through:
+linears treat every token alone; only attention depends on the sequence of a token, and the `AttentionMetadata` that is
+passed along contains it. One layer, with the residual stream `x` running through:
 
     x = x + o_proj(attention(rotary(qkv_proj(norm(x)))))
     x = x + down_proj(silu(gate) * up),   gate, up = gate_up_proj(norm(x))

@@ -70,8 +70,8 @@ def load_runtime(
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 
-    `build` is called as `build_model`, which is the default. `patch` exchanges what the options and the device allow
-    for something faster, and returns a line that says what it did.
+    `build` is called as `build_model`, which is the default. `patch` replaces what the options and the device allow
+    by something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)

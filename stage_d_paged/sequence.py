@@ -1,6 +1,6 @@
 """One request while the engine works on it: its tokens, and where their keys and values are stored.
 
-Two counts tell everything about a sequence's progress, in prefill, in decode and after a preemption alike:
+Two counts describe a sequence's progress, in prefill, in decode and after a preemption alike:
 
 * `len(token_ids)`: the tokens that are known (the prompt, then what was generated);
 * `num_computed_tokens`: how many of them already have their K and V in the pool.
@@ -29,7 +29,7 @@ class Sequence:
     num_preemptions: int = 0  # times its blocks were taken away (from stage E on)
     block_table: list[int] = field(default_factory=list)  # block of positions 0..block_size-1, of the next ones, …
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
-    num_indexed_blocks: int = 0  # leading blocks of block_table that the prefix cache knows
+    num_indexed_blocks: int = 0  # leading blocks of block_table that are in the prefix cache's index
 
     first_scheduled_time: float = 0.0  # seconds on the monotonic clock; 0.0 = has not happened
     first_token_time: float = 0.0

@@ -1,8 +1,8 @@
 """The engine: every step is three lines, schedule -> run -> postprocess.
 
-    schedule      who runs, and how much of each      (scheduler.py, plain Python)
-    run           the model and the sampler           (model_runner.py, the device)
-    postprocess   tokens to requests, ends to blocks  (here)
+    schedule      which sequences run, how much of each   (scheduler.py, plain Python)
+    run           the model and the sampler               (model_runner.py, the device)
+    postprocess   add the tokens, free the blocks of ended sequences  (here)
 
 Calls in several threads share the steps: one thread runs a step for all, the others wait for its end. What becomes of
 requests that are aborted, or whose step breaks off, is the subject of `live_requests.py`.
@@ -66,7 +66,7 @@ class Engine(LiveRequests):
 
         Args:
             mailbox: gets the request's events; without one, `step` returns them.
-            streams: False makes the text once, at the end, which is cheaper, and tells nothing but the end.
+            streams: False makes the text once, at the end, which is cheaper, and gives no event but the end.
 
         Raises:
             ValueError: the prompt could never run; nothing was queued.
@@ -131,7 +131,7 @@ class Engine(LiveRequests):
         self._midway = True
 
     def run_step(self) -> None:
-        """Decide a step, compute it, and hand out its tokens."""
+        """Decide a step, compute it, and add its tokens to their requests."""
         step = self.schedule()
         sampled = self.runner.run(step)
         self.postprocess(step, sampled)
@@ -188,7 +188,7 @@ class Engine(LiveRequests):
             mailbox.put(sequence)
 
     def _remove(self, sequence: BatchSequence) -> None:
-        """Tell a request's end, if it came to one, and let go of what it holds."""
+        """Note the end of a request, if it has ended, and release what it holds."""
         if self.scheduler.find(sequence.request_id) is sequence:  # else an interrupt while it arrived kept it out
             if sequence.is_finished and sequence.error is None:
                 sequence.finish_time = time.perf_counter()

@@ -65,7 +65,7 @@ class LiveRequests:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         # The last token generated takes no slot, so the pool may be outgrown by one. Past that a request ends with
-        # "length", alone or in company: never because of what else happens to run.
+        # "length", alone or in a batch: never because of what else happens to run.
         self._max_total_len = min(max_model_len, scheduler.capacity + 1)
         self._lock = threading.RLock()
         self._midway = False  # a step or a change of the queues has begun and not ended
@@ -109,7 +109,7 @@ class LiveRequests:
         return self._lock._is_owned()
 
     def _wake_up(self) -> None:
-        """Tell the threads that wait for the end of a step that it has come."""
+        """Wake the threads that wait for the end of a step."""
         for _ in range(len(self._waiting)):
             self._waiting.popleft().ring()
 
@@ -128,7 +128,7 @@ class LiveRequests:
             sequence = self.scheduler.find(self._aborted[0])
             if sequence is not None:
                 if sequence.owner is not self._mailbox.owner:
-                    sequence.error = RuntimeError(f"request {sequence.request_id} was aborted by somebody else")
+                    sequence.error = RuntimeError(f"request {sequence.request_id} was aborted by another call")
                 self._remove(sequence)
             self._aborted.popleft()
 

@@ -3,9 +3,8 @@
     prompts -> token ids -> queue -> [schedule -> run -> postprocess] -> text
 
 Stage D prefilled a batch, decoded it to the end of its longest answer, and only then let others in. Here the engine
-decides anew at every step who runs: an answer that is done makes room at once, and a prompt that comes in shares its
-steps with the decodes of the others.
-"""
+decides before every step what runs: an answer that is done frees its batch slot at once, and a prompt that comes in
+shares its steps with the decodes of the others. """
 
 from __future__ import annotations
 
@@ -201,7 +200,7 @@ def serve(
 
     Args:
         streams: whether text is wanted as it comes, or only at the end.
-        rates: told after every step.
+        rates: updated after every step.
 
     Raises:
         Exception: what ended one of the requests.

@@ -1,8 +1,8 @@
-"""How a call hears what became of its requests.
+"""How a call gets the results of its requests.
 
 Several calls share one engine, and whichever of them runs a step runs it for all. So each call has a `Mailbox`. The
 engine only notes in it *which* requests have news; the reader takes from the request what it has not read yet. A note
-that comes twice is therefore harmless, which makes recovery from an interrupted step simple: note everybody again.
+that comes twice is therefore harmless, which makes recovery from an interrupted step simple: note every request again.
 
 A call owns its requests through its mailbox. When the call ends it closes the mailbox, and the engine drops what is not
 done. If a second Ctrl-C keeps the call from doing so, the mailbox ceases to exist with it, and as the engine refers to
@@ -31,7 +31,7 @@ class Token(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something to tell about a request: new tokens, or its end."""
+    """New tokens of a request, or its end."""
 
     request_id: int
     tokens: list[Token]  # none where the request does not stream
@@ -94,7 +94,7 @@ class Mailbox:
 
 
 def unread(sequence: BatchSequence) -> Event | None:
-    """Tokens and end of a request that its call has not been told yet; None if there is nothing."""
+    """Tokens and end of a request that its call has not read yet; None if there is nothing."""
     if sequence.end_was_read:
         return None
     # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.

@@ -2,7 +2,7 @@
 
     arrive -> waiting -> prefilling -> decoding -> gone
 
-`Queues` knows where every sequence is and gives back what it held when it leaves. Who moves on in a step is the
+`Queues` records where every sequence is and releases what it held when it leaves. Which ones move on in a step is the
 scheduler's decision, in `scheduler.py`.
 """
 
@@ -73,7 +73,7 @@ class Queues:
             )
 
     def add(self, sequence: BatchSequence) -> None:
-        """Queue a sequence. Its last token needs no place in the pool: nothing comes after it that would read it."""
+        """Queue a sequence. Its last token needs no slot in the pool: no later token reads it."""
         self.check_prompt(sequence.num_prompt_tokens)
         if sequence.max_total_tokens > self.capacity + 1:
             raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
@@ -104,7 +104,7 @@ class Queues:
         """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
 
         What the pool's blocks hold is not known any more, and an interrupt may have hit between any two lines, so the
-        books are not repaired but begun anew. Steps that were scheduled before are void.
+        books are not repaired but begun anew. Steps that were scheduled before are invalid.
         """
         self._start_empty()
         for sequence in self.unfinished:

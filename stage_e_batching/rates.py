@@ -10,7 +10,7 @@ from stage_e_batching.live_requests import Counters
 
 
 class Rates:
-    """Prefill and decode tokens a second, beside a progress bar; written at most ten times a second."""
+    """Prefill and decode tokens per second, beside a progress bar; written at most ten times a second."""
 
     def __init__(self, progress: tqdm, counters: Counters) -> None:
         self._progress = progress

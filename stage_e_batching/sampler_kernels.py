@@ -114,7 +114,7 @@ def _best_of_row_kernel(
 
 
 def sample_rows(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: Tensor | None = None) -> Tensor:
-    """One token a row: gumbel-max at the row's temperature, plain argmax where that is 0.
+    """Sample one token per row: gumbel-max at the row's temperature, plain argmax where that is 0.
 
     Args:
         scores: `[rows, vocab]`, any floating dtype; the vocabulary's stride is 1.
@@ -123,11 +123,11 @@ def sample_rows(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: T
         out: int64 `[rows]`, or None for a new tensor.
 
     Raises:
-        ValueError: the logits of a row do not lie side by side.
+        ValueError: the logits of a row are not adjacent.
     """
     rows, vocab = scores.shape
     if scores.stride(1) != 1:
-        raise ValueError(f"scores have strides {scores.stride()}; the logits of a row must lie side by side")
+        raise ValueError(f"scores have strides {scores.stride()}; the logits of a row must be adjacent")
     stretches = triton.cdiv(vocab, SPAN)
     winners = torch.empty(3, rows, stretches, dtype=torch.float32, device=scores.device)
     winner_ids = torch.empty(rows, stretches, dtype=torch.int64, device=scores.device)

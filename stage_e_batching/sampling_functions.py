@@ -2,7 +2,7 @@
 
 A request keeps the function that was set when it was added, so one batch may have rows of several functions beside rows
 of the built-in sampler. Each function is called once for all of its rows. If that fails, it is called again for each
-row alone: a row that fails alone is to blame, and ends its own request; the others keep their tokens.
+row alone: a row that fails alone ends its own request; the others keep their tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The scheduler: who runs in the next step, and with how many tokens.
+"""The scheduler: which sequences run in the next step, and with how many tokens.
 
-*Continuous batching* (Orca, Yu et al., OSDI 2022) decides anew at every step, so that a finished request's place is
-taken at once, instead of keeping a batch together until its slowest member is done. What is shared out:
+*Continuous batching* (Orca, Yu et al., OSDI 2022) decides again before every step, so that a finished request's batch
+slot is taken at once, instead of keeping a batch together until its slowest member is done. What is distributed:
 
 * **Tokens.** A step runs at most `max_num_batched_tokens`. Decodes come first, one token each; what is left goes to
   prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
@@ -17,7 +17,7 @@ Rules that keep it fair and finite:
 * The oldest running sequence is never preempted while another one runs, so something always gets finished.
 * Each preemption doubles the watermark that a sequence must find at its return: it comes back when there is room to
   stay. A sequence is thus preempted at most about log2(tokens of the pool) times, which bounds the recomputation.
-* A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then nobody
+* A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then none
   passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
 * Where prompts have steps of their own, at most `MAX_PROMPT_STEPS` of them follow one another while decodes wait.
 
@@ -51,7 +51,7 @@ def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
 
 
 class Scheduler(Queues):
-    """Decides who runs.
+    """Decides which sequences run.
 
     Args:
         num_blocks, block_size, enable_prefix_caching: the pool of blocks.
@@ -120,7 +120,7 @@ class Scheduler(Queues):
         self._admit(step, budget)
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """One token of every decoding sequence. The loop is the hottest of the scheduler: about 0.3 µs a sequence."""
+        """One token of every decoding sequence. The loop is the hottest of the scheduler: about 0.3 µs per sequence."""
         decoding, block_size = self.decoding, self.block_manager.block_size
         scheduled, starts = step.sequences, step.starts
         i = 0
@@ -163,7 +163,7 @@ class Scheduler(Queues):
         insort(self.waiting, sequence, key=by_arrival)
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> int:
-        """The next chunk of every prompt under way; returns the tokens left."""
+        """The next chunk of every prompt that has begun; returns the tokens left."""
         for sequence in list(self.prefilling):
             if budget == 0:
                 break

@@ -35,18 +35,18 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class BatchSequence(Sequence):
-    """A sequence with its place in the queue and in the batch."""
+    """A sequence with its position in the queue and its batch slot."""
 
     request_id: int = -1  # counts up, so it is also the order of arrival
     state: State = State.WAITING
     batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
-    highest_computed: int = 0  # most tokens computed before a preemption: what lies below is computed again
+    highest_computed: int = 0  # most tokens computed before a preemption: what is below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
 
     owner: ref | None = None  # leads to the mailbox of the call that made it
     output: GenerationOutput | None = None  # set when it is complete
-    error: Exception | None = None  # set when it failed, or was aborted by somebody else
+    error: Exception | None = None  # set when it failed, or was aborted by another call
     streams: bool = True  # whether its call reads tokens as they come, or only the end
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False

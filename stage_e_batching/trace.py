@@ -67,7 +67,7 @@ class Trace:
             "end": ran - self._start,
             "finished": [{"id": s.request_id, "reason": s.completion.finish_reason} for s in ended],
         }
-        if not self._file.closed:  # a call may still be under way when the engine is closed
+        if not self._file.closed:  # a call may still run when the engine is closed
             self._file.write(json.dumps(record) + "\n")
 
     def forget(self) -> None:

@@ -103,7 +103,7 @@ def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm):
         assert begun.wait(60)
         [sequence] = llm.engine.scheduler.unfinished
         assert llm.engine.abort(sequence.request_id)
-        with pytest.raises(RuntimeError, match=r"request \d+ was aborted by somebody else"):
+        with pytest.raises(RuntimeError, match=r"request \d+ was aborted by another call"):
             call.result(60)
 
 

@@ -114,5 +114,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
         heads = ["engine", "steps", "rows computed", "greedy: tokens/s, × the row above", "temperature 0.6: the same"]
         work = f"{result['model']}, {result['slots']} batch slots; {result['workload']}"
-        lines += [*markdown(heads, body), "", caption(result, work, f"medians of {len(result['rows'][0]['seconds'])}"), ""]
+        repeats = f"medians of {len(result['rows'][0]['seconds'])}"
+        lines += [*markdown(heads, body), "", caption(result, work, repeats), ""]
     return {"batching": lines}

@@ -1,11 +1,11 @@
 """Paged attention: one interface, three implementations, and the choice between them.
 
 In earlier stages each request kept its keys and values in one long tensor. Here they are stored in *blocks* of a shared
-pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's block table
+pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's page table
 does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged; what changes is how it finds
 its keys.
 
-Everything a layer has to know about the batch is in one `AttentionMetadata`, passed as an argument and never stored in
+Everything that a layer needs of the batch is in one `AttentionMetadata`, passed as an argument and never stored in
 a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so one tensor
 can hold a prefill of 500 tokens and a decode step of one token.
 

@@ -16,7 +16,7 @@ Read it in four steps, each one a function:
 
 The query heads that share a KV head (grouped-query attention) are packed as the rows of one matrix product, padded to
 16 rows, the smallest that the tensor cores take: each key is read once for the whole group. The grid depends only on
-shapes and on `max_context_len`. The kernel reads the lengths on the device, so the CPU need not know them.
+shapes and on `max_context_len`. The kernel reads the lengths on the device, so the CPU does not need them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The model computes K and V for a flat batch; the slot mapping says where each token's row goes in the pool. One program
 copies one token's row of K and of V. A pair of `index_copy_` calls would not do: -1 in the slot mapping must write
-nothing, and the CPU need not know which rows those are.
+nothing, and these rows are found on the device.
 """
 
 from __future__ import annotations
