@@ -25,7 +25,7 @@ from benchmarks.tables import STAGE_PACKAGES
 from benchmarks.text import markdown
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
-NOTHING = ["No results files yet."]
+NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m benchmarks.micro` say how."]
 
 
 def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:

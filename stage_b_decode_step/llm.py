@@ -4,7 +4,7 @@
 
 The path of a token is stage A's. `DecodeStep` has fixed shapes, so it can be compiled: that is the stage's idea. The
 other options keep the loop around the step from costing more than the step. Each has a switch, so that its worth can be
-measured; with all of them off the loop is stage A's again.
+measured.
 """
 
 from __future__ import annotations
