@@ -20,8 +20,9 @@ Flags are plain words, written with release and read with acquire semantics at s
 atomic operations on another GPU's memory need NVLink.
 
 A kernel that waits for a rank that has died would wait forever. `stop` ends the wait by a word in pinned host memory,
-which waiting kernels read now and then. The CPU writes that word without calling the driver, so it can do so from any
-thread, also while another thread is blocked in a launch.
+which waiting kernels read now and then; a kernel that has read it leaves a note in device memory, so that those after
+it do not wait at all. The CPU writes the word without calling the driver, so it can do so from any thread, also while
+another thread is blocked in a launch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from torch import Tensor
 CAPACITY = 2**21  # bytes of the longest tensor
 SLICE = 4096  # bytes that a program adds up
 PROGRAMS = CAPACITY // SLICE
-SPINS = 256  # times that a waiting program reads a flag before it reads the stop word: about a tenth of a millisecond
+# Times that a waiting program reads a flag before it reads the stop word: about 25 ms. Reading the host's memory takes
+# about a microsecond per warp, one after another: with 256 spins (0.1 ms), a rank that waited for 512 programs' flags
+# was itself milliseconds late for the next sum, where the other rank waited, and so on through the whole step.
+SPINS = 2**16
 TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may have to compile the kernel first
 
 
@@ -78,7 +82,8 @@ def _all_reduce_kernel(
     buffers,  # int64 [RANKS], addresses of the ranks' buffers: [2, CAPACITY] bytes
     flags,  # int64 [RANKS], addresses of the ranks' flags: int32 [RANKS (who wrote it), PROGRAMS]
     calls,  # int32 [PROGRAMS]: how often a program of this rank has run
-    stop,  # int32 [1], in host memory: not 0 when nobody shall wait any more
+    stop,  # int32 [1], in host memory: not 0 when no kernel may wait any more
+    stopped_before,  # int32 [1], in this rank's memory: an earlier call has read that
     count,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -94,6 +99,7 @@ def _all_reduce_kernel(
     columns = program * BLOCK + offsets
     mask = columns < count
     call = tl.load(calls + program) + 1
+    stopped = tl.load(stopped_before, volatile=True)
     start = (call & 1) * CAPACITY + program * (CAPACITY // PROGRAMS)  # of the slice, in bytes
     own = tl.load(x + columns, mask=mask, other=0.0)
     here = tl.multiple_of((tl.load(buffers + RANK) + start).to(tl.pointer_type(element)), 16)
@@ -102,7 +108,6 @@ def _all_reduce_kernel(
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             _store_release(tl.load(flags + peer) + 4 * (RANK * PROGRAMS + program), call)
-    stopped = 0
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = tl.load(flags + RANK) + 4 * (peer * PROGRAMS + program)
@@ -113,6 +118,7 @@ def _all_reduce_kernel(
                 spins += 1
                 if spins % SPINS == 0:
                     stopped = tl.load(stop, volatile=True)
+                    tl.store(stopped_before, stopped)
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
@@ -141,6 +147,7 @@ class OneShotAllReduce:
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._stop_word = self._stop.numpy()
+        self._stopped = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before another rank writes
 
     def open(self, gather: Callable[[str, str], list[str]]) -> str | None:
@@ -219,9 +226,9 @@ class OneShotAllReduce:
         """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
         out = x if residual is None else residual
         _all_reduce_kernel[(triton.cdiv(x.nbytes, SLICE),)](
-            x, out, self._buffers, self._flags, self._calls, self._stop, x.numel(), RANK=self.rank, RANKS=self.size,
-            PROGRAMS=PROGRAMS, CAPACITY=CAPACITY, BLOCK=SLICE // x.element_size(), ONTO=residual is not None,
-            SPINS=SPINS, num_warps=8,
+            x, out, self._buffers, self._flags, self._calls, self._stop, self._stopped, x.numel(), RANK=self.rank,
+            RANKS=self.size, PROGRAMS=PROGRAMS, CAPACITY=CAPACITY, BLOCK=SLICE // x.element_size(),
+            ONTO=residual is not None, SPINS=SPINS, num_warps=8,
         )  # fmt: skip
         return out
 

@@ -171,6 +171,7 @@ class Workers:
 def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subprocess.Popen, Connection]:
     """Start a worker's process, not by fork and without importing the caller's main module, which may have no guard."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    environment["TQDM_DISABLE"] = "1"  # rank 0 shows the progress of all
     if torch.get_num_threads() > 1:  # CPU ranks share the cores
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // rendezvous.size))
     own, other = socket.socketpair()
