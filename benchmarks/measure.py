@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.engines import Engine
 from benchmarks.figures import TimedCall, figures
-from benchmarks.pace import SHORT_REQUESTS, SHORT_TOKENS, Pace
 from benchmarks.results import environment
 from benchmarks.timing import PeakMemory, launch_seconds, launches_per_step, measure_ceilings
 from benchmarks.workloads import Call, Workload, make_workload
@@ -27,23 +26,23 @@ PARITY_QUESTIONS = (
     "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "Who are you?", "What is a KV cache?", "What is prefill?",
 )  # fmt: skip
 PARITY_TOKENS = 48
+SHORT_TOKENS = 5  # of the short run that tells a workload's pace
+SHORT_REQUESTS = 2  # of the short run of an engine that serves one request after another
 
 
 def look(job: dict, write: Path) -> dict:
-    """The machine (environment, ceilings, cost of a launch), and each engine's answers to a few questions and its pace.
+    """The machine (environment, ceilings, cost of a launch), and each engine's answers to a few questions.
 
     The engines answer one after another in this process; what has been found is written before each of them.
     """
     device = pick_device(job["device"])
     dtype = pick_dtype(job["dtype"], device)
     found: dict = {
-        "process_seconds": time.time() - job["started"],
         "environment": environment(),
         "dtype": str(dtype).removeprefix("torch."),
         "ceilings": asdict(measure_ceilings(device, dtype)),
         "launch_seconds": launch_seconds(device) if device.type == "cuda" else None,
         "answers": {},
-        "paces": {},
     }
     tokenizer = load_tokenizer(resolve(job["model"]))
     chats = [render_chat(tokenizer, [{"role": "user", "content": question}]) for question in PARITY_QUESTIONS]
@@ -51,15 +50,10 @@ def look(job: dict, write: Path) -> dict:
     params = [SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS)] * len(prompts)
     for engine in (Engine(**fields) for fields in job["engines"]):
         write.write_text(json.dumps(found))
-        start = time.perf_counter()
         small = replace(engine, options={**engine.small, **engine.options})
         llm = small.build(job["model"], job["device"], job["dtype"])
-        built = time.perf_counter() - start
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found["answers"][engine.name] = [list(output["token_ids"]) for output in outputs]
-        warm = time.perf_counter()  # the pace is that of the second call
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found["paces"][engine.name] = asdict(Pace.of(built, time.perf_counter() - warm, outputs))
         close(llm)
         del llm
         gc.collect()

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.engines import REFERENCE, Engine
 from benchmarks.floor import Ceilings, ModelCost, floors
-from benchmarks.pace import Pace
 from benchmarks.process import run_job
 from benchmarks.results import write
 from benchmarks.workloads import make_workload
@@ -38,10 +37,8 @@ class Measurement:
         self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
         self.started = time.monotonic()
         self.found: dict[str, object] = {}  # what is known of the machine
-        self.paces: dict[str, Pace] = {}
         self.equal: list[str] = []  # engines that passed the parity gate
         self.rows: dict[tuple[str, str], dict] = {}
-        self.took: dict[str, float] = {}  # engine -> seconds of its last process
 
     def _limited(self, engine: Engine) -> Engine:
         if self.args.size != "cpu" or not engine.sized:
@@ -68,7 +65,7 @@ class Measurement:
 
     def take_gate(self, other: Measurement) -> None:
         """What another model's measurement found of the machine and of the engines."""
-        self.found, self.paces, self.equal = other.found, other.paces, other.equal
+        self.found, self.equal = other.found, other.equal
         for engine in (engine for engine in self.engines if engine.name not in self.equal):
             row = other.rows[engine.name, next(iter(other.workloads))]
             outcome = "error" if "error" in row else "not_run"
@@ -82,32 +79,15 @@ class Measurement:
             for engine in in_alternating_order(self.engines, repeat)
             if engine.name in self.equal
         ]
+        start = time.monotonic()
         for number, (repeat, engine) in enumerate(runs):
-            self.say(f"{engine.name}, repeat {repeat + 1} of {self.args.repeats}: process {number + 1} of {len(runs)}, "
-                     f"about {minutes(self.seconds_left(runs[number:]))} left")  # fmt: skip
-            start = time.monotonic()
+            process = f"process {number + 1} of {len(runs)}"
+            if number:
+                seconds_left = (time.monotonic() - start) / number * (len(runs) - number)
+                process += f", about {seconds_left / 60:.0f} min left"
+            self.say(f"{engine.name}, repeat {repeat + 1} of {self.args.repeats}: {process}")
             self._time(engine, repeat)
-            self.took[engine.name] = time.monotonic() - start
             write(self.payload(), self.path)
-
-    def seconds_left(self, runs: Sequence[tuple[int, Engine]]) -> float:
-        """An estimate: what each engine's process took last time, or what its pace in the parity gate lets expect.
-
-        Expectations are scaled by how far those of the finished processes were off.
-        """
-        expected = {engine.name: self.expected_seconds(engine) for engine in self.engines if engine.name in self.paces}
-        known = [name for name in self.took if name in expected]
-        scale = sum(self.took[name] for name in known) / sum(expected[name] for name in known) if known else 1.0
-        return sum(self.took.get(engine.name, scale * expected.get(engine.name, 0.0)) for _, engine in runs)
-
-    def expected_seconds(self, engine: Engine) -> float:
-        """Of one process of an engine, by its pace with the parity model. Its time grows with the layers at least."""
-        layers = self.config.num_hidden_layers / resolve(self.args.parity_model).config.num_hidden_layers
-        pace = self.paces[engine.name]
-        pace = replace(pace, prompt_token=pace.prompt_token * layers, step=pace.step * layers)
-        limits = self.args.round_seconds, self.args.max_seconds
-        work = sum(pace.seconds(engine, workload, *limits) for workload in self.workloads.values())
-        return self.found["process_seconds"] + pace.build + work
 
     def _time(self, engine: Engine, repeat: int) -> None:
         """One process of one engine."""
@@ -188,7 +168,6 @@ def look(measurement: Measurement) -> None:
     while todo:
         found = measurement.job("look", model=measurement.args.parity_model, engines=list(map(asdict, todo)))
         answers |= found.pop("answers", {})
-        measurement.paces |= {name: Pace(**pace) for name, pace in found.pop("paces", {}).items()}
         measurement.found = found | measurement.found
         todo = [engine for engine in todo if engine.name not in answers]
         if todo and REFERENCE.name not in answers:
@@ -222,7 +201,3 @@ def difference(expected: list[list[int]], found: list[list[int]]) -> str:
 def in_alternating_order(engines: Sequence[Engine], repeat: int) -> list[Engine]:
     """A B C, then C B A, then A B C, …"""
     return list(engines[::-1] if repeat % 2 else engines)
-
-
-def minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
