@@ -117,7 +117,8 @@ def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[
     """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
     lines, shown = [], [group for group in groups if not group.study]
     for group in shown if readme.parent.name == "benchmarks" else shown[:1]:
-        lines += [*tables.caption(group), *tables.front_table(group, "zh" if "zh" in readme.name else "en"), ""]
+        language, folder = "zh" if "zh" in readme.name else "en", "../" * (readme.parent.name == "benchmarks")
+        lines += [*tables.caption(group), *tables.front_table(group, language, folder), ""]
         for path in (path for path in pictures if path.stem == group.slug):
             link = Path(os.path.relpath(path, readme.parent)).as_posix()
             lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]

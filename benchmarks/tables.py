@@ -100,15 +100,21 @@ def gain(group: Group, engine: str, column: Column, before: str = "") -> str:
     return times(value / base if column.figure.endswith("_per_s") else base / value)
 
 
-def front_table(group: Group, language: str) -> list[str]:
-    """Stage, what it adds, one request, load, and both against the stage before."""
+def front_table(group: Group, language: str, folder: str = "") -> list[str]:
+    """Stage, what it adds, one request, load, and both against the stage before.
+
+    Args:
+        folder: the path to the folders of the stages from where the table is shown, for example `../`.
+    """
     (heads, adds_of), body = FRONT_TEXT[language], []
     for engine in front_rows(group):
         elsewhere = engine in group.elsewhere
         values = [number(group.median(engine, c.workload, c.figure)) for c in (STEP, LOAD)]
         gains = " · ".join(gain(group, engine, c) for c in (STEP, LOAD)) if engine in BEFORE else ""
         adds = adds_of["elsewhere" if elsewhere else engine]
-        body.append([f"*{engine}* †" if elsewhere else engine, adds, *values, gains])
+        package = group.rows[engine, "single"].get("package", "")
+        name = f"[{engine}]({folder}{package}/README.md)" if package.startswith("stage_") else engine
+        body.append([f"*{engine}* †" if elsewhere else name, adds, *values, gains])
     floor = [number(group.floor(c.workload, c.figure)) for c in (STEP, LOAD)]
     body.append(["*floor*", adds_of["floor"], *floor, ""])
     lines = markdown(heads, body)

@@ -123,7 +123,7 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     text = (tree / "README.md").read_text()
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on Test CPU\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
-    assert "| A |" in text and "| B |" in text and "B[x=1]" not in text
+    assert "| [A](stage_a_naive/README.md) |" in text and "| [B](" in text and "B[x=1]" not in text
     assert "- A, mixed: not run: would take about 99 s" in text
     assert "0123456789" in text and "torch 2.11.0" in text
     assert "](benchmarks/plots/cpu-tutor-test-cpu.png)" in text
@@ -183,7 +183,7 @@ def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
     [group] = group_results(named(payload(), elsewhere))
     lines = front_table(group, "en")
     assert all(line.count("|") == 6 for line in lines if line.startswith("|")), "five columns"
-    [b] = [line for line in lines if line.startswith("| B |")]
+    [b] = [line for line in lines if line.startswith("| [B](stage_b_decode_step/README.md) |")]
     assert b.endswith("| 2.0 × · – |")
     assert any(line.startswith("| *vLLM* † | (measured elsewhere, same workload) | 3.21 |") for line in lines)
     assert "- † measured elsewhere, same workload: somewhere else" in lines
