@@ -1,0 +1,168 @@
+"""What 8-bit weights and an 8-bit KV cache cost in quality: the tutor's answers, logits, and perplexity.
+
+Every answer of the tutor's FAQ, in the wording that it was trained on and in wordings that it never saw, is run in one
+forward pass behind its question. From the logits before each of its tokens follow
+
+    exact answers    the best token is the answer's at every position: greedy decoding gives this answer word for word
+    perplexity       of the answers to unseen wordings, e ^ (mean of -log p(the answer's token)); 1 is certainty, which
+                     the tutor has of the answers that it was trained on
+    logit error      the largest difference of any logit from that of the unquantised model
+    KL               mean over positions of KL(unquantised || quantised), in nats: 0 is the same distribution
+
+A `random:` model has no answers; it reads the same text, and its logits are compared. Its weights are normally
+distributed. A trained model's have outliers, which cost more, so the tutor is the better judge.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.micro import caption
+from benchmarks.text import markdown
+from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.runtime import load_quantized_runtime
+from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.tutor import TUTOR_PATH, read_faq
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.runtime import Runtime
+
+README, MARKERS = "beyond/quantization", ("quantized-quality",)
+MODELS = ("tutor", "random:qwen2.5-0.5b")
+RANDOM_TEXTS = 4  # answers that a `random:` model reads
+START = 16  # tokens of an answer to an unseen wording that must be right, as in the tutor's model card
+KINDS: dict[str, dict[str, object]] = {
+    "unquantised": {},
+    "bfloat16": {},
+    "weights int8": {"quantization": "int8"},
+    "weights int8 / 128": {"quantization": "int8", "quantization_group_size": 128},
+    "weights fp8": {"quantization": "fp8"},
+    "weights int8, head too": {"quantization": "int8", "quantize_lm_head": True},
+    "KV int8": {"kv_cache_dtype": "int8"},
+    "KV fp8": {"kv_cache_dtype": "fp8"},
+    "all int8": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
+    "all fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A question and its answer as one sequence."""
+
+    ids: list[int]
+    first: int  # where the answer begins
+    unseen: bool  # the question is worded in a way that the tutor was not trained on
+
+
+def measure(models: str = ",".join(MODELS), device: str = "auto") -> dict:
+    """Every model in every format, compared with itself unquantised (float32 on a CPU, bfloat16 on a GPU)."""
+    texts = read_texts()
+    rows = []
+    for name in models.split(","):
+        own = texts if name == "tutor" else texts[:RANDOM_TEXTS]
+        reference: list[Tensor] = []
+        for kind, options in KINDS.items():
+            runtime = load(name, device, "bfloat16" if kind == "bfloat16" else "auto", options)
+            logits = [logits_of(runtime, text) for text in own]
+            reference = reference or logits
+            row = {"model": name, "kind": kind, "matrix_bytes": matrix_bytes(runtime),
+                   "kv_bytes_per_token": runtime.bytes_per_token, **compare(reference, logits)}  # fmt: skip
+            row |= score(own, logits) if name == "tutor" else {}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return {"rows": rows, "dtype": str(pick_dtype("auto", pick_device(device))).removeprefix("torch.")}
+
+
+def read_texts() -> list[Text]:
+    """The FAQ in its own wording, then in unseen ones."""
+    tokenizer = load_tokenizer(resolve("tutor"))
+    faq = read_faq()
+    answers = {entry["question"]: entry["answer"] for entry in faq}
+    lines = (TUTOR_PATH / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    unseen = [(entry["wording"], answers[entry["question"]]) for entry in map(json.loads, lines)]
+    texts = []
+    for question, answer, is_unseen in [
+        *((e["question"], e["answer"], False) for e in faq),
+        *((q, a, True) for q, a in unseen),
+    ]:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        ids = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+        texts.append(Text(prompt + ids, len(prompt), is_unseen))
+    return texts
+
+
+def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runtime:
+    where = pick_device(device)
+    options = QuantizationOptions(**options, max_model_len=1024)
+    return load_quantized_runtime(resolve(name), options, where, pick_dtype(dtype, where))
+
+
+@torch.inference_mode()
+def logits_of(runtime: Runtime, text: Text) -> Tensor:
+    """The logits before each token of the answer, float32 `[answer tokens, vocab]`."""
+    length, device = len(text.ids) - 1, runtime.device
+    blocks = -(-length // runtime.block_size)
+    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    positions = torch.arange(length, device=device)
+    table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+    metadata = AttentionMetadata(ints([0, length]), ints([length]), positions, table, length, length)
+    ids = torch.tensor(text.ids[:-1], device=device)
+    hidden = runtime.model(ids, positions, runtime.make_pool(blocks), metadata)
+    return runtime.model.compute_logits(hidden[text.first - 1 :]).float()
+
+
+def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
+    """The largest logit error and the mean KL divergence from `reference`."""
+    error, divergence, count = 0.0, 0.0, 0
+    for before, after in zip(reference, logits, strict=True):
+        error = max(error, (before - after).abs().max().item())
+        p, q = before.double().log_softmax(-1), after.double().log_softmax(-1)
+        divergence += (p.exp() * (p - q)).sum().item()
+        count += len(before)
+    return {"logit_error": error, "kl": divergence / count}
+
+
+def score(texts: list[Text], logits: list[Tensor]) -> dict[str, float]:
+    """Exact answers to known wordings; right starts of answers to unseen ones, and their perplexity."""
+    right = {False: [], True: []}
+    loss, count = 0.0, 0
+    for text, found in zip(texts, logits, strict=True):
+        targets = torch.tensor(text.ids[text.first :], device=found.device)
+        best = found.argmax(-1) == targets
+        right[text.unseen].append(best[:START].all().item() if text.unseen else best.all().item())
+        if text.unseen:
+            loss -= found.double().log_softmax(-1).gather(1, targets[:, None]).sum().item()
+            count += len(targets)
+    shares = [sum(part) / len(part) for part in (right[False], right[True])]
+    return {"exact": shares[0], "unseen": shares[1], "perplexity": float(torch.tensor(loss / count).exp())}
+
+
+def matrix_bytes(runtime: Runtime) -> int:
+    """Memory of all matrices with their scales, the embedding included."""
+    return sum(p.nbytes for p in runtime.model.parameters() if p.dim() == 2)
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """A table per model: memory, then quality."""
+    result, lines = results[0], []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == name]
+        trained = "exact" in rows[0]
+        head = ["format", "matrices", "largest logit error", "KL, nats"]
+        body = [
+            [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}",
+             *([f"{row['exact']:.1%}", f"{row['unseen']:.1%}", f"{row['perplexity']:.3f}"] if trained else [])]
+            for row in rows
+        ]  # fmt: skip
+        head += ["answers exact", "unseen wordings", "perplexity"] if trained else []
+        lines += [f"**{name}**", "", *markdown(head, body), ""]
+    note = f"unquantised is {result['dtype']}; KV cache of the tutor: " + ", ".join(
+        f"{r['kv_bytes_per_token']} bytes per token ({r['kind']})"
+        for r in result["rows"] if r["model"] == "tutor" and r["kind"] in ("unquantised", "KV int8")
+    )  # fmt: skip
+    return {"quantized-quality": [*lines, caption(result, note)]}
