@@ -44,9 +44,10 @@ class Frontend:
 
     vocab_size: int
     max_model_len: int
+    resolve = staticmethod(resolve)  # from a model's name to its checked files
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
-        self.source = resolve(model)
+        self.source = self.resolve(model)
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.device)
         self.tokenizer = load_tokenizer(self.source)

@@ -48,9 +48,13 @@ class QuantizedMatrix(nn.Module):
         return Quantized(self.values, self.scales)
 
     def load_rows(self, rows: slice, weights: WeightLoader, name: str) -> None:
-        """Read one of the checkpoint's matrices and quantise it into some of the rows."""
+        """Read one of the checkpoint's matrices into some of the rows; quantise it, unless the checkpoint has."""
         values, scales = self.values[rows], self.scales[rows]
         weight = weights.read(name, tuple(values.shape)).to(values.device)
+        if weights.has(f"{name}_scale"):
+            values.copy_(weight)
+            weights.fill(scales, f"{name}_scale")
+            return
         check_finite(weight, name)
         quantized = quantize_matrix(weight, values.dtype, self.group_size)
         values.copy_(quantized.values)

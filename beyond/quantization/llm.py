@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from beyond.quantization.checkpoint import options_of_checkpoint, resolve_quantized
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_d_paged.runtime import Runtime, choose_num_blocks
@@ -32,9 +33,10 @@ class LLM(stage_f.LLM):
     """
 
     options_class = QuantizationOptions
+    resolve = staticmethod(resolve_quantized)
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        options = self.options
+        options = self.options = options_of_checkpoint(self.source, self.options)
         if options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
         runtime = load_quantized_runtime(self.source, options, self.device, self.dtype, seed)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from beyond.quantization.attention import use_eight_bits
+from beyond.quantization.checkpoint import CompressedTensors
 from beyond.quantization.formats import FORMATS
 from beyond.quantization.kv_cache import QuantizedRuntime
 from beyond.quantization.layers import build_quantized_model
@@ -41,12 +42,16 @@ def load_quantized_runtime(
     """
     _check_fp8(options, device)
 
+    quantized_checkpoint = getattr(source.config, "quantization_config", None) is not None
+
     def build_model(
         config: ModelConfig, backend: AttentionBackend, max_model_len: int, tensors: TensorSource,
         dtype: torch.dtype, device: torch.device,
     ) -> DecoderModel:  # fmt: skip
         if options.kv_cache_dtype != "auto":
             backend = use_eight_bits(backend, device, dtype, config.head_dim)
+        if quantized_checkpoint:
+            tensors = CompressedTensors(source.path)
         return build(config, backend, max_model_len, tensors, dtype, device, options)
 
     runtime = load_runtime(source, options, device, dtype, seed, build_model, _choose_layers)

@@ -1,0 +1,118 @@
+"""int8 checkpoints as compressed-tensors writes them are taken over as they are; other methods are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import beyond.quantization
+from beyond.quantization import SamplingParams
+from beyond.quantization.formats import quantize_matrix
+from stage_a_naive.errors import ModelError
+from stage_a_naive.tutor import TUTOR_PATH
+
+CHAT = [{"role": "user", "content": "What is a KV cache?"}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False}
+
+
+def write(directory: Path, form: str, group: int | None = None, **changes: object) -> Path:
+    """The tutor in the layout of compressed-tensors 0.20, checked against what that library writes."""
+    for file in TUTOR_PATH.iterdir():
+        if file.is_file() and file.suffix == ".json":
+            (directory / file.name).write_bytes(file.read_bytes())
+    weights = WEIGHTS | ({"strategy": "group", "group_size": group} if group else {})
+    scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
+    config = json.loads((TUTOR_PATH / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    } | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, tensor in load_file(TUTOR_PATH / "model.safetensors").items():
+        if "_proj.weight" not in name:
+            tensors[name] = tensor
+            continue
+        values, tensors[f"{name}_scale"] = quantize_matrix(tensor * 1.004, torch.int8, group)  # not what we would do
+        if form == "int-quantized":
+            tensors[name] = values
+        else:
+            tensors[f"{name}_packed"] = (values.short() + 128).to(torch.uint8).view(torch.int32)
+            tensors[f"{name}_shape"] = torch.tensor(values.shape)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
+    path = write(tmp_path, form, group)
+    llm = beyond.quantization.LLM(path, device="cpu", num_kvcache_blocks=32)
+    assert (llm.options.quantization, llm.options.quantization_group_size) == ("int8", group)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    original = load_file(TUTOR_PATH / "model.safetensors")[name]
+    expected = quantize_matrix(original * 1.004, torch.int8, group)
+    own = slice(original.shape[1], original.shape[1] + original.shape[0])  # K's rows lie behind Q's
+    attention = llm.runtime.model.layers[1].self_attn.qkv_proj
+    assert torch.equal(attention.values[own], expected.values)
+    assert torch.equal(attention.scales[own], expected.scales)
+    plain = beyond.quantization.LLM("tutor", device="cpu", num_kvcache_blocks=32)
+    assert llm.chat(CHAT, GREEDY)[0]["token_ids"] == plain.chat(CHAT, GREEDY)[0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq"}, "is quantised with 'awq', which is not supported"),
+        ({"quant_method": "gptq"}, "is quantised with 'gptq'"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "is quantised with 'bitsandbytes'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme={'num_bits': 8}; supported: None"),
+        ({"ignore": ["model.layers.0.mlp.up_proj", "lm_head"]}, "has ignore="),
+        ({"config_groups": {}}, "has 0 quantization groups"),
+    ],
+)
+def test_another_method_is_refused_by_name(tmp_path, changes, message):
+    path = write(tmp_path, "int-quantized", **changes)
+    with pytest.raises(ModelError, match=message):
+        beyond.quantization.LLM(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_bits", 4), ("type", "float"), ("symmetric", False), ("strategy", "tensor")]
+)
+def test_another_scheme_is_refused_by_name(tmp_path, field, value):
+    path = write(tmp_path, "int-quantized")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"][field] = value
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"weights.{field}={value!r}; supported"):
+        beyond.quantization.LLM(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": "fp8"}, {"quantization": "int8", "quantization_group_size": 128}]
+)
+def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="is int8 with quantization_group_size=None; leave them out"):
+        beyond.quantization.LLM(write(tmp_path, "int-quantized"), device="cpu", **options)
+
+
+def test_ranks_and_a_quantised_checkpoint_cannot_be_combined(tmp_path):
+    with pytest.raises(ValueError, match="tensor_parallel_size above 1 cannot be combined"):
+        beyond.quantization.LLM(write(tmp_path, "int-quantized"), device="cpu", tensor_parallel_size=2)
+
+
+def test_a_checkpoint_without_a_matrixs_scale_is_refused(tmp_path):
+    path = write(tmp_path, "int-quantized")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelError, match="up_proj.weight in .* is stored as I8"):
+        beyond.quantization.LLM(path, device="cpu")
