@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.groups import Group
-from benchmarks.pictures.picture import finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, RED, SKY, YELLOW, finish, new_figure, plain
 from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows, gain
 from benchmarks.text import number, times
 
-COLOURS = {"A": "#E69F00", "B": "#56B4E9", "C": "#009E73", "D": "#F0E442", "E": "#0072B2", "F": "#D55E00"}
-PEER_COLOUR = "#999999"  # engines of other projects
+COLOURS = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}
+PEER_COLOUR = GREY  # engines of other projects
 PANELS = ((STEP, "one request"), (LOAD, "many requests of all lengths"))
 
 

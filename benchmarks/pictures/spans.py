@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.micro.kernel_spans import Recording, from_rows
-from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, Picture, finish, new_figure, plain
 from benchmarks.results import of_kind
 
 # The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
@@ -35,7 +35,7 @@ def draw_kinds(recordings: list[Recording]) -> Picture:
     """How many kernels one decode step runs, by kind, for each recording."""
     figure = new_figure(9, 0.9 + 0.8 * len(recordings) + 0.6)
     axes = figure.subplots()
-    colours = (BLUE, "#009E73", "#E69F00", "#CC79A7", "#BBBBBB")
+    colours = (BLUE, GREEN, ORANGE, PINK, GREY)
     counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
     left = [0.0] * len(recordings)
     for (kind, _), colour in zip(KINDS, colours, strict=True):
