@@ -10,13 +10,13 @@ import torch
 from soak import HOST_GROWTH, Sample, Tally, verdict
 
 from benchmarks import micro
-from benchmarks.micro import attention, block_waste, kernel_spans, layers, scheduling, step_cost
+from benchmarks.micro import attention, batching, block_waste, kernel_spans, layers, scheduling, step_cost
 from benchmarks.micro.__main__ import main
 from benchmarks.micro.kernel_spans import Recording, Span, from_rows, record, record_engine, to_rows
 from benchmarks.micro.profile_step import kind_of as kind_of_operator
 from benchmarks.micro.profile_step import layer_spans
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
-from benchmarks.workloads import make_workload
+from benchmarks.workloads import Call, make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
 
@@ -202,3 +202,25 @@ def test_the_outermost_operators_of_a_layer_are_those_between_two_norms_of_atten
     assert kind_of_operator("linear") == "matrix products"
     with pytest.raises(RuntimeError, match="a step of 2 layers has 7 norms, not 5"):
         layer_spans(events, step, 2)
+
+
+def test_static_admission_takes_the_next_batch_when_the_last_of_one_has_ended() -> None:
+    lengths, pool = [(8, n) for n in (9, 3, 5, 2, 7)], {"num_blocks": 50, "block_size": 4, "max_num_seqs": 2}
+    pool |= {"max_num_batched_tokens": 8, "scheduler_class": batching.StaticAdmission}  # one prompt per step
+    records = scheduling.traced(lengths, **pool)
+    admitted = [record["admitted"] for record in records if record["admitted"]]
+    assert [i for ids in admitted for i in ids] == [0, 1, 2, 3, 4]
+    for first, second, later in ((0, 1, 2), (2, 3, 4)):
+        steps = {i: [n for n, r in enumerate(records) if any(e["id"] == i for e in r["sequences"])] for i in range(5)}
+        assert steps[later][0] > max(steps[first][-1], steps[second][-1])
+
+
+def test_a_row_of_batching_counts_the_steps_and_rows_of_the_model() -> None:
+    llm = batching.StaticStageE("random:qwen2-tiny", device="cpu", max_num_seqs=1)
+    call = Call("all", ((1, 2, 3), (4, 5)), (4, 1))
+    found = batching.run(llm, call, temperature=0.0)
+    assert found["steps"] == 4 + 1 and found["computed_rows"] == 3 + 3 + 2
+    row = {"engine": "E", "steps": 5, "computed_rows": 8, "seconds": [2.0, 1.0, 4.0]}
+    rows = [row | {"temperature": temperature} for temperature in batching.TEMPERATURES]
+    result = {"kind": "batching", "environment": ENVIRONMENT, "model": "m", "slots": 1, "workload": "w", "tokens": 10}
+    assert "| E | 5 | 8 | 5.00 | 5.00 |" in batching.table([result | {"rows": rows}])["batching"]

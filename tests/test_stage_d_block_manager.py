@@ -31,7 +31,19 @@ def run(manager: BlockManager, sequence: Sequence) -> None:
     manager.index_computed(sequence)
 
 
-def test_a_sequence_gets_exactly_the_pages_its_tokens_need():
+def test_a_full_block_stays_cached_after_its_sequence_until_it_is_handed_out_again():
+    manager = BlockManager(3, 4)
+    first = admit(manager, list(range(6)))
+    assert [manager.is_cached(block) for block in first.block_table] == [True, False], "only full blocks are"
+    full = first.block_table[0]
+    manager.free(first)
+    assert manager.num_free == 3 and manager.is_cached(full)
+    admit(manager, list(range(50, 62)))  # takes all three
+    assert manager.num_free == 0
+    assert manager.count_cached_tokens(make(list(range(6)))) == 0
+
+
+def test_a_sequence_gets_exactly_the_blocks_its_tokens_need():
     manager = BlockManager(10, 4)
     for length, blocks in ((1, 1), (4, 1), (5, 2), (8, 2)):
         sequence = make(list(range(100 * length, 101 * length)))

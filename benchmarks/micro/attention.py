@@ -172,16 +172,19 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def short_table(measured: dict[tuple[str, str], dict], by_name: dict[str, Case], result: dict) -> list[str]:
-    """A few cases: the floor, our kernel, how far it is from the floor, and flash-attn."""
+    """A few cases: the floor, and each backend with its distance from the floor."""
     body = []
-    for name in SHORT:
-        if (name, "triton") not in measured:
-            continue
-        ours, other = measured[name, "triton"], measured.get((name, "flash"))
-        micros, far = 1e6 * statistics.median(ours["samples"]), share(by_name[name], ours, result["ceilings"])
-        flash = number(1e6 * statistics.median(other["samples"])) if other else "–"
-        body.append([name, number(micros * far), number(micros), times(1 / far), flash])
-    lines = markdown(["case", "floor, µs", "`triton`, µs", "× the floor", "`flash`, µs"], body)
+    for name in (name for name in SHORT if (name, "triton") in measured):
+        cells, floor = [], 0.0
+        for row in (measured.get((name, backend)) for backend in BACKENDS):
+            if row is None:
+                cells.append("–")
+                continue
+            micros, far = 1e6 * statistics.median(row["samples"]), share(by_name[name], row, result["ceilings"])
+            floor = micros * far  # the same for all
+            cells.append(f"{number(micros)}, {times(1 / far)}")
+        body.append([name, number(floor), *cells])
+    lines = markdown(["case", "floor, µs", *(f"`{backend}`, µs, × the floor" for backend in BACKENDS)], body)
     return [*lines, "", caption(result)]
 
 

@@ -1,0 +1,49 @@
+"""Lessons lead somewhere: their links, their headings, and the figures that are drawn for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pictures.__main__ import FIGURES
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = sorted(ROOT.glob("stage_*/**/*.md"))
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which the headings of a page can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_lesson_lead_to_files_and_headings_that_are_there(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{target} has no such heading"
+
+
+@pytest.mark.parametrize("stage", ["stage_d_paged", "stage_e_batching"])
+def test_the_lesson_of_a_stage_is_at_most_200_lines(stage: str) -> None:
+    assert len((ROOT / stage / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name: str) -> None:
+    file = ROOT / name
+    assert any(
+        (lesson.parent / target).resolve() == file
+        for lesson in LESSONS
+        for target in re.findall(r"!\[[^]]+\]\(([^)]+)\)", lesson.read_text(encoding="utf-8"))
+    )
+    assert file.is_file()
+    picture = FIGURES[name]()
+    assert picture.png.startswith(b"\x89PNG") and picture.text
