@@ -76,7 +76,7 @@ def fill(text: str, root: Path = ROOT) -> str:
 
 def readmes(root: Path = ROOT) -> list[Path]:
     """The lessons that show code."""
-    return [path for path in sorted(root.glob("*_*/**/*.md")) if EXCERPT.search(path.read_text(encoding="utf-8"))]
+    return [path for path in sorted([*root.glob("*_*/**/*.md"), *root.glob("beyond/**/*.md")]) if EXCERPT.search(path.read_text(encoding="utf-8"))]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -98,7 +98,8 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
     files = [root / "README.md", root / "README.zh-CN.md", root / "benchmarks" / "README.md"]
-    return [file for file in [*files, *sorted(root.glob("stage_*/**/*.md"))] if file.is_file()]
+    files += sorted([*root.glob("stage_*/**/*.md"), *root.glob("beyond/**/*.md")])
+    return [file for file in files if file.is_file()]
 
 
 def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
