@@ -103,7 +103,7 @@ def _find_python(text: str, name: str) -> Span:
         if len(found) != 1:
             raise BodyNotFound(f"{len(found)} definitions of {name}, expected one")
         [scope] = found
-    if not isinstance(scope, ast.FunctionDef):
+    if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         raise BodyNotFound(f"{name} is not a function")
     starts = [0]  # offset of each line
     for line in text.splitlines(keepends=True):

@@ -82,7 +82,7 @@ def install(answer: Answer) -> None:
     original, value = vars(owner)[name], _compiled(answer, module)
     setattr(owner, name, value)
     if not classes:
-        for other in [m for name, m in list(sys.modules.items()) if "stage_" in name]:
+        for other in [m for name, m in list(sys.modules.items()) if "stage_" in name or name.startswith("beyond.")]:
             for attribute, found in list(vars(other).items()):
                 if found is original:
                     setattr(other, attribute, value)

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from labs import bodies
+from labs.audit import STAGES
 from labs.exercises import LABS, ROOT, Exercise
 
 TIMEOUT = 100.0  # seconds for a learner's test
@@ -92,8 +93,9 @@ def _start(test_file: Path, engine: Path) -> tuple[int, Path]:
             sys.stdout = sys.stderr = log.open("w", encoding="utf-8")
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
-            package = next(engine.glob("stage_*")).name
-            for name in [name for name in sys.modules if name.split(".")[0] >= package and name.startswith("stage_")]:
+            package = next(path.name for path in engine.iterdir() if path.name in STAGES)
+            later = STAGES[STAGES.index(package) :]
+            for name in [name for name in sys.modules if name.split(".")[0] in later]:
                 del sys.modules[name]
             sys.path.insert(0, str(engine))
             options = ["-q", "-x", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=short", "--import-mode=importlib"]

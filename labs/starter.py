@@ -59,6 +59,9 @@ def write_starter(
             shutil.copytree(source, target, ignore=IGNORED)
         else:
             shutil.copyfile(source, target)
+    for package in {parent for folder in lab.folders for parent in Path(folder).parents}:  # `beyond`, of beyond/serving
+        if (ROOT / package / "__init__.py").is_file():
+            shutil.copyfile(ROOT / package / "__init__.py", work / package / "__init__.py")
     for exercise in missing:
         file = exercise.copy_in(work)
         text = bodies.stub(file.read_text(encoding="utf-8"), exercise.name, exercise.path, exercise.message)
@@ -78,7 +81,8 @@ def link_models(work: Path) -> None:
 
 def learners_packages(work: Path = WORK) -> list[str]:
     """The stages that the learner has a copy of."""
-    return sorted(folder.name for folder in work.glob("stage_*") if folder.is_dir())
+    folders = [*work.glob("stage_*"), *work.glob("beyond/*")]
+    return sorted(str(folder.relative_to(work)) for folder in folders if folder.is_dir())
 
 
 def next_steps(lab: Lab) -> str:
@@ -93,7 +97,7 @@ def next_steps(lab: Lab) -> str:
     lines += [
         f"make grade-{letter}                 the whole table; all red is where you start",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
-        f"make stage-{letter} LAB=1           run your engine on the tutor",
+        f"make {f'stage-{letter}' if letter <= 'f' else 'serve  '} LAB=1           run your engine on the tutor",
     ]
     return "\n".join(lines)
 

@@ -112,7 +112,7 @@ def _signature(source: str) -> str:
     return ast.unparse(node).removesuffix("pass").strip()
 
 
-def parse_definition(source: str) -> ast.FunctionDef:
+def parse_definition(source: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     """The syntax tree of one function, which may be indented as a method is."""
     indented = source[:1] in (" ", "\t")
     module = ast.parse(f"if True:\n{source}" if indented else source)
@@ -177,7 +177,7 @@ def intruders(work: Path) -> list[str]:
     found = [path.relative_to(work) for name in TAKES_OVER for path in sorted(work.rglob(name))]
     for path in sorted(work.iterdir()):
         name = path.stem if path.suffix == ".py" else path.name
-        own = name.startswith("stage_") or name in ("models", "break_it", "csrc", "old", "__pycache__")
+        own = name.startswith("stage_") or name in ("beyond", "models", "break_it", "csrc", "old", "__pycache__")
         if own or not name.isidentifier() or path.relative_to(work) in found:
             continue
         if name == "labs" or importlib.util.find_spec(name) is not None:
