@@ -155,22 +155,7 @@ class Engine(LiveRequests):
             if errors and i in errors:
                 sequence.error = errors[i]
                 ended.append(sequence)
-                continue
-            if sequence.first_token_time == 0.0:
-                sequence.first_token_time = now
-            self._uncertain = sequence
-            completion = sequence.completion
-            try:
-                completion.append(token_id, logprob)
-            except Exception:
-                self._replay(sequence)
-                if sequence.error is None:  # it came from outside, as a signal handler's does: not the text's own error
-                    raise
-                ended.append(sequence)
-                continue
-            if sequence.streams:
-                self._tell(sequence)
-            if completion.finish_reason is not None:
+            elif self._append(sequence, token_id, logprob, now):
                 ended.append(sequence)
         self._uncertain = None
         for sequence in ended:
@@ -180,6 +165,25 @@ class Engine(LiveRequests):
             self.trace.end(step, ended, now)
         if not self.scheduler.has_unfinished():
             self._check_idle()
+
+    def _append(
+        self, sequence: BatchSequence, token_id: int, logprob: dict[int, float] | None, now: float
+    ) -> bool:
+        """Give a sequence its next token. Returns whether that ended it."""
+        if sequence.first_token_time == 0.0:
+            sequence.first_token_time = now
+        self._uncertain = sequence
+        completion = sequence.completion
+        try:
+            completion.append(token_id, logprob)
+        except Exception:
+            self._replay(sequence)
+            if sequence.error is None:  # it came from outside, as a signal handler's does: not the text's own error
+                raise
+            return True
+        if sequence.streams:
+            self._tell(sequence)
+        return completion.finish_reason is not None
 
     def _tell(self, sequence: BatchSequence) -> None:
         """Note in the mailbox of a request's call that there is something to read."""

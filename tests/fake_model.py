@@ -203,7 +203,7 @@ def check_books(engine: Engine) -> None:
     if engine.runner.steps:
         step = engine.runner.steps[-1]
         assert step.total_tokens <= scheduler.max_num_batched_tokens
-        assert len(step) <= scheduler.max_num_seqs
+        assert len(set(step.sequences)) <= scheduler.max_num_seqs
         assert step.sequences or step.idle_reason
 
 

@@ -1,0 +1,9 @@
+"""`python -m beyond.speculation`: run stage F's engine with speculative decoding from the command line."""
+
+import sys
+
+from beyond.speculation.options import add_options
+from stage_a_naive.cli import run
+
+if __name__ == "__main__":
+    sys.exit(run("beyond.speculation", "Speculative decoding on stage F's engine.", add_options))

@@ -1,0 +1,54 @@
+"""The options that speculation adds, and all of them on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.options import add_options as add_graph_options
+
+KINDS = ("ngram", "off")
+MAX_DRAFT = 64  # tokens
+MAX_SPECULATING = 32  # sequences that run when drafts are made; with more of them a step has no room to spare
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(GraphOptions):
+    """Options of this package's `LLM`.
+
+    Attributes:
+        speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "off" makes
+            none, which is stage F.
+        num_speculative_tokens: the longest draft.
+    """
+
+    speculation: str = "ngram"
+    num_speculative_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculation not in KINDS:
+            raise ValueError(f"speculation={self.speculation!r} is unknown; choose one of {', '.join(KINDS)}")
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFT:
+            raise ValueError(f"num_speculative_tokens must be 1 to {MAX_DRAFT}, got {self.num_speculative_tokens}")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest verification: one per running sequence, and the drafts of those that have one."""
+        drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
+        return min(self.max_num_seqs + drafts, self.max_num_batched_tokens)
+
+    def of_runner(self) -> GraphOptions:
+        """Stage F's options for a runner that has a batch slot for every row of a verification."""
+        options = {field.name: getattr(self, field.name) for field in fields(GraphOptions)}
+        return GraphOptions(**options | {"max_num_seqs": self.max_rows})
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """The options on the command line."""
+    add_graph_options(group)
+    group.add_argument("--speculation", choices=KINDS, default="ngram", help="where drafts come from")
+    group.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="the longest draft (default: %(default)s)"
+    )

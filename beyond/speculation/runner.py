@@ -1,0 +1,116 @@
+"""Stage F's runner for steps whose tokens are all on the host, and its CUDA graphs for verification.
+
+Stage F takes the token of a decode from the device, where the step before left it. A guess was never there. When a
+draft is verified nothing is in flight, so all tokens travel with the step's input, and the step needs no others:
+`num_decodes`, which counts the rows whose token is taken from the device, is 0.
+
+A verification is a decode step with more rows, and its graph is recorded like a decode step's, from the embedding to
+the sampled tokens. The sizes are multiples of what one full draft takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder, StepGraphs
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS
+from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.step_input import StepInput, StepShape
+
+
+def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
+    """Numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
+
+    More than the megakernel takes: there a row does not wait for the keys of the others.
+    """
+    sizes = [max(1 + draft_tokens, MEGAKERNEL_ROWS + 1) << i for i in range(max_rows.bit_length())]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+class DraftBatch(InputBatch):
+    """Builds a step's input with the tokens of decodes too, where the host knows them all."""
+
+    def update(self, step: ScheduledStep) -> None:
+        """Take over what the step changed. Behind the last certain token, blocks given back may have been replaced."""
+        for sequence in step.grown:
+            certain = (sequence.num_computed_tokens - 1) // self.block_size
+            self._table_lens[sequence.batch_slot] = min(self._table_lens[sequence.batch_slot], certain)
+        super().update(step)
+
+    def shape_of(self, step: ScheduledStep) -> StepShape:
+        """The sizes of a step's input; no decodes, where no token has to be taken from the device."""
+        shape = super().shape_of(step)
+        return replace(shape, num_decodes=0) if _is_known(step) else shape
+
+    def _fill_prompt_tokens(self, step: ScheduledStep, out: StepInput) -> None:
+        super()._fill_prompt_tokens(step, out)
+        if _is_known(step):
+            decodes = zip(step.sequences[: step.num_decodes], step.starts, strict=False)
+            out.input_ids[: step.num_decodes] = [sequence.token_at(start) for sequence, start in decodes]
+
+
+def _is_known(step: ScheduledStep) -> bool:
+    """Whether the host has the tokens of all decodes."""
+    return not any(sequence.num_in_flight for sequence in step.sequences[: step.num_decodes])
+
+
+class VerificationGraphs(DecodeGraphs):
+    """Recorded steps for rows whose tokens come from the host, beside the decode graphs.
+
+    Args:
+        decode_graphs: serve all other steps.
+        sizes: numbers of rows, ascending.
+        limits: as of `DecodeGraphs`.
+    """
+
+    def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
+        super().__init__(sizes, *limits)
+        self.shapes = [replace(shape, num_decodes=0) for shape in self.shapes]
+        self._decode_graphs = decode_graphs
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        if shape.num_decodes or shape.num_samples < shape.num_tokens or shape.num_tokens > self._sizes[-1]:
+            return self._decode_graphs.padded(shape)
+        return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
+
+    def find(self, shape: StepShape) -> Recorded | None:
+        return super().find(shape) or self._decode_graphs.find(shape)
+
+
+class SpeculativeRunner(GraphModelRunner):
+    """Stage F's runner, which also runs steps with drafts.
+
+    Args:
+        runtime, kv_cache: see `GraphModelRunner`.
+        options: stage F's, with a batch slot for every row.
+        draft_tokens: the longest draft.
+    """
+
+    def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, draft_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
+        super().__init__(runtime, kv_cache, options)
+        self.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+
+    @torch.inference_mode()
+    def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
+        """Record stage F's steps, and verifications."""
+        super().capture(record, sizes, prefills)
+        max_rows = len(self.last_tokens) - 1
+        if max_rows <= MEGAKERNEL_ROWS:
+            return
+        graphs = VerificationGraphs(
+            self.graphs, verification_sizes(self._draft_tokens, max_rows), self.batch.max_blocks, self._max_model_len,
+            max_rows,
+        )  # fmt: skip
+        self._capture(record, graphs, "verification", lambda shape: self._decode_body(graphs, shape))
+        self.graphs = graphs

@@ -1,0 +1,68 @@
+"""A sequence whose next tokens are guessed, and the rule that decides whether guessing is worth it.
+
+A verification costs about as much as one more token: it has more rows than a decode step, and the engine waits for it.
+So each request keeps a balance. A verification adds the tokens that it gained and takes `COST` off. A request whose
+balance falls below zero makes no drafts for a while, and each time for twice as long: on text without repetition the
+loss is a handful of steps, however long the text. A request that gains starts with the shortest pause again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stage_f_graph_tp.overlap import AheadSequence
+
+COST = 1.0  # tokens that a verification must gain to pay for itself
+MOST_CREDIT = 4.0  # so that a request that used to gain notices soon that it does not any more
+FIRST_PAUSE = 16  # tokens
+
+
+@dataclass(slots=True, eq=False)
+class SpeculativeSequence(AheadSequence):
+    """A sequence with a draft of its next tokens."""
+
+    draft: list[int] = field(default_factory=list)  # the guesses that the next step verifies
+    num_right: int = 0  # of these, from the front, those that were found right
+    is_settled: bool = False  # a guess was found wrong, or none is left: what the step sampled behind it is invalid
+
+    balance: float = 0.0
+    pause: int = FIRST_PAUSE
+    resume_at: int = 0  # no draft before the sequence is this long
+
+    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)  # a few tokens -> where they went on, last time
+    num_indexed: int = 0  # tokens whose n-grams are entered
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts are allowed now.
+
+        Penalties count the tokens before each row, and a replaced sampler is told of each token once: neither can be
+        run on tokens that may not come.
+        """
+        request = self.request
+        return (
+            len(self.token_ids) >= self.resume_at
+            and self.completion.num_remaining_tokens > 1
+            and not request.params.needs_penalties
+            and request.sampling_fn is None
+        )
+
+    def token_at(self, position: int) -> int:
+        """The token at a position, or the guess for it."""
+        known = self.token_ids
+        return known[position] if position < len(known) else self.draft[position - len(known)]
+
+    def settle(self) -> None:
+        """Account for a verification, and drop its draft."""
+        self.balance = min(self.balance + self.num_right - COST, MOST_CREDIT)
+        if self.balance < 0:
+            self.resume_at = len(self.token_ids) + self.pause
+            self.pause *= 2
+            self.balance = 0.0
+        elif self.num_right > COST:
+            self.pause = FIRST_PAUSE
+        self.drop_draft()
+
+    def drop_draft(self) -> None:
+        """Forget the draft and what was found out about it."""
+        self.draft, self.num_right, self.is_settled = [], 0, False

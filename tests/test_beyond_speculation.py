@@ -1,0 +1,489 @@
+"""Whatever is guessed, every request gets the tokens that it would get without guesses."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+from fake_model import (
+    EOS,
+    VOCAB,
+    FakeRunner,
+    FakeTokenizer,
+    LateTokens,
+    completion_of,
+    make_request,
+    next_token,
+)  # fmt: skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+from test_stage_f_graphs import EagerRecorder
+
+import stage_e_batching
+import stage_f_graph_tp
+from beyond.speculation import LLM
+from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.ngram import NgramDrafter
+from beyond.speculation.runner import DraftBatch, verification_sizes
+from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.sequence import FIRST_PAUSE, SpeculativeSequence
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Sampled
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.step_input import host_views
+
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
+PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+VARIANTS = {
+    "plain": {},
+    "small chunks": {"max_num_batched_tokens": 11, "max_num_seqs": 5},
+    "tiny pool": {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
+    "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
+    "no overlap": {"overlap": False},
+    "one at a time": {"max_num_seqs": 1},
+    "longest draft": {"num_speculative_tokens": 64},
+}
+
+
+# ---- on a model that is a hash of what it sees -----------------------------------------------------------------
+
+
+class HashDrafter:
+    """Knows the fake model's next tokens, and is wrong about some."""
+
+    def __init__(self, seed: int, error_rate: float, num_tokens: int) -> None:
+        self._random = random.Random(seed)
+        self._error_rate, self._num_tokens = error_rate, num_tokens
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return self._random.random() < 0.7
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        tokens = list(sequence.token_ids)
+        for _ in range(self._random.randint(0, self._num_tokens)):
+            wrong = self._random.random() < self._error_rate
+            tokens.append((next_token([(t, i) for i, t in enumerate(tokens)]) + wrong) % VOCAB)
+        return tokens[len(sequence.token_ids) :]
+
+
+class DraftRunner(FakeRunner):
+    """The fake model for steps with drafts: where nothing is in flight, every token comes from the host."""
+
+    def __init__(self, scheduler: DraftScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
+        super().__init__(scheduler, fail_at)
+        self._batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        self._check_input(step)
+        if is_ahead(step):
+            return super().run(step)
+        self.steps.append(step)
+        fails = len(self.steps) in self._fail_at
+        for i, (sequence, start, count, _) in enumerate(step):
+            if fails and i == len(step) // 2:
+                raise RuntimeError("the device failed")
+            for position in range(start, start + count):
+                self.pool[self._slot(sequence, position)] = (sequence.token_at(position), position)
+        sampled = []
+        for sequence, start, count, samples in step:
+            if samples:
+                visible = [self.pool[self._slot(sequence, i)] for i in range(start + count)]
+                sampled.append(next_token(visible))
+                self.last_tokens[sequence.batch_slot] = sampled[-1]
+        return Sampled(sampled)
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        late = (len(self.steps) + 1) % 2 == 0 and len(self.steps) + 1 in self._fail_at
+        if late:
+            self._fail_at -= {len(self.steps) + 1}
+        self.launched.append(LateTokens(self.run(step), late))
+        return self.launched[-1]
+
+    def _check_input(self, step: ScheduledStep) -> None:
+        """What the real runner would send to the device is what the step says."""
+        self._batch.update(step)
+        if not step.sequences:
+            return
+        shape = self._batch.shape_of(step)
+        found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
+        self._batch.fill(step, found)
+        spans = [(sequence, start, start + count) for sequence, start, count, _ in step]
+        positions = [(sequence, i) for sequence, start, end in spans for i in range(start, end)]
+        assert shape.num_decodes == (step.num_decodes if is_ahead(step) else 0)
+        assert found.positions.tolist() == [i for _, i in positions]
+        assert found.slot_mapping.tolist() == [self._slot(sequence, i) for sequence, i in positions]
+        known = [sequence.token_at(i) for sequence, i in positions[shape.num_decodes :]]
+        assert found.input_ids.tolist() == [0] * shape.num_decodes + known
+        assert found.context_lens.tolist() == [end for _, _, end in spans]
+        for (sequence, _, end), table in zip(spans, found.block_tables.tolist(), strict=True):
+            blocks = -(-end // self.block_size)
+            assert table[:blocks] == sequence.block_table[:blocks]
+
+
+def is_ahead(step: ScheduledStep) -> bool:
+    """Whether the step was launched before the tokens of the one before were fetched."""
+    return any(sequence.num_in_flight for sequence in step.sequences[: step.num_decodes])
+
+
+def make_engine(
+    *, drafter: object, overlap: bool = True, draft_tokens: int = 6, max_model_len: int = 4096,
+    fail_at: frozenset[int] = frozenset(), **options: object,
+) -> SpeculativeEngine:  # fmt: skip
+    max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
+    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    return SpeculativeEngine(
+        scheduler, DraftRunner(scheduler, max_rows, fail_at), drafter=drafter, overlap=overlap,
+        tokenizer=FakeTokenizer(), eos_token_ids=frozenset({EOS}), max_model_len=max_model_len,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=20), settings_of_engine(), st.integers(0, 2**16),
+    st.sampled_from([0.0, 0.2, 0.6, 1.0]), st.booleans(),
+)  # fmt: skip
+def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
+    requests, options, seed, error_rate, overlap
+):
+    drafter = HashDrafter(seed, error_rate, 6)
+    run_and_compare(requests, options, partial(make_engine, drafter=drafter, overlap=overlap))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine(), st.integers(0, 2**16))
+def test_and_so_it_is_with_whole_prompts(requests, options, seed):
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
+    make = partial(make_engine, drafter=HashDrafter(seed, 0.2, 6), overlap=False)
+    run_and_compare(requests, options | {"enable_chunked_prefill": False}, make)
+
+
+POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def step_until_idle(engine: SpeculativeEngine, *requests) -> list[int]:
+    """Run requests to their end; returns the tokens that each step gave."""
+    for request in requests:
+        engine.add_request(request, streams=False)
+    tokens = []
+    while engine.has_unfinished():
+        before = engine.counters.num_generated_tokens
+        engine.step()
+        tokens.append(engine.counters.num_generated_tokens - before)
+    return tokens
+
+
+class AlwaysDrafts(HashDrafter):
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return True
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        tokens = list(sequence.token_ids)
+        for i in range(self._num_tokens):
+            wrong = self._error_rate > 0 and i >= self._num_tokens // 2
+            tokens.append((next_token([(t, j) for j, t in enumerate(tokens)]) + wrong) % VOCAB)
+        return tokens[len(sequence.token_ids) :]
+
+
+def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
+    for error_rate, per_step in ((0.0, 5), (1.0, 3)):
+        engine = make_engine(drafter=AlwaysDrafts(0, error_rate, 4), **POOL)
+        tokens = step_until_idle(engine, make_request(0, [5, 6, 7], 31, ignore_eos=True))
+        assert set(tokens[2:-1]) == {per_step} and sum(tokens) == 31
+        counters = engine.counters
+        assert counters.num_accepted_tokens + counters.num_verifications + 1 == 31
+
+
+def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 6), **POOL)
+    request = make_request(0, [5, 6, 7], 10, ignore_eos=True)
+    step_until_idle(engine, request)
+    assert [len(step) for step in engine.runner.steps if step.num_decodes] == [7, 2]
+    assert engine.runner.steps[-1].starts == [3 + 8 - 1, 3 + 9 - 1]
+
+
+def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
+    engine = make_engine(drafter=AlwaysDrafts(0, 1.0, 6), **POOL)
+    manager = engine.scheduler.block_manager
+    engine.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
+    widest = 0
+    run = engine.runner.run
+
+    def watched(step: ScheduledStep) -> Sampled:
+        nonlocal widest
+        spare = [len(s.block_table) - manager.blocks_for(s.num_computed_tokens) for s in step.sequences]
+        widest = max(widest, *spare)
+        return run(step)
+
+    engine.runner.run = watched
+    while engine.has_unfinished():
+        engine.step()
+        for sequence in engine.scheduler.decoding:
+            assert len(sequence.block_table) == manager.blocks_for(sequence.num_computed_tokens)
+            assert sequence.num_computed_tokens == len(sequence) - 1
+            assert sequence.num_indexed_blocks <= sequence.num_computed_tokens // manager.block_size
+            manager.check_invariants([sequence])
+    assert widest > 0, "no draft ever needed a block of its own"
+
+
+def test_nobody_is_preempted_for_a_guess():
+    options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.5, 6), **options)
+    step_until_idle(engine, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
+    assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
+
+
+def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
+    class Wrong(AlwaysDrafts):
+        def draft(self, sequence):
+            return [(next_token([(t, i) for i, t in enumerate(sequence.token_ids)]) + 1) % VOCAB] * 4
+
+    engine = make_engine(drafter=Wrong(0, 1.0, 4), **(POOL | {"num_blocks": 300, "max_model_len": 1200}))
+    step_until_idle(engine, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
+    assert engine.counters.num_verifications == 6  # after 16, 32, 64, 128, 256, 512 tokens
+    assert engine.counters.num_accepted_tokens == 0
+
+
+def test_a_gain_brings_the_shortest_pause_back():
+    sequence = SpeculativeSequence(completion_of([1, 2, 3]))
+    for right in (0, 0, 0):
+        sequence.num_right = right
+        sequence.settle()
+    assert sequence.pause == 8 * FIRST_PAUSE and sequence.resume_at == 3 + 4 * FIRST_PAUSE
+    sequence.num_right = 3
+    sequence.settle()
+    assert sequence.pause == FIRST_PAUSE and sequence.balance == 2
+
+
+# ---- n-grams ---------------------------------------------------------------------------------------------------
+
+
+def drafted(tokens: list[int], num_tokens: int = 4, size: int = 2) -> list[int]:
+    return NgramDrafter(num_tokens, size).draft(SpeculativeSequence(completion_of(tokens)))
+
+
+def test_a_draft_is_what_followed_the_last_time():
+    assert drafted([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
+    assert drafted([1, 2, 3, 1, 2, 4, 7, 7, 7, 1, 2]) == [4, 7, 7, 7], "the latest occurrence"
+    assert drafted([1, 2, 3, 4, 5]) == [] and drafted([1, 2]) == [] and drafted([1]) == []
+    assert drafted([1, 2, 9, 1, 2], num_tokens=8) == [9, 1, 2, 9, 1, 2, 9, 1], "goes on inside itself"
+    assert drafted([7, 7, 7], size=2) == [7, 7, 7, 7]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.integers(1, 4))
+def test_tokens_that_come_one_by_one_are_found_as_well(tokens, size):
+    drafter = NgramDrafter(5, size)
+    grown = SpeculativeSequence(completion_of(tokens[:1], SamplingParams(max_tokens=100, ignore_eos=True)))
+    for token in tokens[1:]:
+        drafter.has_draft(grown)
+        grown.token_ids.append(token)
+    assert drafter.draft(grown) == NgramDrafter(5, size).draft(SpeculativeSequence(completion_of(tokens)))
+
+
+# ---- on a model ------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Drafts from answers that are known, with every `wrong`-th token changed."""
+
+    def __init__(self, outputs, num_tokens: int, wrong: int = 5) -> None:
+        self._answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
+        self._num_tokens, self._wrong = num_tokens, wrong
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return bool(self.draft(sequence))
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        known = sequence.token_ids
+        [answer] = {tuple(a) for a in self._answers if a[: len(known)] == known} or [()]
+        draft = answer[len(known) : len(known) + self._num_tokens]
+        return [t ^ 1 if (len(known) + i) % self._wrong == 0 else t for i, t in enumerate(draft)]
+
+
+def ids(outputs) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> stage_e_batching.LLM:
+    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_gives_stage_es_tokens(plain, variant):
+    llm = LLM("random:qwen2-tiny", device="cpu", **VARIANTS[variant])
+    if variant == "tiny pool":
+        llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    seeded = [
+        SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True, logprobs=2)
+        for i in range(len(PROMPTS))
+    ]
+    for params in (GREEDY, seeded):
+        expected = plain.generate(PROMPTS, params, False)
+        llm.engine.drafter = Oracle(expected, llm.options.num_speculative_tokens)
+        before = llm.engine.counters.num_accepted_tokens
+        for _ in range(2):
+            found = llm.generate(PROMPTS, params, False)
+            assert ids(found) == ids(expected)
+            assert llm.engine.stats()["num_used_blocks"] == 0
+        assert llm.engine.counters.num_accepted_tokens > before
+        for output, reference in zip(found, expected, strict=True):
+            for got, want in zip(output.get("logprobs", []), reference.get("logprobs", []), strict=True):
+                assert got == pytest.approx(want, abs=1e-4)
+    if variant == "tiny pool":
+        assert llm.engine.counters.num_preemptions > 0
+
+
+def test_every_way_to_end_gives_the_tutors_text():
+    prompts = ["什么是 KV cache？", "What is prefill?", "What is a KV cache?", "Who are you?"] * 2
+    params = [
+        SamplingParams(temperature=0, max_tokens=120),  # ends with its end-of-sequence token
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(temperature=0, max_tokens=60, stop=(" the", "s a")),
+        SamplingParams(temperature=1.2, seed=3, max_tokens=30, presence_penalty=0.5, frequency_penalty=0.3),
+        SamplingParams(temperature=0, max_tokens=25, logprobs=2),
+        SamplingParams(temperature=1.0, seed=4, top_k=5, max_tokens=40, stop=("e",)),
+        SamplingParams(temperature=0.5, seed=5, min_p=0.05, max_tokens=33, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=7),
+    ]
+    expected = stage_e_batching.LLM("tutor", device="cpu").generate(prompts, params, False)
+    endless = [
+        SamplingParams(temperature=p.temperature, top_k=p.top_k, min_p=p.min_p, seed=p.seed, max_tokens=130)
+        for p in params
+    ]
+    longer = stage_e_batching.LLM("tutor", device="cpu").generate(prompts, endless, False)
+    llm = LLM("tutor", device="cpu", max_num_batched_tokens=32, max_num_seqs=5)
+
+    class PerRequest(Oracle):
+        def draft(self, sequence):
+            return Oracle([longer[sequence.request.index]], 4, wrong=7).draft(sequence)
+
+    llm.engine.drafter = PerRequest([], 4)
+    found = llm.generate(prompts, params, False)
+    for key in ("token_ids", "text", "finish_reason"):
+        assert [output[key] for output in found] == [output[key] for output in expected]
+    assert {output["finish_reason"] for output in found} == {"stop", "length"}
+    assert llm.engine.counters.num_accepted_tokens > 60
+    assert llm.engine.counters.num_generated_tokens == sum(len(output["token_ids"]) for output in found)
+    pieces: dict[int, str] = {}
+    for index, piece in llm.stream(prompts, params):
+        pieces[index] = pieces.get(index, "") + piece
+    assert [pieces.get(i, "") for i in range(len(prompts))] == [output["text"] for output in expected]
+
+
+def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.3)
+    repeating = [[4, 5, 6] * 6]
+    assert ids(llm.generate(repeating, params, False)) == ids(plain.generate(repeating, params, False))
+    llm.sampling_fn = lambda logits, params: logits.argmax(-1)
+    llm.generate(repeating, GREEDY, False)
+    assert llm.engine.counters.num_verifications == 0
+
+
+def test_text_without_repetition_runs_as_in_stage_f():
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    ahead = []
+    launch = llm.runner.launch
+    llm.runner.launch = lambda step: (ahead.append(any(s.num_in_flight for s in step.sequences)), launch(step))[1]
+    tokens = iter(range(100, 4000))
+    llm.runner.sampler.sample_plain = lambda scores, *_: scores.new_tensor([next(tokens) for _ in scores]).long()
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=40, ignore_eos=True), False)
+    assert llm.engine.counters.num_verifications == 0
+    assert ahead[1:40] == [True] * 39, "every step but the first was launched before its token was fetched"
+
+
+def test_text_that_repeats_takes_fewer_steps(plain):
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    expected = plain.generate([[1, 2, 3]], params, False)
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    assert ids(llm.generate([[1, 2, 3]], params, False)) == ids(expected)
+    assert llm.engine.counters.num_steps < 100
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_verifications_run_in_graphs_of_their_own(plain, overlap):
+    llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, max_num_seqs=6, num_kvcache_blocks=256)
+    recorder = EagerRecorder()
+    llm.runner.capture(recorder, [1, 2, 4, 8], [16, 64])
+    for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1, ignore_eos=True)):
+        expected = plain.generate(PROMPTS, params, False)
+        llm.engine.drafter = Oracle(expected, 4)
+        recorder.replays.clear()
+        assert ids(llm.generate(PROMPTS, params, False)) == ids(expected)
+        assert recorder.replays[30] > 2, "six sequences of five rows"
+        assert ids(llm.generate(PROMPTS[:1], params, False)) == ids(expected[:1])
+        assert recorder.replays[5] > 2
+
+
+@pytest.mark.parametrize("draft_tokens, max_rows", [(1, 2), (1, 3), (4, 5), (4, 640), (64, 100)])
+def test_every_number_of_rows_has_a_graph(draft_tokens, max_rows):
+    sizes = verification_sizes(draft_tokens, max_rows)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_rows
+
+
+@pytest.mark.parametrize(
+    "option", [{"speculation": "magic"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 65}]
+)
+def test_options_out_of_range_are_refused(option):
+    with pytest.raises(ValueError, match="|".join(option)):
+        LLM("random:qwen2-tiny", device="cpu", **option)
+
+
+def test_two_ranks_give_the_tokens_of_one(plain):
+    expected = plain.generate(PROMPTS, GREEDY, False)
+    llm = LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=2, num_kvcache_blocks=256)
+    try:
+        llm.engine.drafter = Oracle(expected, 4)
+        assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(expected)
+        assert llm.engine.counters.num_accepted_tokens > 20
+    finally:
+        llm.close()
+
+
+def test_an_error_leaves_no_draft_behind(plain, monkeypatch):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+    expected = plain.generate(PROMPTS, GREEDY, False)
+    llm.engine.drafter = Oracle(expected, 4)
+    run, calls = llm.runner.run, []
+
+    def fail(step):
+        calls.append(step)
+        if len(calls) == 2:
+            raise RuntimeError("the device failed")
+        return run(step)
+
+    monkeypatch.setattr(llm.runner, "run", fail)
+    for prompt in PROMPTS:
+        llm.add_request(prompt, GREEDY)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        while True:
+            llm.step()
+    finished = {}
+    while not llm.is_finished():
+        finished.update(llm.step()[0])
+    assert [finished[i] for i in sorted(finished)] == ids(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("draft_tokens", [1, 4, 12])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # in 16 bits two noisy scores may be almost alike
+def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
+    questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
+    options = {"device": "cuda", "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
+    stage_f = stage_f_graph_tp.LLM("tutor", **options)
+    llm = LLM("tutor", num_speculative_tokens=draft_tokens, overlap=overlap, **options)
+    temperature = 0.0 if dtype == "bfloat16" else 0.7
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
+    expected = stage_f.generate(questions, params, False)
+    assert ids(llm.generate(questions, params, False)) == ids(expected)
+    for count in (1, 4, 12):
+        llm.engine.drafter = Oracle(expected[:count], draft_tokens, wrong=7)
+        assert ids(llm.generate(questions[:count], params[:count], False)) == ids(expected[:count])
+    assert llm.engine.counters.num_accepted_tokens > 0
