@@ -216,7 +216,7 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
     def watched(step: ScheduledStep) -> Sampled:
         nonlocal widest
         spare = [len(s.block_table) - manager.blocks_for(s.num_computed_tokens) for s in step.sequences]
-        widest = max(widest, *spare)
+        widest = max([widest, *spare])
         return run(step)
 
     engine.runner.run = watched
