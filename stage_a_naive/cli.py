@@ -162,7 +162,7 @@ def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
         ("build", f"{llm.build_time:9.3f} s"),
         ("prefill", f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} tokens   {prefill_rate:9.1f} tokens/s"),
         ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms per token"),
-        ("memory", against_floor(llm.source.config, llm.dtype, llm.device, m)),
+        ("memory", against_floor(llm.model_bytes, llm.device, m)),
         ("total", f"{m['tokens_per_sec']:.1f} generated tokens/s, finished by {output['finish_reason']!r}"),
     ]
     return "\n".join(["", "[performance]"] + [f"{name:8s} {text}" for name, text in rows if text])

@@ -68,7 +68,7 @@ class ModelBytes:
         return self.weight_bytes + context * self.kv_bytes_per_token
 
 
-def against_floor(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, metrics: Metrics) -> str:
+def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> str:
     """One line: bytes read per token, GB/s achieved, and how many times the floor of one device a token took.
 
     Empty if there was no decode step.
@@ -76,7 +76,7 @@ def against_floor(config: PretrainedConfig, dtype: torch.dtype, device: torch.de
     if not metrics["tpot"]:
         return ""
     context = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] / 2  # on average
-    num_bytes, bandwidth = ModelBytes(config, dtype.itemsize).step_bytes(context), copy_bandwidth(device)
+    num_bytes, bandwidth = model.step_bytes(context), copy_bandwidth(device)
     floor, achieved = num_bytes / bandwidth, num_bytes / metrics["tpot"]
     return (
         f"{num_bytes / 1e6:9.1f} MB read per token, {achieved / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s: "

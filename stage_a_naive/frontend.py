@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pi
 from stage_a_naive.outputs import GenerationOutput, Request, SamplingFunction
 from stage_a_naive.params import SamplingParams, as_integer
 from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+
+if TYPE_CHECKING:
+    from stage_a_naive.floor import ModelBytes
 
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
@@ -58,6 +62,13 @@ class Frontend:
         self._closed = False
         self._lock = threading.Lock()  # held for a call: an engine has one set of buffers
         self._calling_thread: int | None = None
+
+    @property
+    def model_bytes(self) -> ModelBytes:
+        """What a decode step reads."""
+        from stage_a_naive.floor import ModelBytes  # here: only a summary needs it
+
+        return ModelBytes(self.source.config, self.dtype.itemsize)
 
     def generate(
         self,

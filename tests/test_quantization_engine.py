@@ -82,6 +82,15 @@ def test_the_model_and_the_pool_take_as_many_bytes_as_the_formats_say():
     assert 3.8 * sizes[1] < sizes[0] < 4 * sizes[1]
 
 
+def test_the_floor_counts_the_bytes_that_are_there():
+    for options in ({}, {"quantization": "int8", "quantization_group_size": 128}, ALL | {"quantization": "fp8"}):
+        llm = make(dtype="float32", **options)
+        model = llm.runtime.model
+        stored = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())  # tied: the table is the head
+        assert llm.model_bytes.weight_bytes == stored
+        assert llm.model_bytes.kv_bytes_per_token == llm.runtime.bytes_per_token
+
+
 def test_a_default_pool_of_8_bits_holds_nearly_four_times_the_tokens_of_float32():
     llms = [make(dtype="float32", kv_cache_dtype=name) for name in ("auto", "int8")]
     plain, small = (choose_num_blocks(llm.runtime, replace(llm.options, num_kvcache_blocks=-1)) for llm in llms)

@@ -43,14 +43,14 @@ def test_the_line_has_bytes_bandwidth_and_the_ratio(monkeypatch: pytest.MonkeyPa
     config = preset_config("qwen2.5-0.5b")
     monkeypatch.setattr(floor, "copy_bandwidth", lambda device: 4e12)
     metrics = make_metrics(prefill_time=1.0, decode_time=0.1, ttft=1.0, num_prompt=128, num_generated=101)
-    line = against_floor(config, torch.bfloat16, CPU, metrics)  # 1 ms per token
+    line = against_floor(ModelBytes(config, 2), CPU, metrics)  # 1 ms per token
     # 0.988 GB of weights and 12,288 bytes for each of 128 + 50.5 tokens
     assert line.strip() == "990.3 MB read per token, 990.3 of 4000.0 GB/s: 4.0 × the floor of 0.248 ms"
 
 
 def test_there_is_no_line_without_a_decode_step() -> None:
     metrics = make_metrics(prefill_time=1.0, decode_time=0.0, ttft=1.0, num_prompt=3, num_generated=1)
-    assert against_floor(preset_config("qwen2-tiny"), torch.float32, CPU, metrics) == ""
+    assert against_floor(ModelBytes(preset_config("qwen2-tiny"), 4), CPU, metrics) == ""
     assert not cache_file().exists()
 
 

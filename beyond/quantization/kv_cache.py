@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from beyond.quantization.floor import SCALE_BYTES
 from beyond.quantization.formats import Quantized
 from stage_d_paged.kv_cache import KVCache, kv_bytes_per_token
 from stage_d_paged.runtime import Runtime
-
-SCALE_BYTES = 4
 
 
 class QuantizedKVCache(KVCache):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from beyond.quantization.checkpoint import options_of_checkpoint, resolve_quantized
+from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_d_paged.runtime import Runtime, choose_num_blocks
@@ -34,6 +35,11 @@ class LLM(stage_f.LLM):
 
     options_class = QuantizationOptions
     resolve = staticmethod(resolve_quantized)
+
+    @property
+    def model_bytes(self) -> QuantizedBytes:
+        """What a decode step reads."""
+        return QuantizedBytes(self.source.config, self.dtype.itemsize, self.options)
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         options = self.options = options_of_checkpoint(self.source, self.options)
