@@ -88,7 +88,7 @@ def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
     Launching a copy to a GPU costs the CPU about as much for eight bytes as for a thousand. So the arrays are laid side
     by side in one buffer and the tensors are views of its copy. The buffer is pinned, for the CPU to go on meanwhile.
-    Each array starts at a multiple of 16 bytes: Triton compiles another, slower variant of a kernel where one does not.
+    Each array starts at a multiple of 16 bytes: Triton compiles another variant of a kernel for one that does not.
     """
     arrays = [np.ascontiguousarray(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
