@@ -39,7 +39,7 @@ def draw_online_softmax() -> Picture:
         known[tile] = torch.exp(scores[tile] - new_highest)
         total = total * shrink + known[tile].sum().item()
         highest = new_highest
-        raw.bar(range(start, start + TILE), scores[tile], color=COLOURS[i], label=f"tile {i}")
+        raw.bar(range(start, start + TILE), scores[tile].tolist(), color=COLOURS[i], label=f"tile {i}")
         raw.plot([start - 0.5, start + TILE - 0.5], [highest, highest], color="black", linewidth=2)
         raw.annotate(f"{highest:.1f}", (start + 1.5, highest), xytext=(0, 3), textcoords="offset points", ha="center")
         bottom = 0.0

@@ -118,7 +118,7 @@ def draw_rope() -> Picture:
     pairs.set_title("each pair turns by its own angle per position", fontsize=11)
     vector = torch.randn(config.head_dim, generator=torch.Generator().manual_seed(0))
     both = rotate(vector.expand(64, 1, -1).contiguous(), *rotary(torch.arange(64)))[:24, 0]
-    scores.imshow(both @ both.T, cmap="cividis")
+    scores.imshow((both @ both.T).numpy(), cmap="cividis")
     scores.set_xlabel("position of the key")
     scores.set_ylabel("position of the query")
     scores.set_title("equal q·k along every diagonal", fontsize=11)
