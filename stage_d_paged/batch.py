@@ -108,7 +108,7 @@ def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def largest_step(num_tokens: int, max_len: int, block_size: int, device: torch.device) -> FlatBatch:
-    """A prefill of `num_tokens` in sequences of `max_len`, for measuring memory before there is a pool.
+    """Make a prefill of `num_tokens` in sequences of `max_len`, to measure memory before there is a pool.
 
     All of it lives in block 0, so that a pool of one block is enough: the numbers are nonsense, the sizes are real.
     """

@@ -45,7 +45,7 @@ class CachedBlock:
 
 
 def block_key(parent_key: int, tokens: bytes) -> int:
-    """64-bit key of a block: it covers the block's tokens and, through the parent's key, everything before them."""
+    """Hash a block to 64 bits: its tokens and, through the parent's key, everything before them."""
     return xxhash.xxh64_intdigest(parent_key.to_bytes(8, "little") + tokens)
 
 
@@ -83,7 +83,7 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens take."""
+        """Count the blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     # ---- taking and returning blocks ----------------------------------------------------------------------------
@@ -141,11 +141,11 @@ class BlockManager:
     # ---- prefix cache ------------------------------------------------------------------------------------------
 
     def is_cached(self, block: int) -> bool:
-        """Whether a block can be found by its content: that of a running sequence, or of one that has ended."""
+        """Tell whether a block can be found by its content, that of a running sequence or of one that has ended."""
         return self._contents[block] is not None
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that `allocate` would find in the cache for a sequence without blocks."""
+        """Count the tokens that `allocate` would find in the cache for a sequence without blocks."""
         return len(self._find_cached(sequence)) * self.block_size
 
     def index_computed(self, sequence: Sequence) -> None:
@@ -170,7 +170,7 @@ class BlockManager:
             sequence.num_indexed_blocks = i + 1
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest cached prefix. The last token is left out: its logits are needed, so it must run."""
+        """Find the blocks of the longest cached prefix. The last token is left out: it must run for its logits."""
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
@@ -190,7 +190,7 @@ class BlockManager:
         return None
 
     def _key_and_tokens(self, sequence: Sequence, i: int) -> tuple[int, bytes]:
-        """Key and packed tokens of block `i`, which is full and will not change: computed once for each sequence."""
+        """Return key and packed tokens of block `i`, which is full and will not change: computed once per sequence."""
         keys = sequence.block_keys
         while len(keys) <= i:
             first = len(keys) * self.block_size
@@ -213,7 +213,7 @@ class BlockManager:
     # ---- self-check --------------------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Raise `RuntimeError` if the books do not balance. `sequences`: all that hold blocks, to check counts."""
+        """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all that hold blocks, to check counts."""
         wrong: list[str] = []
         for block, count in enumerate(self._ref_counts):
             if (count == 0) != (block in self._free):

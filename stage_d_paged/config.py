@@ -82,7 +82,7 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def _rope(config: PretrainedConfig) -> tuple[float, Llama3Scaling | None]:
-    """Base and scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`."""
+    """Read base and scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`."""
     rope = config.rope_parameters
     theta = float(rope["rope_theta"])
     if rope.get("rope_type", "default") == "default":

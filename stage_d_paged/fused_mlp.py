@@ -26,7 +26,7 @@ def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.dev
         return f"MLP: PyTorch's kernels ({reason})"
     why = _why_unsupported(model, device)
     if why:
-        raise ValueError(f"fused_mlp='on' cannot be: {why}")
+        raise ValueError(f"fused_mlp='on' is not possible here: {why}; use fused_mlp='auto'")
     load_operators(device)
     most = most_rows("auto", device)
     for layer in model.layers:
@@ -39,7 +39,7 @@ def _why_unsupported(model: DecoderModel, device: torch.device) -> str:
 
 
 def _why_not(model: DecoderModel, device: torch.device) -> str:
-    """The reason to leave the operator alone; empty if there is none."""
+    """Return the reason not to use the operator; empty if there is none."""
     if device.type != "cuda":
         return "the fused operator is used on GPUs only, unless fused_mlp='on'"
     why = _why_unsupported(model, device)

@@ -59,13 +59,15 @@ class KVCache:
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """K and V of one token in all layers, in bytes."""
+    """Count the bytes of one token's K and V in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that a new tensor could take: a GPU's free memory; on the CPU, which gives memory only when it is written
-    to and is shared with everything else, all there is."""
+    """Return the bytes that a new tensor could take: a GPU's free memory, or all memory of the machine.
+
+    (A CPU's memory is given only when it is written to, and is shared with everything else.)
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch holds it for later
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -73,14 +75,14 @@ def available_memory(device: torch.device) -> int:
 
 
 def cpu_num_blocks(block_bytes: int, block_size: int, max_model_len: int) -> int:
-    """The CPU's default: 512 MiB of blocks, or what one sequence of `max_model_len` takes if that is more."""
+    """Return the CPU's default: 512 MiB of blocks, or what one sequence of `max_model_len` takes if that is more."""
     return max(CPU_POOL_BYTES // block_bytes, -(-max_model_len // block_size))
 
 
 def cuda_num_blocks(
     block_bytes: int, gpu_memory_utilization: float, device: torch.device, run_largest_step: Callable[[], None]
 ) -> int:
-    """Blocks that fit on a GPU beside the weights (already loaded) and the largest step's activations.
+    """Count the blocks that fit on a GPU beside the weights (already loaded) and the largest step's activations.
 
     `gpu_memory_utilization` is the share of the card that *this process* may use, whatever other processes hold:
 
@@ -104,7 +106,7 @@ def cuda_num_blocks(
 
 
 def blocks_that_fit(budget: int, block_bytes: int, free: int, gpu_memory_utilization: float) -> int:
-    """`budget` bytes in blocks; `MemoryError` with what to change if not even one fits."""
+    """Count the blocks in `budget` bytes; `MemoryError` with what to change if not even one fits."""
     if budget < block_bytes:
         raise MemoryError(
             f"no room for a single block of KV cache: a block takes {block_bytes / 2**20:.2f} MiB, "
@@ -178,7 +180,7 @@ def memory_report(
 
 
 def waste_by_block_size(lengths: list[int], block_sizes: list[int], max_model_len: int) -> list[dict[str, float]]:
-    """Points of the README's figure: unused share of the memory for sequences of these lengths, per block size.
+    """Count the slots that sequences of these lengths hold and leave empty, per block size.
 
     `block_size == max_model_len` is the contiguous reservation: one block per sequence.
     """

@@ -22,7 +22,7 @@ from stage_d_paged.weights import WeightLoader
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised weight that is never trained."""
+    """Make an uninitialised weight that is never trained."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -78,12 +78,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", torch.stack((-sin, sin), 1).to(device, dtype), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[tokens]` -> cos and signed sin, each `[tokens, 1, 2, head_dim / 2]`; looked up once for all layers."""
+        """Look up cos and signed sin of positions `[tokens]`, each `[tokens, 1, 2, head_dim / 2]`, for all layers."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of every dimension pair, `[head_dim / 2]`, float32."""
+    """Return the angle per position of every dimension pair, `[head_dim / 2]`, float32."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -152,7 +152,7 @@ class Embedding(nn.Module):
         weights.fill(self.weight, f"{prefix}.weight")
 
     def check_copy(self, weights: WeightLoader, prefix: str) -> None:
-        """A tied checkpoint may store the table a second time as the LM head, but not another one."""
+        """Check that a table stored a second time, as the LM head of a tied checkpoint, has the same values."""
         weights.check_equal(self.weight, f"{prefix}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -137,11 +137,11 @@ class LLM(Frontend):
             return [(self._added.pop(sequence), sequence.completion.token_ids) for sequence in finished], num_tokens
 
     def is_finished(self) -> bool:
-        """Whether `step` has returned all requests that were added."""
+        """Tell whether `step` has returned all requests that were added."""
         return not self._added
 
     def exit(self) -> None:
-        """nano-vllm's name for `close`."""
+        """Close the engine (nano-vllm's name for `close`)."""
         self.close()
 
 

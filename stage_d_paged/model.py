@@ -179,5 +179,5 @@ class DecoderModel(nn.Module):
         return self.norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: `[rows, hidden]` -> `[rows, vocab]`, in the model's dtype."""
+        """Score the next token: `[rows, hidden]` -> logits `[rows, vocab]`, in the model's dtype."""
         return self.lm_head.logits(hidden)

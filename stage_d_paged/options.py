@@ -67,12 +67,12 @@ class EngineOptions:
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: this stage runs on one GPU; "
-                "several are what stage_f_graph_tp adds"
+                "use stage_f_graph_tp for several"
             )
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line of this stage and those after it."""
+    """Add the options to the command line of this stage and those after it."""
     default = EngineOptions()
     for name, meaning in (
         ("max_num_batched_tokens", "tokens in one step"),

@@ -53,7 +53,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DecoderModel:
-    """A model with its weights."""
+    """Make a model and fill in its weights."""
     model = DecoderModel(config, backend, max_model_len, dtype, device)
     model.load(WeightLoader(tensors))
     return model
@@ -86,7 +86,7 @@ def load_runtime(
 
 
 def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
-    """Blocks in the pool: those asked for, or what there is room for."""
+    """Choose the number of blocks in the pool: the option's, or what there is room for."""
     if options.num_kvcache_blocks != -1:
         return options.num_kvcache_blocks
     block_bytes = runtime.bytes_per_token * runtime.block_size

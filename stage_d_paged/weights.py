@@ -35,7 +35,7 @@ class RandomWeights:
 
 
 def tensor_source(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """The weights of a model that stage A resolved: in its directory, or random."""
+    """Find the weights of a model that stage A resolved: in its directory, or random."""
     if source.path is None:
         return RandomWeights(source.name, seed, device, dtype)
     return SafetensorsDirectory(source.path)

@@ -58,7 +58,7 @@ class Engine(LiveRequests):
         self.runner = runner
 
     def new_mailbox(self) -> Mailbox:
-        """A mailbox for the requests of one call. They are dropped when it ceases to exist."""
+        """Make a mailbox for the requests of one call. They are dropped when it ceases to exist."""
         return Mailbox(self._gone)
 
     def add_request(self, request: Request, mailbox: Mailbox | None = None, streams: bool = True) -> int:
@@ -95,7 +95,7 @@ class Engine(LiveRequests):
         return self._mailbox.take()
 
     def is_finished(self) -> bool:
-        """Whether `step` has returned the ends of all requests that came without a mailbox."""
+        """Tell whether `step` has returned the ends of all requests that came without a mailbox."""
         return not (self._mailbox.owner.unfinished or self._mailbox.has_news)
 
     def advance(self, mailbox: Mailbox) -> None:
@@ -218,13 +218,13 @@ class Engine(LiveRequests):
                 counters.num_cached_tokens += sequence.num_cached_tokens
 
     def _check_idle(self) -> None:
-        """Nothing runs and nothing waits, so every block must be free: a leak is found where it happened."""
+        """Check that every block is free when nothing runs and nothing waits: a leak is found where it happened."""
         used = self.scheduler.block_manager.num_used
         if used:
             raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
     def stats(self) -> dict[str, int]:
-        """The counters, and how full the engine is now."""
+        """Return the counters, and how full the engine is now."""
         self.settle()
         manager = self.scheduler.block_manager
         return asdict(self.counters) | {

@@ -87,16 +87,16 @@ class LiveRequests:
         return known
 
     def knows(self, request_id: int) -> bool:
-        """Whether a request still waits or runs."""
+        """Tell whether a request still waits or runs."""
         return self.scheduler.find(request_id) is not None
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Tell whether any request waits or runs."""
         self.settle()
         return self.scheduler.has_unfinished()
 
     def settle(self) -> None:
-        """Do what is due between two steps. Inside a step nothing is done: the next to take the lock does it."""
+        """Do what is due between two steps. Inside a step it does nothing: the next thread to take the lock does it."""
         self._wake_up()
         if (self._midway or self._gone or self._aborted) and not self._inside_step:
             with self._lock:

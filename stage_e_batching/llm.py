@@ -81,7 +81,7 @@ class LLM(Frontend):
         self.build_time = time.perf_counter() - start
 
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
-        """The model and what runs its steps, on this stage's one GPU."""
+        """Build the model and what runs its steps, on this stage's one GPU."""
         options = self.options
         options.refuse_several_ranks()
         runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
@@ -151,11 +151,11 @@ class LLM(Frontend):
         return finished, prefilled or -decoded
 
     def is_finished(self) -> bool:
-        """Whether `step` has returned all requests that were added."""
+        """Tell whether `step` has returned all requests that were added."""
         return not self._finished and self.engine.is_finished()
 
     def exit(self) -> None:
-        """nano-vllm's name for `close`."""
+        """Close the engine (nano-vllm's name for `close`)."""
         self.close()
 
     def close(self) -> None:

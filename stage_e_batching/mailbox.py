@@ -65,7 +65,7 @@ class Mailbox:
         return bool(self._news)
 
     def close(self) -> None:
-        """Let the requests go that have not ended; the engine drops them before its next step."""
+        """Give up the requests that have not ended; the engine drops them before its next step."""
         self._gone.append(self.owner)
 
     def put(self, sequence: BatchSequence) -> None:
@@ -86,7 +86,7 @@ class Mailbox:
         self._bell.put(None)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the bell; whether it rang."""
+        """Wait for the bell; returns whether it rang."""
         with suppress(Empty):
             self._bell.get(timeout=seconds)
             return True
@@ -94,7 +94,7 @@ class Mailbox:
 
 
 def unread(sequence: BatchSequence) -> Event | None:
-    """Tokens and end of a request that its call has not read yet; None if there is nothing."""
+    """Return the tokens and the end of a request that its call has not read yet; None if there is nothing."""
     if sequence.end_was_read:
         return None
     # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.

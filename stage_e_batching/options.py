@@ -30,7 +30,7 @@ class BatchingOptions(EngineOptions):
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line."""
+    """Add the options to the command line."""
     add_paged_options(group)
     group.add_argument(
         "--no-chunked-prefill",

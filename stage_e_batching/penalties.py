@@ -58,7 +58,7 @@ class PenaltyState:
         self._free_rows += range(old, new)
 
     def apply(self, logits: Tensor, batch_slots: np.ndarray) -> Tensor:
-        """New logits `[rows, vocab]`, float32, of these batch slots; rows without penalties are as they were."""
+        """Return new logits `[rows, vocab]`, float32, of these batch slots; rows without penalties are as they were."""
         asking = np.flatnonzero(self._row_of_slot[batch_slots] >= 0)
         at = torch.from_numpy(asking).to(self._device)
         counts, seen = self._tables_of(batch_slots[asking])

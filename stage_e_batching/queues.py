@@ -69,7 +69,7 @@ class Queues:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
                 f"({self.block_manager.num_blocks} blocks of {self.block_manager.block_size}); raise "
-                "num_kvcache_blocks or gpu_memory_utilization"
+                "num_kvcache_blocks or gpu_memory_utilization, or shorten the prompt"
             )
 
     def add(self, sequence: BatchSequence) -> None:
@@ -101,7 +101,7 @@ class Queues:
         del self._unfinished[sequence.request_id]
 
     def recover(self) -> None:
-        """After a step that failed half-way: start again with an empty pool; every request waits and loses no token.
+        """Start again with an empty pool after a step that failed half-way; every request waits and loses no token.
 
         What the pool's blocks hold is not known any more, and an interrupt may have hit between any two lines, so the
         books are not repaired but begun anew. Steps that were scheduled before are invalid.

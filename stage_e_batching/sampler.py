@@ -51,7 +51,7 @@ class RowLogprobs:
     chosen: Tensor  # [asking]: of the sampled token
 
     def to_host(self, num_rows: int, token_ids: list[int]) -> list[dict[int, float] | None]:
-        """A dictionary for each row that asks, in stage A's order: the likeliest first, then the sampled token."""
+        """Return a dictionary per row that asks, in stage A's order: the likeliest first, then the sampled token."""
         result: list[dict[int, float] | None] = [None] * num_rows
         ids, values, chosen = self.ids.tolist(), self.values.tolist(), self.chosen.tolist()
         for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
@@ -119,7 +119,7 @@ class Sampler:
         return self(logits, batch_slots, *upload([temperatures, noise_keys], self._device))
 
     def needs(self, batch_slots: np.ndarray) -> int:
-        """What the rows of a step need, all together."""
+        """Return what the rows of a step need, all together."""
         return int(np.bitwise_or.reduce(self._needs[batch_slots]))
 
     def __call__(
@@ -172,7 +172,7 @@ class Sampler:
         return scores, temperatures
 
     def _filtered(self, rows: Tensor, temperatures: Tensor, filters: np.ndarray) -> Tensor:
-        """Temperature, then top-k, top-p and min-p: `[rows, vocab]`, what is filtered out at -inf."""
+        """Apply temperature, then top-k, top-p and min-p: `[rows, vocab]`, what is filtered out at -inf."""
         top_k, top_p, log_min_p = filters.T
         rows = (rows - rows.amax(-1, keepdim=True)) / temperatures[:, None]
         if (top_k > 0).any():
@@ -196,7 +196,7 @@ class Sampler:
 
 
 def _keep_top_k(rows: Tensor, top_k: np.ndarray) -> Tensor:
-    """Rows `[rows, vocab]` with all but the k highest at -inf; ties with the k-th stay; k = 0 keeps all."""
+    """Set all but the k highest of rows `[rows, vocab]` to -inf; ties with the k-th stay; k = 0 keeps all."""
     highest = rows.topk(int(top_k.max())).values  # [rows, most]
     last = torch.from_numpy(np.maximum(top_k - 1, 0)).to(rows.device)[:, None]
     kth_value = highest.gather(1, last)
@@ -205,7 +205,7 @@ def _keep_top_k(rows: Tensor, top_k: np.ndarray) -> Tensor:
 
 
 def _keep_top_p(rows: Tensor, top_p: Tensor) -> Tensor:
-    """Rows with all at -inf but the smallest set of likeliest tokens whose probability reaches p."""
+    """Set all to -inf but the smallest set of likeliest tokens whose probability reaches p."""
     ordered, order = rows.sort(descending=True, stable=True)
     probs = ordered.softmax(-1)
     mass_before = probs.cumsum(-1) - probs
@@ -214,7 +214,7 @@ def _keep_top_p(rows: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:
-    """Gumbel-max over `scores / temperature`, and argmax where the temperature is 0: the definition, in PyTorch.
+    """Sample by Gumbel-max over `scores / temperature`, argmax where the temperature is 0: the definition, in PyTorch.
 
     Args:
         scores: `[rows, vocab]`.

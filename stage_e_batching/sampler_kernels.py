@@ -37,7 +37,7 @@ def _log2(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _gumbel(token, key, NATIVE: tl.constexpr):
-    """`-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
+    """Compute `-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
 
     That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
     which is just where the winners are. There the series of -log(1 - x) is used.

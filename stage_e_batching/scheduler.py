@@ -88,7 +88,8 @@ class Scheduler(Queues):
         if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, more than max_num_batched_tokens={self.max_num_batched_tokens}, "
-                "and enable_chunked_prefill=False keeps prompts whole; raise the one or allow the other"
+                "and enable_chunked_prefill=False keeps prompts whole; raise max_num_batched_tokens or set "
+                "enable_chunked_prefill=True"
             )
 
     def schedule(self) -> ScheduledStep:
@@ -106,7 +107,7 @@ class Scheduler(Queues):
         return step
 
     def _schedule_one_kind(self, step: ScheduledStep) -> None:
-        """A step of whole prompts, or else one of decodes. After `MAX_PROMPT_STEPS` of prompts the decodes go first."""
+        """Schedule whole prompts, or else decodes. After `MAX_PROMPT_STEPS` steps of prompts the decodes go first."""
         kinds = [self._schedule_prompts, self._schedule_decodes]
         if self._prompt_steps >= MAX_PROMPT_STEPS:
             kinds.reverse()
@@ -120,7 +121,7 @@ class Scheduler(Queues):
         self._admit(step, budget)
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """One token of every decoding sequence. The loop is the hottest of the scheduler: about 0.3 µs per sequence."""
+        """Schedule one token of every decoding sequence, in about 0.3 µs each: the scheduler's hottest loop."""
         decoding, block_size = self.decoding, self.block_manager.block_size
         scheduled, starts = step.sequences, step.starts
         i = 0
@@ -163,7 +164,7 @@ class Scheduler(Queues):
         insort(self.waiting, sequence, key=by_arrival)
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> int:
-        """The next chunk of every prompt that has begun; returns the tokens left."""
+        """Schedule the next chunk of every prompt that has begun; returns the tokens left."""
         for sequence in list(self.prefilling):
             if budget == 0:
                 break
@@ -221,14 +222,14 @@ class Scheduler(Queues):
         return len(sequence) - self.block_manager.count_cached_tokens(sequence)
 
     def _allocate(self, sequence: BatchSequence) -> bool:
-        """Blocks for all of a waiting sequence's tokens, if they and the watermark are free."""
+        """Allocate blocks for all of a waiting sequence's tokens, if they and the watermark are free."""
         watermark = self.watermark(sequence)
         if self.block_manager.num_free <= watermark:  # its last block is never a shared one: spare the look-up
             return False
         return self.block_manager.allocate(sequence, len(sequence), watermark)
 
     def watermark(self, sequence: BatchSequence) -> int:
-        """Blocks that must stay free when `sequence` is admitted, so that those that run can grow."""
+        """Return the blocks that must stay free when `sequence` is admitted, so that those that run can grow."""
         if not self.num_running:
             return 0
         num_tokens = WATERMARK * (self.num_running + 1) << sequence.num_preemptions

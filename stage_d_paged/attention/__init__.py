@@ -70,7 +70,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Causal attention over the blocks: query i of q with a context of L sees keys 0 … L - q + i."""
+        """Attend causally over the blocks: query i of q with a context of L sees keys 0 … L - q + i."""
 
 
 class BackendUnavailable(ValueError):

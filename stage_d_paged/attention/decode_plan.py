@@ -94,5 +94,5 @@ def plan_decode(
 
 
 def _power_of_2(number: int) -> int:
-    """The power of two from `number` up."""
+    """Return the smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()

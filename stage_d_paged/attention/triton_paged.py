@@ -95,7 +95,7 @@ class TritonAttention:
         decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count)
 
     def arrival_counters(self, count: int) -> torch.Tensor:
-        """At least `count` counters, int32 zeros."""
+        """Return at least `count` counters, int32 zeros."""
         if count > _COUNTERS:
             return torch.zeros(count, dtype=torch.int32, device=self._arrival_counters.device)
         return self._arrival_counters

@@ -170,7 +170,7 @@ def _prefill_kernel(
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Compute capability 9.0 or later: the tensor memory accelerator, and 227 KiB of shared memory per program."""
+    """Tell whether the GPU (9.0 or later) has a tensor memory accelerator, and 227 KiB of shared memory per program."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
