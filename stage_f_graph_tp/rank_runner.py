@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import ClassVar
@@ -38,6 +39,7 @@ from stage_f_graph_tp.tensor_parallel import (
     Rendezvous,
     Workers,
     build_sharded_model,
+    check_divisible,
     interrupts_held,
     start_ranks,
 )
@@ -65,6 +67,19 @@ class Job:
         """As rank 0's first message."""
         return json.dumps(asdict(self)).encode()
 
+    @property
+    def num_ranks(self) -> int:
+        return self.options["tensor_parallel_size"]
+
+    @property
+    def asked(self) -> str:
+        """The options that ask for this number of ranks, as an error names them."""
+        return f"tensor_parallel_size={self.num_ranks}"
+
+    def build(self, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
+        """Build one rank's share of the engine."""
+        return build_rank(self, rendezvous, workers)
+
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""
         build = partial(build_sharded_model, group=group)
@@ -86,21 +101,14 @@ def build_ranks(job: Job, config: ModelConfig, build_worker: Build = build_worke
         build_worker: a function of a module, which a worker calls with the encoded job.
 
     Raises:
-        ValueError: see `start_ranks`.
+        ValueError: see `check_divisible` and `start_ranks`.
         WorkerError: a worker failed while starting.
     """
-    size = job.options["tensor_parallel_size"]
-    rendezvous, workers = start_ranks(config, size, torch.device(job.device), build_worker)
-    try:
+    check_divisible(config, job.options["tensor_parallel_size"])
+    rendezvous, workers = start_ranks(job.num_ranks, job.asked, torch.device(job.device), build_worker)
+    with workers.needed():
         workers.send(job.encode())
-        return build_rank(job, rendezvous, workers)
-    except BaseException as error:
-        try:
-            if isinstance(error, RuntimeError):
-                workers.explain()  # a collective that broke because a rank died is that rank's error
-        finally:
-            workers.close()
-        raise
+        return job.build(rendezvous, workers)
 
 
 def build_rank(job: Job, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
@@ -174,18 +182,24 @@ class RankRunner(GraphModelRunner):
         if self.workers is None:
             return super().execute_step(shape, sample_slots, needs)
         command = StepCommand(shape, len(sample_slots), needs, self.buffers.packed(shape))
+        with self.in_step(command.encode()):
+            step = super().execute_step(shape, sample_slots, needs)
+        return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
+
+    @contextmanager
+    def in_step(self, command: bytes) -> Iterator[None]:
+        """Send the others a command, and execute rank 0's part in the block. It must not be left while they wait."""
         self._sampling_failed = False
         with interrupts_held():
-            self.workers.send(command.encode())
+            self.workers.send(command)
             try:
-                step = super().execute_step(shape, sample_slots, needs)
+                yield
             except BaseException as error:
                 if not self._sampling_failed:  # rank 0 left before the step's last collective: the others still wait
                     self.workers.explain()
                     self.workers.fail(f"rank 0 could not run a step: {error!r}")
                 self.workers.check()
                 raise
-        return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
 
     def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Sample on rank 0 and broadcast the ids."""

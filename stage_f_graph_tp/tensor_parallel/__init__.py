@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from stage_d_paged.config import ModelConfig
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous, started_by_torchrun
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model, check_divisible
@@ -22,28 +21,28 @@ __all__ = [
     "WorkerError",
     "Workers",
     "build_sharded_model",
+    "check_divisible",
     "interrupts_held",
     "start_ranks",
 ]
 
 
-def start_ranks(config: ModelConfig, size: int, device: torch.device, build: Build) -> tuple[Rendezvous, Workers]:
+def start_ranks(size: int, asked: str, device: torch.device, build: Build) -> tuple[Rendezvous, Workers]:
     """Start the other ranks, or find those that torchrun started. Returns on rank 0 only.
 
     Args:
-        config: the whole model's shape.
         size: the number of ranks.
+        asked: the options that ask for them, as an error names them.
         device: where they compute.
         build: a function of a module. A rank other than 0 calls it with its rendezvous and rank 0's first message. What
             it returns is called with every further message.
 
     Raises:
-        ValueError: `size` does not divide the model, or there are not that many GPUs or processes of torchrun.
+        ValueError: there are not that many GPUs or processes of torchrun.
     """
-    check_divisible(config, size)
     if device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
-        raise ValueError(f"tensor_parallel_size={size}, but there are {torch.cuda.device_count()} GPUs")
-    rendezvous = open_rendezvous(size)
+        raise ValueError(f"{asked}, but there are {torch.cuda.device_count()} GPUs")
+    rendezvous = open_rendezvous(size, asked)
     if rendezvous.rank > 0:
         run_torchrun_worker(rendezvous, build)
     return rendezvous, Workers(rendezvous, build)

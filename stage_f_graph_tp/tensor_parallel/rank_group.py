@@ -100,15 +100,21 @@ class RankGroup:
         return parts.transpose(0, 1).flatten(1)
 
     def broadcast(self, x: Tensor) -> None:
-        """Rank 0's `x`, written over everybody else's."""
-        self._run("broadcast", x, 0)
+        """Rank 0's `x`, written over everybody else's, if there is anybody else."""
+        if self.size > 1:
+            self._run("broadcast", x, 0)
 
     def _run(self, collective: str, *args: object) -> None:
         """Run one of the library's collectives: on a GPU enqueue it, on a CPU wait for it."""
+        self._wait(self._start(collective, *args))
+
+    def _start(self, collective: str, *args: object) -> dist.Work:
         with self._enqueuing:
             if self._released:
                 raise RuntimeError("the other ranks have been released")
-            work = getattr(self._group, collective)(*args)
+            return getattr(self._group, collective)(*args)
+
+    def _wait(self, work: dist.Work) -> None:
         work.wait()
 
     def stop_waiting(self) -> None:

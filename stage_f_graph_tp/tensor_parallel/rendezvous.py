@@ -74,8 +74,12 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def open_rendezvous(size: int) -> Rendezvous:
+def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     """Join the processes of torchrun, or open a store on this machine as rank 0.
+
+    Args:
+        size: the number of ranks.
+        asked: the options that ask for them, as an error names them.
 
     Raises:
         ValueError: torchrun started another number of processes.
@@ -89,7 +93,7 @@ def open_rendezvous(size: int) -> Rendezvous:
         return Rendezvous(store, 0, size)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != size:
-        raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world_size} processes")
+        raise ValueError(f"{asked}, but torchrun started {world_size} processes")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # The store is torchrun's own, but with some of its rendezvous backends it only reserves the port for rank 0.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -108,6 +108,19 @@ class Workers:
         self._give_up(lambda: f"{reason}; {ADVICE}")
         raise WorkerError(self._reason)
 
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """End the workers if the block raises; what a rank's death has broken is raised as that rank's error."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError):
+                    self.explain()  # a collective that broke because a rank died is that rank's error
+            finally:
+                self.close()
+            raise
+
     def close(self) -> None:
         """End the workers. A second call does nothing, and neither does one in a forked child of rank 0."""
         if os.getpid() != self._owner:

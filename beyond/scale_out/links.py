@@ -1,0 +1,153 @@
+"""The links between the stages: a ring of point-to-point connections, NCCL's between GPUs, gloo's between processes.
+
+Every link is a group of its own, of two ranks. NCCL runs the operations of one group in the order of their calls; with
+one group for both directions between two stages, a send that waits for its receiver would hold up the receive behind
+it, and both stages would wait for each other.
+
+What is sent in a step is known to both sides from the step's command: `[tokens, hidden]` to the next stage, and from
+the last one back to stage 0 `[samples, hidden]`, the rows that need the LM head. No sizes travel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from beyond.scale_out.spans import Spans
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers
+
+SENDER, RECEIVER = 0, 1  # their ranks within a link
+
+
+class Link(RankGroup):
+    """One direction between two stages.
+
+    Args:
+        rendezvous, device, workers: as in `RankGroup`; the sender is rank 0 of the two.
+        max_unsent: tensors that may wait for their receiver. More would take memory without end.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, workers: Workers | None, max_unsent: int) -> None:
+        super().__init__(rendezvous, device, workers)
+        self.max_unsent = max_unsent
+        self.num_bytes = 0  # sent so far
+        self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        """Send a tensor. It must not be written to afterwards. Returns before it has arrived."""
+        x = x.contiguous()
+        self.num_bytes += x.nbytes
+        self._unsent.append((self._start("send", [x], RECEIVER, 0), x))
+        if len(self._unsent) > self.max_unsent:
+            self._wait(self._unsent.popleft()[0])
+
+    def receive(self, out: Tensor) -> Tensor:
+        """The next tensor that was sent, written over `out`."""
+        self._run("recv", [out], SENDER, 0)
+        return out
+
+    def _connect_nccl(self) -> None:
+        """Send something: NCCL connects two ranks at the first message between them."""
+        torch.cuda.set_device(self.device)  # of this thread
+        x = torch.zeros(1, device=self.device)
+        self._run(*(("send", [x], RECEIVER, 0) if self.rank == SENDER else ("recv", [x], SENDER, 0)))
+        torch.cuda.synchronize(self.device)
+
+    def _open_one_shot(self) -> None:
+        """A link adds nothing up."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is: its stage, and its number within the stage. A stage's ranks have consecutive numbers."""
+
+    rank: int
+    num_stages: int
+    stage_size: int  # ranks of a stage, which share its layers by tensor parallelism
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.stage_size
+
+    @property
+    def rank_in_stage(self) -> int:
+        return self.rank % self.stage_size
+
+
+class StageLinks:
+    """This rank's links to the stage before it and the stage after it; the stages form a ring.
+
+    Rank t of a stage is linked to rank t of the next one: all ranks of a stage have the same hidden states.
+
+    Args:
+        position: this rank's.
+        rendezvous: of all ranks.
+        device: this rank's.
+        row: an empty tensor `[0, hidden]` of the dtype of the hidden states.
+        workers: rank 0's handle on the others; None on the others.
+        max_unsent: see `Link`.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        row: Tensor,
+        workers: Workers | None,
+        max_unsent: int,
+    ) -> None:
+        self.stage = position.stage
+        self.is_last = position.stage == position.num_stages - 1
+        self.spans: Spans | None = None
+        self._row = row
+        before = (self.stage - 1) % position.num_stages
+
+        def link(number: int, rank: int) -> Link:
+            part = subgroup(rendezvous, f"link{number}/{position.rank_in_stage}", rank, 2)
+            return Link(part, device, workers, max_unsent)
+
+        self._out, self._in = link(self.stage, SENDER), link(before, RECEIVER)
+        # In the order of the links: if all ranks made the link to the next stage first, they would wait in a circle.
+        self.links = sorted((self._out, self._in), key=lambda own: (before if own is self._in else self.stage))
+
+    def connect(self) -> None:
+        """Connect to both neighbours. All ranks call it, once each of them is known to be ready."""
+        for link in self.links:
+            link.connect()
+
+    def send(self, x: Tensor) -> None:
+        """Send hidden states to the next stage; the last one sends to stage 0."""
+        self._out.send(x)
+
+    def receive(self, rows: int) -> Tensor:
+        """Hidden states of the stage before, `[rows, hidden]`."""
+        x = self._in.receive(self._row.new_empty(rows, self._row.shape[1]))
+        if self.spans is not None:
+            self.spans.begin()
+        return x
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent by this rank so far."""
+        return self._out.num_bytes
+
+
+def subgroup(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Rendezvous:
+    """A rendezvous of some of the ranks, in which this one has the number `rank`."""
+    return Rendezvous(dist.PrefixStore(name, rendezvous.store), rank, size, rendezvous.is_torchrun)
+
+
+def stop_all(groups: list[RankGroup]) -> Callable[[], None]:
+    """What ends the waits in all of `groups`."""
+
+    def stop_waiting() -> None:
+        for group in groups:
+            group.stop_waiting()
+
+    return stop_waiting

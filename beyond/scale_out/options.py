@@ -1,0 +1,60 @@
+"""The options that pipeline stages add to stage F's, and all of them on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.options import add_options as add_graph_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOutOptions(GraphOptions):
+    """Options of this package's `LLM`.
+
+    Attributes:
+        pipeline_parallel_size: stages; each holds consecutive layers, on `tensor_parallel_size` ranks.
+        num_micro_batches: batches in flight; None takes as many as there are stages.
+        trace: stage F's record of every step; with several stages also `TRACE.stage0` … with each one's busy times.
+    """
+
+    pipeline_parallel_size: int = 1
+    num_micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pipeline_parallel_size", "num_micro_batches"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and (name, value) != ("num_micro_batches", None):
+                raise ValueError(f"{name} must be an integer, 1 or more, got {value!r}")
+        if self.pipeline_parallel_size == 1:
+            if self.num_micro_batches not in (None, 1):
+                raise ValueError(
+                    f"num_micro_batches={self.num_micro_batches} needs pipeline_parallel_size above 1: "
+                    "one stage has nothing to overlap"
+                )
+        elif not self.overlap:
+            raise ValueError(
+                "overlap=False cannot be combined with pipeline_parallel_size above 1: "
+                "for one batch at a time use num_micro_batches=1"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def batches_in_flight(self) -> int:
+        return self.num_micro_batches or self.pipeline_parallel_size
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """The options on the command line."""
+    add_graph_options(group)
+    group.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers (default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-micro-batches", type=int, metavar="N", help="batches in flight (default: as many as stages)"
+    )

@@ -1,0 +1,72 @@
+"""A scheduler that keeps several batches in flight: stage E's, which leaves out what is under way.
+
+A token that has been launched and not sampled yet is *in flight*. Its sequence cannot run again before the token is
+known, so with one batch of all sequences every stage but one waits. Therefore a step takes at most its share of the
+decodes, `ceil(decodes / batches)`, and only sequences with nothing in flight: the next step takes others.
+
+    stage 0   [ A ][ B ]head A[ A ]head B[ B ] …        A, B: the two halves of the running sequences
+    stage 1        [ A ][ B ]     [ A ][ B ] …
+
+Chunks of one prompt need no such rule. Each reads the keys that the chunks before it have written, and every stage
+runs the steps in the order in which they were launched: several chunks of a prompt may be in flight.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from stage_e_batching.scheduler import LOOKAHEAD, Scheduler
+from stage_e_batching.step import ScheduledStep, State
+from stage_f_graph_tp.overlap import AheadSequence
+
+
+class PipelineScheduler(Scheduler):
+    """Decides who runs, in shares.
+
+    Args:
+        num_micro_batches: batches in flight that the running sequences are divided into.
+        options: those of `Scheduler`, by name.
+    """
+
+    def __init__(self, *, num_micro_batches: int, **options: object) -> None:
+        self.num_micro_batches = num_micro_batches
+        super().__init__(**options)
+
+    def _start_empty(self) -> None:
+        super()._start_empty()
+        self._slots_in_use: dict[AheadSequence, int] = {}  # of sequences that left while a token was in flight
+
+    def _schedule_decodes(self, step: ScheduledStep) -> None:
+        """One token of a share of the decoding sequences, the oldest of those that have nothing in flight."""
+        share = -(-len(self.decoding) // self.num_micro_batches)
+        ready = [sequence for sequence in self.decoding if not sequence.num_in_flight]
+        for sequence in ready[:share]:
+            if sequence.state is not State.DECODING:
+                break  # an earlier one needed its blocks
+            start = sequence.num_computed_tokens
+            if start % self.block_manager.block_size == 0 and not self._grow(sequence, step):
+                break
+            step.sequences.append(sequence)
+            step.starts.append(start)
+            sequence.num_computed_tokens = start + 1
+        step.num_decodes = len(step)
+        step.num_tokens = [1] * len(step)
+        step.samples = [True] * len(step)
+
+    def _admit(self, step: ScheduledStep, budget: int) -> None:
+        """Admit nobody while a preempted sequence's token is in flight: it is recomputed with that token."""
+        if not any(sequence.num_in_flight for sequence in islice(self.waiting, LOOKAHEAD)):
+            super()._admit(step, budget)
+
+    def _vacate(self, sequence: AheadSequence) -> None:
+        """Free what a sequence holds; its batch slot only when nothing is in flight: the sampler reads its row."""
+        slot = sequence.batch_slot
+        super()._vacate(sequence)
+        if slot >= 0 and sequence.num_in_flight:
+            self._free_batch_slots.remove(slot)
+            self._slots_in_use[sequence] = slot
+
+    def release_slots(self) -> None:
+        """Free the batch slots of sequences that left before their token arrived, where it has arrived."""
+        for sequence in [sequence for sequence in self._slots_in_use if not sequence.num_in_flight]:
+            self._free_batch_slots.append(self._slots_in_use.pop(sequence))

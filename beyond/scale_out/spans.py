@@ -1,0 +1,72 @@
+"""When a stage computed: a line of JSON for each stretch of work, for counting how long it was idle.
+
+    {"step": 12, "work": "layers", "tokens": 32, "start": 3.25, "end": 3.27}
+
+Times are in seconds on the machine's monotonic clock, which all processes of one machine share. On a GPU they are the
+times of the kernels, not of their launches.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+class Spans:
+    """Writes the spans of one stage.
+
+    Args:
+        path: the file, which is made anew; `OSError` if that cannot be done.
+        device: where the stage computes.
+    """
+
+    def __init__(self, path: str | PathLike[str], device: torch.device) -> None:
+        self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
+        self._is_cuda = device.type == "cuda"
+        self._done: deque[tuple[dict[str, object], Mark, Mark]] = deque()  # on a GPU: launched, and perhaps not over
+        if self._is_cuda:
+            torch.cuda.synchronize(device)
+            self._first, self._first_time = self._mark(), time.monotonic()
+        self._start = self._mark()
+
+    def begin(self) -> None:
+        """Work begins: what it needs has arrived."""
+        self._start = self._mark()
+
+    def end(self, **what: object) -> None:
+        """Work ends: what is launched from now on belongs to other work."""
+        self._done.append((what, self._start, self._mark()))
+        while self._done and (not self._is_cuda or self._done[0][2].query()):
+            what, start, end = self._done.popleft()
+            record = what | {"start": self._seconds(start), "end": self._seconds(end)}
+            self._file.write(json.dumps(record) + "\n")
+
+    def _mark(self) -> Mark:
+        if not self._is_cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Mark) -> float:
+        return mark if not self._is_cuda else self._first_time + self._first.elapsed_time(mark) / 1000
+
+
+def read_spans(path: str | PathLike[str]) -> list[dict[str, object]]:
+    """What a stage wrote, in the order of time."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def idle_share(stages: list[list[dict[str, object]]]) -> float:
+    """The share of all stages' time, from the first start to the last end, in which they computed nothing."""
+    start = min(span["start"] for spans in stages for span in spans)
+    end = max(span["end"] for spans in stages for span in spans)
+    busy = sum(span["end"] - span["start"] for spans in stages for span in spans)
+    return 1 - busy / ((end - start) * len(stages))

@@ -1,0 +1,129 @@
+"""Which layers a stage has, and how stage D's model becomes a stage.
+
+A stage is stage D's model with fewer layers. Two of its parts are exchanged once its weights are loaded: where a later
+stage would look up embeddings, it receives hidden states, and where an earlier one would apply the last norm, it sends
+them on. The model's `forward` stays what it is:
+
+    x = embed_tokens(ids)      later stages: receive from the stage before
+    x = layer(x) …             this stage's layers, with their own blocks of the KV cache
+    return norm(x)             all but the last stage: send to the next
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from beyond.scale_out.links import StageLinks
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.weights import TensorSource
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def check_stages(config: ModelConfig, num_stages: int) -> None:
+    """Raise `ValueError` if a stage would have no layer."""
+    if num_stages > config.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size={num_stages}, but the model has {config.num_layers} layers: a stage needs one"
+        )
+
+
+def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
+    """The layers of a stage: consecutive, and the first stages have one less where it does not divide evenly.
+
+    Stage 0 has the LM head too, so it is right that the later ones have more.
+    """
+    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
+
+
+def stage_config(config: ModelConfig, stage: int, num_stages: int) -> ModelConfig:
+    """The shape of a stage. Only stage 0 has the embedding and the LM head; the others have one row of zeros."""
+    num_layers = len(layers_of(stage, num_stages, config.num_layers))
+    if stage == 0:
+        return replace(config, num_layers=num_layers)
+    return replace(config, num_layers=num_layers, vocab_size=1, tie_word_embeddings=True)
+
+
+@dataclass(frozen=True)
+class StageTensors:
+    """A checkpoint as one stage sees it: its own layers, counted from 0, the last norm, and on stage 0 the tables.
+
+    Args:
+        whole: all weights.
+        layers: those of this stage.
+        num_layers: of the whole model.
+        has_tables: whether this is stage 0.
+    """
+
+    whole: TensorSource
+    layers: range
+    num_layers: int
+    has_tables: bool
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    def names(self) -> set[str] | None:
+        """The stage's names of all weights but those of other stages, or None where weights are made on demand."""
+        whole = self.whole.names()
+        if whole is None:
+            return None
+        found = {own for name in whole if (own := self._own_name(name)) is not None}
+        return found if self.has_tables else found - set(TABLES) | {TABLES[0]}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return None if self._is_missing(name) else self.whole.shape(self._whole_name(name))
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape) if self._is_missing(name) else self.whole.lazy(self._whole_name(name), shape)
+
+    def _is_missing(self, name: str) -> bool:
+        return name in TABLES and not self.has_tables
+
+    def _whole_name(self, name: str) -> str:
+        return LAYER.sub(lambda match: f"model.layers.{int(match[1]) + self.layers.start}.", name)
+
+    def _own_name(self, name: str) -> str | None:
+        match = LAYER.match(name)
+        if match is None or int(match[1]) >= self.num_layers:
+            return name  # no layer's, or one that the model does not have, which the loader refuses
+        layer = int(match[1])
+        return LAYER.sub(f"model.layers.{layer - self.layers.start}.", name) if layer in self.layers else None
+
+
+class Received(nn.Module):
+    """In place of the embedding: the hidden states that the stage before has sent, `[tokens, hidden]`."""
+
+    def __init__(self, links: StageLinks) -> None:
+        super().__init__()
+        self.links = links
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.links.receive(len(input_ids))
+
+
+class Sent(nn.Module):
+    """In place of the last norm: send the hidden states `[tokens, hidden]` to the next stage."""
+
+    def __init__(self, links: StageLinks) -> None:
+        super().__init__()
+        self.links = links
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.links.send(x)
+        return x
+
+
+def connect(model: DecoderModel, links: StageLinks) -> None:
+    """Exchange the parts of a built stage that another stage has instead."""
+    if links.stage > 0:
+        model.embed_tokens = Received(links)
+    if not links.is_last:
+        model.norm = Sent(links)

@@ -1,0 +1,326 @@
+"""Layers spread over stages: the tokens of one rank, several batches in flight, errors instead of hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import stage_e_batching
+from beyond.scale_out import LLM
+from beyond.scale_out.links import Position
+from beyond.scale_out.options import ScaleOutOptions
+from beyond.scale_out.pipeline_ranks import build_stage
+from beyond.scale_out.spans import idle_share, read_spans
+from beyond.scale_out.stages import layers_of
+from stage_a_naive.errors import ModelError
+from stage_a_naive.loading import resolve
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.attention import pick_backend
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.runtime import build_model
+from stage_d_paged.weights import RandomWeights
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
+
+CPU, F32 = torch.device("cpu"), torch.float32
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
+PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+MIXED = [
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=1.1, seed=2, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
+    GREEDY,
+]
+SECONDS = 10
+TIGHT = {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6}
+
+
+def ids(outputs) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def staged(size: int = 2, **options: object) -> LLM:
+    return LLM("random:qwen2-tiny", device="cpu", pipeline_parallel_size=size, **options)
+
+
+def children() -> set[int]:
+    """This process's living children."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> stage_e_batching.LLM:
+    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def tutors_tokens() -> list[list[list[int]]]:
+    llm = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)  # four layers
+    return [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, MIXED)]
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    """Small chunks and a pool that is too small for all requests at once."""
+    llm = staged(**TIGHT)
+    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    yield llm
+    llm.close()
+
+
+def test_greedy_tokens_are_those_of_one_rank_under_chunking_preemption_and_cached_prefixes(one_rank, two_stages):
+    expected = ids(one_rank.generate(PROMPTS, GREEDY, False))
+    for _ in range(2):  # the second time with cached prefixes
+        assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == expected
+    assert two_stages.engine.counters.num_preemptions > 0
+    assert two_stages.engine.counters.num_cached_tokens > 0
+    assert two_stages.engine.stats()["num_used_blocks"] == 0
+
+
+def test_sampled_tokens_and_logprobs_are_those_of_one_rank(one_rank, two_stages):
+    found, expected = (engine.generate(PROMPTS, MIXED, False) for engine in (two_stages, one_rank))
+    assert ids(found) == ids(expected)
+    assert [list(top) for top in found[3]["logprobs"]] == [list(top) for top in expected[3]["logprobs"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 3, "num_micro_batches": 4},  # unequal stages, more batches than stages
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_micro_batches": 1},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_any_number_of_stages_ranks_and_batches_gives_one_ranks_tokens(tutors_tokens, options):
+    llm = LLM("tutor", device="cpu", **options, **TIGHT)
+    try:
+        assert [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, MIXED)] == tutors_tokens
+    finally:
+        llm.close()
+
+
+def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(one_rank, two_stages, monkeypatch):
+    launched: list[list[int]] = []
+    launch = two_stages.runner.launch
+
+    def record(step):
+        launched.append([sequence.request_id for sequence in step.sequences])
+        return launch(step)
+
+    monkeypatch.setattr(two_stages.runner, "launch", record)
+    two_stages.generate([[5 + i] for i in range(4)], GREEDY, False)
+    decodes = launched[1 : 2 * GREEDY.max_tokens - 3]  # after the prefill of all four, before the last tokens
+    for batch, following in zip(decodes, decodes[1:], strict=False):
+        assert len(batch) == len(following) == 2 and not set(batch) & set(following)
+
+
+def test_a_request_aborted_in_flight_does_not_disturb_the_one_that_gets_its_batch_slot(one_rank, two_stages):
+    """Its token is sampled when another request could have its row of the sampler's penalties already."""
+    penalised = SamplingParams(temperature=0, frequency_penalty=1.9, max_tokens=12, ignore_eos=True)
+    expected = ids(one_rank.generate([[9, 9, 9]], penalised, False))
+    for steps in range(2, 9):
+        request_id = two_stages.add_request([8, 8, 8], penalised)
+        for _ in range(steps):
+            two_stages.step()
+        two_stages.engine.abort(request_id)
+        assert ids(two_stages.generate([[9, 9, 9]], penalised, False)) == expected
+        while not two_stages.is_finished():
+            two_stages.step()
+
+
+def test_a_sampler_that_raises_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stages, monkeypatch):
+    calls = 0
+
+    def fail(logits, params):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError("stop here")
+        return logits.argmax(-1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two_stages, "sampling_fn", fail)
+        with pytest.raises(ZeroDivisionError, match="stop here"):
+            two_stages.generate(PROMPTS, GREEDY, False)
+    assert not two_stages.engine.has_unfinished()
+    assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+
+
+def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stages):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for seconds in (0.05, 0.21, 0.4):
+            timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(200):
+                    two_stages.generate(PROMPTS, GREEDY, False)
+            timer.join()
+            assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_killed_stage_is_an_error_within_seconds():
+    before = children()
+    llm = staged()
+    [process] = children() - before
+    threading.Timer(0.3, os.kill, [process, signal.SIGKILL]).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 died .SIGKILL."):
+        for _ in range(1000):
+            llm.generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
+    with pytest.raises(WorkerError, match="close it and make a new one"):
+        llm.generate(PROMPTS, GREEDY, False)
+    llm.close()
+    assert children() == before
+
+
+# ---- what a stage holds ----------------------------------------------------------------------------------------------
+
+
+def test_stages_have_consecutive_layers_and_the_first_ones_no_more_than_the_others():
+    for num_layers in range(1, 30):
+        for num_stages in range(1, num_layers + 1):
+            parts = [layers_of(stage, num_stages, num_layers) for stage in range(num_stages)]
+            assert [layer for part in parts for layer in part] == list(range(num_layers))
+            assert len(parts[0]) == min(map(len, parts)) and max(map(len, parts)) - len(parts[0]) <= 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
+    config = replace(ModelConfig.from_hf(resolve("random:qwen2-tiny").config), tie_word_embeddings=tied)
+    names: list[str] = []
+
+    class Stored(RandomWeights):
+        """Random weights of which it is known, as of a checkpoint, which there are."""
+
+        known: set[str] | None = None
+
+        def names(self):
+            return self.known
+
+        def lazy(self, name, shape):
+            names.append(name)
+            return super().lazy(name, shape)
+
+    backend = pick_backend("reference", CPU, F32, config.head_dim)
+    whole = Stored("stored", 0, CPU, F32)
+    arguments = config, backend, 64, whole, F32, CPU
+    build_model(*arguments)
+    whole.known, read = set(names), []
+    for rank in range(2):
+        names.clear()
+        group = RankGroup(Rendezvous(None, 0, 1), CPU)
+        model = build_stage(*arguments, group, Position(rank, 2, 1))
+        assert len(model.layers) == config.num_layers // 2
+        assert sum(weight.numel() for weight in model.embed_tokens.parameters()) == config.hidden_size * (
+            1 if rank else config.vocab_size
+        )
+        read.append(set(names))
+    assert read[0] | read[1] == whole.known and read[0] & read[1] == {"model.norm.weight"}
+    assert not any("embed" in name or "head" in name or ".layers.0." in name for name in read[1])
+    whole.known |= {"model.layers.9.mlp.up_proj.weight"}
+    with pytest.raises(ModelError, match="1 weights that the model does not have: model.layers.9"):
+        build_stage(*arguments, group, Position(1, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer, 1 or more, got 0"),
+        ({"pipeline_parallel_size": None}, "pipeline_parallel_size must be an integer, 1 or more, got None"),
+        ({"num_micro_batches": 2}, "num_micro_batches=2 needs pipeline_parallel_size above 1"),
+        ({"pipeline_parallel_size": 2, "overlap": False}, "overlap=False cannot be combined with"),
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5, but the model has 2 layers"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_anything_starts(options, message, monkeypatch):
+    monkeypatch.setattr("stage_f_graph_tp.tensor_parallel.open_rendezvous", None)
+    with pytest.raises(ValueError, match=message):
+        LLM("random:qwen2-tiny", device="cpu", **options)
+
+
+def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them(monkeypatch):
+    monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2, tensor_parallel_size=2, but there are 3 GPUs"):
+        LLM("random:qwen2-tiny", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2)
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batches", "theory"), [(1, 1 / 2), (2, 0.0)])
+def test_the_trace_shows_the_idle_share_that_theory_gives(batches, theory, tmp_path, monkeypatch):
+    """Every stage takes 20 ms for a step, as if on a machine of its own; m of p batches in flight keep m of p busy."""
+    site = tmp_path / "sitecustomize.py"
+    site.write_text(SLOW_LAYERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    trace = str(tmp_path / "trace.jsonl")
+    llm = staged(num_micro_batches=batches, trace=trace)
+    layer = llm.runner.model.layers[0]
+    monkeypatch.setattr(layer, "forward", lambda *x, forward=layer.forward: time.sleep(0.02) or forward(*x))
+    llm.generate([[5 + i] for i in range(8)], replace(GREEDY, max_tokens=16), False)
+    llm.close()
+    stages = [read_spans(f"{trace}.stage{stage}") for stage in range(2)]
+    assert {span["work"] for span in stages[0]} == {"layers", "head"} and {span["work"] for span in stages[1]} == {
+        "layers"
+    }
+    assert sum(span["tokens"] for span in stages[0] if span["work"] == "head") == 8 * 16
+    assert abs(idle_share(stages) - theory) < 0.2
+
+
+SLOW_LAYERS = """
+import sys, time
+if any("worker_process" in argument for argument in sys.orig_argv):
+    from stage_d_paged.model import DecoderLayer
+    forward = DecoderLayer.forward
+    def slow(self, *arguments):
+        time.sleep(0.02)
+        return forward(self, *arguments)
+    DecoderLayer.forward = slow
+"""
+
+
+def test_idle_share_is_what_is_left_of_all_stages_time():
+    def spans(*times):
+        return [{"start": start, "end": end} for start, end in times]
+
+    assert idle_share([spans((0.0, 1.0), (2.0, 3.0)), spans((1.0, 2.0))]) == pytest.approx(0.5)
+
+
+def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_token(two_stages):
+    before = two_stages.runner.links.num_bytes
+    two_stages.generate([[3, 4, 5, 6, 7]], replace(GREEDY, max_tokens=4), False)
+    hidden = two_stages.runtime.config.hidden_size * 4  # bytes, in float32
+    assert two_stages.runner.links.num_bytes - before == (5 + 3) * hidden
+
+
+def test_options_know_the_number_of_ranks_and_of_batches():
+    options = ScaleOutOptions(pipeline_parallel_size=3, tensor_parallel_size=2)
+    assert (options.num_ranks, options.batches_in_flight) == (6, 3)
+    assert replace(options, num_micro_batches=5).batches_in_flight == 5

@@ -1,0 +1,122 @@
+"""Several batches in flight, and yet exactly the tokens of the engine that waits for each: on a fake model."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+
+import pytest
+from fake_model import EOS, FakeRunner, FakeTokenizer, LateTokens, answer_alone, make_request, run_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+
+from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from stage_e_batching.engine import Sampled
+from stage_e_batching.step import ScheduledStep
+
+ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+class Returning:
+    """A step's tokens, which are sampled when they are waited for."""
+
+    def __init__(self, runner: StagesRunner, step: ScheduledStep, late: LateTokens, tokens: list[int]) -> None:
+        self.runner, self.late, self.done = runner, late, False
+        self.rows = [(e.sequence, e.sequence.batch_slot) for e in step if e.samples]
+        self.tokens = tokens
+
+    def wait(self) -> Sampled:
+        self.done = True
+        for (sequence, slot), token in zip(self.rows, self.tokens, strict=True):
+            assert self.runner.occupants[slot] is sequence, "the sampler's row belongs to another request already"
+            self.runner.last_tokens[slot] = token
+        return self.late.wait()
+
+
+class StagesRunner(FakeRunner):
+    """The fake model on stages: a step's layers run when it is launched, its sampler when it is waited for."""
+
+    def __init__(self, scheduler: PipelineScheduler, fail_at: frozenset[int] = frozenset()) -> None:
+        super().__init__(scheduler, fail_at)
+        self.occupants = {}
+        self.in_flight: deque[Returning] = deque()
+
+    def launch(self, step: ScheduledStep) -> Returning:
+        assert not any(not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
+                       for other in self.in_flight), "a sequence ran before its last token was known"  # fmt: skip
+        self.occupants |= {sequence.batch_slot: sequence for sequence in step.admitted}
+        known = list(self.last_tokens)
+        late = super().launch(step)
+        tokens = [self.last_tokens[e.sequence.batch_slot] for e in step if e.samples]
+        self.last_tokens = known
+        self.in_flight.append(Returning(self, step, late, tokens))
+        return self.in_flight[-1]
+
+    def discard_in_flight(self) -> None:
+        for step in self.in_flight:
+            if not step.done:
+                with suppress(RuntimeError):
+                    step.wait()
+        self.in_flight.clear()
+
+
+def make_pipeline(
+    *, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, num_micro_batches: int = 3, **options: object
+) -> PipelineEngine:
+    scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
+    runner = StagesRunner(scheduler, fail_at)
+    eos = frozenset({EOS})
+    return PipelineEngine(scheduler, runner, tokenizer=FakeTokenizer(), eos_token_ids=eos, max_model_len=max_model_len)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
+def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(requests, options):
+    run_and_compare(requests, options, make_pipeline)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
+def test_and_so_it_is_with_whole_prompts(requests, options):
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
+    run_and_compare(requests, options | {"enable_chunked_prefill": False}, make_pipeline)
+
+
+def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_slot_until_then():
+    engine = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
+    engine.scheduler.watermark = lambda sequence: 0
+    ends = (22, 9, 22)  # the second ends, and frees its blocks, while the preempted one is still in flight
+    requests = [make_request(i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate(ends)]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    held = 0
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
+        scheduler = engine.scheduler
+        for sequence in scheduler.waiting:
+            if sequence.num_in_flight:
+                held += 1
+                assert len(scheduler._free_batch_slots) + scheduler.num_running < scheduler.max_num_seqs
+    assert held, "no sequence was preempted in flight"
+    assert [outputs[i]["token_ids"] for i in range(3)] == [answer_alone(r, 4096)[0] for r in requests]
+
+
+def test_chunks_of_a_prompt_are_in_flight_together():
+    engine = make_pipeline(**ROOMY | {"max_num_batched_tokens": 8})
+    engine.add_request(make_request(0, [3] * 24, 1), streams=False)
+    for _ in range(2):
+        engine.step()
+    assert [step.done for step in engine.runner.in_flight] == [False, False]
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+def test_running_sequences_are_divided_into_equal_batches(batches):
+    engine = make_pipeline(num_micro_batches=batches, **ROOMY | {"max_num_seqs": 30})
+    for i in range(30):
+        engine.add_request(make_request(i, [i + 1], 20, ignore_eos=True), streams=False)
+    run_all(engine)
+    sizes = [len(step) for step in engine.runner.steps[1 : 10 * batches]]
+    assert set(sizes) == {30 // batches}
