@@ -10,7 +10,7 @@ from stage_f_graph_tp.options import add_options as add_graph_options
 
 KINDS = ("ngram", "off")
 MAX_DRAFT = 64  # tokens
-MAX_SPECULATING = 32  # sequences that run when drafts are made; with more of them a step has no room to spare
+MAX_SPECULATING = 64  # sequences that run when drafts are made; with more of them a step has no room to spare
 
 
 @dataclass(frozen=True, kw_only=True)

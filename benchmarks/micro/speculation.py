@@ -1,0 +1,235 @@
+"""Speculative decoding: what a verification costs beside a decode step, and what it must gain to pay for itself.
+
+The acceptance is scripted: every draft is the same tokens, and of each one as many are called right as make the rate
+that was asked for. The tokens mean nothing then, and every step does the work that it would do with a real draft.
+`again` needs no script: the tutor is asked what it has just answered, and looks its answer up.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.micro import caption
+from benchmarks.text import markdown, number
+from beyond.speculation import LLM
+from beyond.speculation.sequence import SpeculativeSequence
+from stage_a_naive.sampling import SamplingParams
+
+README, MARKERS = "beyond/speculation", ("speculation", "speculation-text")
+RATE = 0.83  # of the tokens of the drafts
+PROMPT, CONTEXTS = 128, (128, 2048)
+FAQ = Path(__file__).resolve().parents[2] / "models" / "tutor" / "faq.jsonl"
+
+
+class Script:
+    """Drafts of which a given share is called right, whatever the model samples."""
+
+    def __init__(self, llm: LLM, num_tokens: int, rate: float) -> None:
+        self._num_tokens, self._rate = num_tokens, rate
+        self._owed: dict[int, float] = {}  # tokens to accept, by request
+        llm.engine.drafter, llm.engine.accepts = self, self.accepts
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return True
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        owed = self._owed.get(sequence.request_id, 0.0)
+        self._owed[sequence.request_id] = owed % 1 + self._rate * self._num_tokens
+        return [1] * self._num_tokens
+
+    def accepts(self, sequence: SpeculativeSequence, token_id: int) -> bool:
+        right = sequence.num_right
+        return right < len(sequence.draft) and right + 1 <= self._owed[sequence.request_id]
+
+
+def measure(
+    model: str = "random:qwen2.5-0.5b", drafts: int | tuple[int, ...] = (4, 8, 12),
+    batches: int | tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 160, repeats: int = 5,
+) -> dict:  # fmt: skip
+    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
+    rows = []
+    batches = batches if isinstance(batches, tuple) else (batches,)
+    for draft in drafts if isinstance(drafts, tuple) else (drafts,):
+        llm = LLM(
+            model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
+            enable_prefix_caching=False, max_num_batched_tokens=4096,
+        )  # fmt: skip
+        for batch in batches:
+            rows += measure_batch(llm, batch, draft, PROMPT, tokens, repeats)
+        rows += measure_batch(llm, 1, draft, CONTEXTS[-1], tokens, repeats)
+        llm.close()
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
+
+
+def measure_batch(llm: LLM, batch: int, draft: int, prompt: int, tokens: int, repeats: int) -> list[dict]:
+    """Seconds per token of one request, in turns: without drafts, with accepted ones, with wrong ones, with none found.
+
+    "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
+    """
+    greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=tokens, ignore_eos=True) for t in (0.0, 1.0))
+    ngram, accepts = llm.engine.drafter, llm.engine.accepts
+    found: dict[str, list[tuple[float, float]]] = {}
+    for repeat in range(repeats + 1):
+        for way, params in (
+            ("plain", greedy), ("accepted", greedy), ("wrong", greedy), ("plain, noisy", noisy), ("looking", noisy),
+        ):  # fmt: skip
+            llm.engine.drafter, llm.engine.accepts = None, accepts
+            if way in ("accepted", "wrong"):
+                Script(llm, draft, RATE if way == "accepted" else 0.0)
+            elif way == "looking":
+                llm.engine.drafter = ngram
+            sample = run(llm, batch, prompt, params)
+            if repeat:  # the first is the warm-up
+                found.setdefault(way, []).append(sample)
+    llm.engine.drafter, llm.engine.accepts = ngram, accepts
+    rows = [
+        {
+            "draft": draft, "batch": batch, "prompt": prompt, "way": way,
+            "samples": [seconds for seconds, _ in samples], "tokens_per_step": statistics.median(per_step for _, per_step in samples),
+        }
+        for way, samples in found.items()
+    ]  # fmt: skip
+    print(f"{draft} drafted, batch {batch}, prompt {prompt}: ms per token " + ", ".join(
+        f"{row['way']} {1e3 * statistics.median(row['samples']):.3f} ({row['tokens_per_step']:.2f} a step)"
+        for row in rows
+    ), flush=True)  # fmt: skip
+    return rows
+
+
+def run(llm: LLM, batch: int, prompt: int, params: SamplingParams) -> tuple[float, float]:
+    """Seconds per token of one request, and tokens per step and request, while all decode."""
+    ids = random.Random(batch)
+    prompts = [[ids.randrange(llm.vocab_size) for _ in range(prompt)] for _ in range(batch)]
+    before = replace(llm.engine.counters)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    steps = llm.engine.counters.num_steps - before.num_steps
+    prefill_steps = -(-batch * prompt // llm.options.max_num_batched_tokens)
+    seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
+    return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
+
+
+def measure_text(questions: int = 16) -> list[dict]:
+    """The tutor asked once, and asked the same again after its answer: what look-up drafts gain. A count, no time."""
+    llm = LLM("tutor")
+    greedy = SamplingParams(temperature=0.0, max_tokens=160)
+    asked = [json.loads(line)["question"] for line in FAQ.read_text(encoding="utf-8").splitlines()[:questions]]
+    first = [[{"role": "user", "content": question}] for question in asked]
+    rows, answers = [], None
+    for name in ("once", "again"):
+        before = replace(llm.engine.counters)
+        outputs = [llm.chat(messages, greedy)[0] for messages in first]
+        counted = {
+            key: getattr(llm.engine.counters, key) - getattr(before, key)
+            for key in ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
+        }
+        same = answers is None or answers == [output["text"] for output in outputs]
+        rows.append({"name": name, "requests": len(asked), "same_answers": same, **counted})
+        answers = [output["text"] for output in outputs]
+        first = [
+            [*messages, {"role": "assistant", "content": answer}, *messages]
+            for messages, answer in zip(first, answers, strict=True)
+        ]
+    llm.close()
+    return rows
+
+
+def medians(result: dict, way: str, draft: int, prompt: int = PROMPT) -> dict[int, float]:
+    """Batch size -> median seconds per token."""
+    return {
+        row["batch"]: statistics.median(row["samples"])
+        for row in result["rows"]
+        if (row["way"], row["draft"], row["prompt"]) == (way, draft, prompt)
+    }
+
+
+def drafts_of(result: dict) -> list[int]:
+    return sorted({row["draft"] for row in result["rows"]})
+
+
+def break_even(result: dict, draft: int) -> dict[int, float]:
+    """Batch size -> tokens of a draft that must be right, or the step takes longer than it gains."""
+    plain = medians(result, "plain", draft)
+    per_step = {
+        row["batch"]: statistics.median(row["samples"]) * row["tokens_per_step"]
+        for row in result["rows"]
+        if (row["way"], row["draft"], row["prompt"]) == ("accepted", draft, PROMPT)
+    }
+    return {batch: seconds / plain[batch] - 1 for batch, seconds in per_step.items()}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """Time per token by batch size with the longest useful draft, and what the tutor's own text gains."""
+    result = results[0]
+    lengths = drafts_of(result)
+    heads = ["running requests", "stage F, ms per token", *(f"{k} drafted" for k in lengths), "right to break even"]
+    body = []
+    for batch, plain in medians(result, "plain", lengths[0]).items():
+        drafted = [1e3 * medians(result, "accepted", k)[batch] for k in lengths]
+        even = " / ".join(f"{break_even(result, k)[batch]:.1f}" for k in lengths)
+        body.append([batch, number(1e3 * plain), *map(number, drafted), even])
+    model = result["model"].removeprefix("random:")
+    note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
+    costs = []
+    for way, before in (("looking", "plain, noisy"), ("wrong", "plain")):
+        ratios = [
+            medians(result, way, k)[batch] / medians(result, before, k)[batch] - 1
+            for k in lengths
+            for batch in medians(result, way, k)
+        ]
+        costs.append(100 * max(ratios))
+    cost = (
+        f"On text that repeats nothing, looking costs at most {costs[0]:.1f} % of the time per token; with drafts that "
+        f"are always wrong, at most {costs[1]:.1f} %."
+    )
+    text = [
+        [row["name"], row["num_generated_tokens"], row["num_steps"],
+         number(row["num_generated_tokens"] / row["num_steps"]), row["num_draft_tokens"], row["num_accepted_tokens"]]
+        for row in result["text"]
+    ]  # fmt: skip
+    return {
+        "speculation": [
+            "![What drafts gain and what they must gain, by running requests](break_even.png)", "",
+            *markdown(heads, body), "", cost, "",
+            caption(result, f"{note}; {100 * result['rate']:.0f} % of the drafted tokens are called right"),
+        ],
+        "speculation-text": [
+            *markdown(["asked", "tokens", "steps", "tokens per step", "drafted", "right"], text), "",
+            caption(result, f"the tutor, {result['text'][0]['requests']} questions, one request at a time"),
+        ],
+    }  # fmt: skip
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
+    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_figure, plain
+
+    result = results[0]
+    figure = new_figure(9, 3.6)
+    gain, need = figure.subplots(1, 2)
+    for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
+        stage_f, drafted = medians(result, "plain", k), medians(result, "accepted", k)
+        batches = list(map(str, stage_f))
+        gain.plot(batches, [stage_f[b] / drafted[b] for b in stage_f], "o-", color=colour, label=f"{k} drafted")
+        need.plot(batches, list(break_even(result, k).values()), "o-", color=colour, label=f"{k} drafted")
+    gain.axhline(1, color="black", linestyle="--", linewidth=1)
+    gain.set_ylabel(f"× stage F's speed, {100 * result['rate']:.0f} % right")
+    need.set_ylabel("drafted tokens that must be right")
+    for axes in (gain, need):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("running requests")
+        axes.legend(frameon=False, fontsize=9)
+        plain(axes)
+    device = results[0]["environment"]["device"]["name"]
+    figure.suptitle(f"The more requests run, the more a draft must gain ({device})", fontsize=11)
+    return {"break_even.png": finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100).png}
