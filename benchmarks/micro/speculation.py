@@ -96,7 +96,8 @@ def measure_batch(llm: LLM, batch: int, draft: int, prompt: int, tokens: int, re
     rows = [
         {
             "draft": draft, "batch": batch, "prompt": prompt, "way": way,
-            "samples": [seconds for seconds, _ in samples], "tokens_per_step": statistics.median(per_step for _, per_step in samples),
+            "samples": [seconds for seconds, _ in samples],
+            "tokens_per_step": statistics.median(per_step for _, per_step in samples),
         }
         for way, samples in found.items()
     ]  # fmt: skip
