@@ -4,7 +4,7 @@
     python -m labs.starter d --force    (make lab-d FORCE=1): begin again; what was there is kept aside
     python -m labs.starter --show       whose code `LAB=1` would run
 
-The copy lies in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
+The copy is in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
 package of the same name, and every later stage runs on top of it.
 """
 
@@ -95,7 +95,7 @@ def next_steps(lab: Lab) -> str:
         for exercise in lab.exercises
     ]
     lines += [
-        f"make grade-{letter}                 the whole table; all red is where you start",
+        f"make grade-{letter}                 the whole table; every exercise fails at first",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
         f"make {f'stage-{letter}' if letter <= 'f' else 'serve  '} LAB=1           run your engine on the tutor",
     ]

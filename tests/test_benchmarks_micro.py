@@ -169,6 +169,21 @@ def test_an_engine_is_idle_again_after_its_recording_and_the_file_holds_it() -> 
     assert kernel_spans.table([]) == {}
 
 
+def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:
+    names = ["Memcpy HtoD", "scale_kernel", "qkv_rotate_kernel", "dependent_decode_kernel", "product_add_kernel"]
+    names += ["gate_up_silu_kernel", "product_add_kernel", "nvjet_lm_head", "_best_of_stretch_kernel", "Memcpy DtoH"]
+    # Each takes 3 µs, 10 µs after the one before; attention begins while the QKV product runs, and waits for it.
+    spans = [kernel_spans.Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]
+    spans[3] = kernel_spans.Span(names[3], 21.0, 12.0)
+    found = kernel_spans.account(kernel_spans.Recording("two steps", 2, spans))
+    assert sum(found.values()) == pytest.approx((93 - 0) / 2)
+    assert found["QKV"] == found["output"] == found["gate-up"] == found["down"] == found["LM head"] == 1.5
+    assert found["attention"] == 5.0  # from 23 to 33
+    assert found["copies"] == 3.0 and found["sampling"] == 1.5
+    assert found["waiting for the CPU"] == 3.5  # after the copy to the device
+    assert found["between kernels"] == pytest.approx(sum(found.values()) - 1.5 * 5 - 5 - 3 - 1.5 - 3.5 - 1.5)
+
+
 def test_a_calm_soak_passes() -> None:
     assert verdict(Tally(compared=5, samples=CALM)) == []
 

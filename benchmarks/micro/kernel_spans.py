@@ -286,7 +286,9 @@ def from_rows(rows: list[dict]) -> list[Recording]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Where the microseconds of stage F's steps go, and the picture of a prefill."""
+    """Where the microseconds of stage F's steps go, and the pictures."""
+    if not results:
+        return {}
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
     own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
     own = {name: r for name, r in own.items() if name.split()[0].isdigit() or name.startswith("prompt")}

@@ -2,7 +2,7 @@
 
 A matrix is quantised while it is loaded, one at a time, straight from the checkpoint's values: the model in 16 bits
 never exists in memory. On a CPU the product dequantises the matrix first (`reference_product`): right, smaller, and
-slower than no quantisation at all. On a GPU `kernels.py` exchanges the product for Triton's.
+slower than no quantisation at all. On a GPU `kernels.py` replaces the product for Triton's.
 """
 
 from __future__ import annotations

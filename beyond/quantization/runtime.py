@@ -62,7 +62,7 @@ def load_quantized_runtime(
 
 
 def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device) -> str:
-    """Exchange layers for fused ones on a GPU; return a line that says what is used."""
+    """Replace layers by fused ones on a GPU; return a line that says what is used."""
     if not options.uses_eight_bits:
         return choose_layers(model, options, device, options.fused)
     if device.type != "cuda":

@@ -108,7 +108,7 @@ def _engine_lines(engine: Engine, label: str) -> Iterator[str]:
         ("counter", "prefix_cache_hits", counters.num_cached_tokens, "Prompt tokens found in the prefix cache."),
         ("counter", "prompt_tokens", counters.num_prompt_tokens, "Prompt tokens, computed or found in the cache."),
         ("counter", "generation_tokens", counters.num_generated_tokens, "Tokens generated."),
-        ("counter", "num_preemptions", counters.num_preemptions, "Times a request's blocks were taken away."),
+        ("counter", "num_preemptions", counters.num_preemptions, "How often the blocks of a request were taken away."),
     ):
         sample = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
         yield from _head(sample, kind, meaning)

@@ -1,4 +1,4 @@
-"""Break it, lab F: with CUDA graphs on, answers that share one old page turn to nonsense, with them off they do not.
+"""Break it, lab F: with CUDA graphs on, answers that share one old block turn to nonsense, with them off they do not.
 
 It happens only when the number of requests is not one of the captured sizes. `cuda_graph.py` of the broken engine
 differs from the reference by one number. Write a test that passes with the reference and fails with the broken one; it

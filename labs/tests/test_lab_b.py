@@ -107,7 +107,7 @@ class TestDecodeStep:
         call = model.calls[0]
         assert call["past_key_values"] is cache, "the model must be given the cache"
         assert call["position_then"] is not None and call["position_then"].tolist() == [[3]], (
-            f"after a prompt of 3 the token stands at position 3, as position_ids [1, 1]: got {call['position_then']}"
+            f"after a prompt of 3 the token has position 3, as position_ids [1, 1]: got {call['position_then']}"
         )
         assert call["mask_then"] is not None and (call["mask_then"][0, 0, 0] == 0).sum() == 4, (
             "the mask must show 4 positions: the prompt's 3 and the token's own"

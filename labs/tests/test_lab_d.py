@@ -82,7 +82,7 @@ class TestFlatBatch:
         assert out.input_ids.tolist() == [4, 5, 6, 7]
         assert out.metadata.slot_mapping.tolist() == [20, 21, 22, 23], f"got {out.metadata.slot_mapping.tolist()}"
         assert out.metadata.context_lens.tolist() == [8], "the chunk's last token sees itself and what came before"
-        assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens lie in 2 blocks"
+        assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens take 2 blocks"
         assert out.last_rows.tolist() == [], "4 of its 12 tokens are left to run: nothing is sampled yet"
 
     def test_the_first_token_of_a_new_page(self):

@@ -114,7 +114,7 @@ class TestPad:
         host, _ = self.padded(4, 3)
         assert host.context_lens[3] == 0, f"a context of 0 reads no key, got {host.context_lens[3]}"
         assert host.slot_mapping[3] == -1, f"slot -1 writes no key, got {host.slot_mapping[3]}"
-        assert (host.block_tables[3] == -1).all(), "no page of an older step may stay in the block table"
+        assert (host.block_tables[3] == -1).all(), "no block of an older step may stay in the block table"
 
     def test_their_token_goes_to_the_padding_seat_and_is_a_valid_one(self):
         host, _ = self.padded(4, 2)
