@@ -76,7 +76,8 @@ def fill(text: str, root: Path = ROOT) -> str:
 
 def readmes(root: Path = ROOT) -> list[Path]:
     """The lessons that show code."""
-    return [path for path in sorted([*root.glob("*_*/**/*.md"), *root.glob("beyond/**/*.md")]) if EXCERPT.search(path.read_text(encoding="utf-8"))]
+    found = sorted([*root.glob("*_*/**/*.md"), *root.glob("beyond/**/*.md")])
+    return [path for path in found if EXCERPT.search(path.read_text(encoding="utf-8"))]
 
 
 def main(argv: list[str] | None = None) -> int:
