@@ -10,12 +10,29 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 from operator import attrgetter
 
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence, State
 
 by_arrival = attrgetter("request_id")
+MAX_OVERTAKES = 16  # times that a request may be passed by later ones
+
+
+class FirstCome:
+    """The order in which waiting sequences are tried: that of arrival. Others are in `waiting_order.py`."""
+
+    def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
+        """The waiting sequences to try to admit in this step, the first one first.
+
+        Args:
+            waiting: all that wait, by arrival.
+            limit: of the result's length.
+            manager: for orders that ask what is cached.
+        """
+        return list(islice(waiting, limit))
 
 
 class Queues:
@@ -41,7 +58,8 @@ class Queues:
         self.prefilling: list[BatchSequence] = []
         self.decoding: list[BatchSequence] = []
         self._free_batch_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        self._num_refused = 0  # the first of those that wait: they did not fit, and no block or slot came free since
+        # Of those that wait: they did not fit, and no block or slot came free since.
+        self._refused: set[BatchSequence] = set()
 
     @property
     def capacity(self) -> int:
@@ -119,4 +137,4 @@ class Queues:
         if sequence.batch_slot >= 0:
             self._free_batch_slots.append(sequence.batch_slot)
             sequence.batch_slot = -1
-        self._num_refused = 0
+        self._refused.clear()

@@ -30,13 +30,11 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from itertools import islice
 
-from stage_e_batching.queues import Queues, by_arrival
+from stage_e_batching.queues import MAX_OVERTAKES, FirstCome, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
 WATERMARK = 16  # tokens that each running sequence can grow by after an admission
-MAX_OVERTAKES = 16
 MAX_PROMPT_STEPS = 4
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
@@ -79,6 +77,7 @@ class Scheduler(Queues):
         super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
+        self.order = FirstCome()  # who is looked at first; see queues.py and waiting_order.py
         self._steps = 0
         self._prompt_steps = 0  # steps of prompts alone since the last step of decodes
 
@@ -190,23 +189,25 @@ class Scheduler(Queues):
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting sequences, earliest first, while there are tokens, batch slots and blocks."""
-        if step.preempted or self._num_refused >= min(len(self.waiting), LOOKAHEAD):
+        if step.preempted or len(self._refused) >= min(len(self.waiting), LOOKAHEAD):
             return
         passed: list[BatchSequence] = []  # those that did not fit
         overtakes_left = MAX_OVERTAKES  # of the one among them that has been overtaken most often
-        for i, sequence in enumerate(list(islice(self.waiting, LOOKAHEAD))):
+        for sequence in self.order.candidates(self.waiting, LOOKAHEAD, self.block_manager):
             if budget == 0 or not self._free_batch_slots:
                 return
             if not overtakes_left:
                 break
             if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
                 return  # only a recomputation longer than any step is cut, and it starts a step
-            if i < self._num_refused or not self._allocate(sequence):
+            if sequence in self._refused or not self._allocate(sequence):
                 passed.append(sequence)
                 overtakes_left = min(overtakes_left, MAX_OVERTAKES - sequence.times_overtaken)
                 continue
             self.waiting.remove(sequence)
-            for other in passed:
+            for other in self.waiting:
+                if other.request_id > sequence.request_id:
+                    break
                 other.times_overtaken += 1
             overtakes_left -= bool(passed)
             sequence.batch_slot = self._free_batch_slots.pop()
@@ -216,7 +217,7 @@ class Scheduler(Queues):
             step.admitted.append(sequence)
             step.grown.append(sequence)
             budget -= self._schedule_chunk(sequence, step, budget)
-        self._num_refused = len(passed)
+        self._refused = set(passed)
 
     def _num_to_run(self, sequence: BatchSequence) -> int:
         return len(sequence) - self.block_manager.count_cached_tokens(sequence)

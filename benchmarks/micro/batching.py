@@ -61,8 +61,7 @@ def measure(
     torch.set_num_threads(threads)
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
-    blocks = slots * (workload.longest // 16 + 1)  # enough for all slots, in blocks of 16 or more
-    options = {"max_num_seqs": slots, "num_kvcache_blocks": blocks, "enable_prefix_caching": False}
+    options = {"max_num_seqs": slots, "enable_prefix_caching": False}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
     rows = {
         (name, temperature): {"engine": name, "temperature": temperature, "seconds": []}

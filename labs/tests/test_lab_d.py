@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of
 from stage_a_naive.params import SamplingParams
-from stage_d_paged import batch, block_manager, layers
+from stage_d_paged import batch, block_manager, kv_cache, layers, model
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -407,6 +408,96 @@ class TestDecodeKernel:
         out, expected = self.attend([5, 0], 4, heads=2, kv_heads=2, head_dim=16)
         assert not out[1].any(), "no keys: zeros, not a division by zero"
         assert torch.allclose(out, expected, atol=1e-4)
+
+
+class TestRMSNorm:
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = layers.RMSNorm(x.shape[-1], eps, x.dtype, CPU)
+        norm.weight.copy_(weight)
+        return norm(x)
+
+    def test_it_is_x_over_the_root_of_the_mean_square(self):
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 10), torch.randn(10)
+        expected = (x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()).float()
+        error = float((self.norm(x, weight, 1e-5) - expected).abs().max())
+        assert error < 1e-5, f"x / sqrt(mean(x²) + eps) * weight, row by row: the largest error is {error:.3g}"
+        out = self.norm(torch.full((1, 4), 1e-3), torch.ones(4), 1e-2)
+        assert abs(float(out[0, 0]) - 1e-3 / (1e-6 + 1e-2) ** 0.5) < 1e-5, f"eps is under the root, got {out[0, 0]}"
+
+    def test_squares_are_added_up_in_float32(self):
+        x = torch.full((1, 512), 300.0, dtype=torch.float16)  # 300² is more than float16 holds
+        out = self.norm(x, torch.ones(512, dtype=torch.float16), 1e-6)
+        assert out.dtype == torch.float16, f"the result has the dtype of x, got {out.dtype}"
+        assert (out == 1).all(), f"512 numbers of 300 are 1 each after the norm, got {float(out[0, 0])}"
+
+
+class TestDecoderLayer:
+    def run(self, tokens: int, most_fused_rows: int = 0) -> tuple[Tensor, list[str]]:
+        """The layer with blocks that are easy to follow: norms double, attention adds 3 x, the MLP adds 5 x."""
+        calls: list[str] = []
+
+        def block(name: str, factor: int):
+            def forward(x: Tensor, residual: Tensor, *context: object) -> Tensor:
+                calls.append(name)
+                assert context == (("rotation", "cache", "metadata") if name == "attention" else ()), context
+                return residual.add_(factor * x)
+
+            return forward
+
+        norm = SimpleNamespace(weight="norm weight", eps=1e-6)
+        norm_call = type("Norm", (), {"__call__": lambda self, x: 2 * x, **vars(norm)})()
+        mlp = type("MLP", (), {"__call__": lambda self, x, residual: block("mlp", 5)(x, residual)})()
+        mlp.gate_up_proj = mlp.down_proj = SimpleNamespace(weight="matrix")
+        layer = SimpleNamespace(
+            input_layernorm=lambda x: 2 * x, self_attn=block("attention", 3), post_attention_layernorm=norm_call,
+            mlp=mlp, most_fused_rows=most_fused_rows,
+        )  # fmt: skip
+        out = model.DecoderLayer.forward(layer, torch.ones(tokens, 4), "rotation", "cache", "metadata")
+        return out, calls
+
+    def test_attention_and_mlp_each_add_to_the_stream(self):
+        out, calls = self.run(5)
+        assert calls == ["attention", "mlp"], f"attention first, then the MLP, got {calls}"
+        assert (out == 77).all(), f"1 + 3 * 2 = 7, then 7 + 5 * (2 * 7) = 77; got {float(out[0, 0])}"
+
+    def test_few_tokens_take_the_fused_operator(self, monkeypatch):
+        seen = []
+        operators = SimpleNamespace(fused_swiglu_mlp=lambda *args: seen.append(args) or args[0] + 1)
+        monkeypatch.setattr(torch.ops, "six_engines", operators, raising=False)
+        out, calls = self.run(4, most_fused_rows=4)
+        assert calls == ["attention"] and len(seen) == 1, f"up to 4 tokens take one operator, got {calls}"
+        x, norm_weight, w_in, w_out, residual, eps, kernel = seen[0]
+        assert (x == 7).all() and residual is x, "it reads the stream itself, and adds to it"
+        assert (norm_weight, w_in, w_out, eps, kernel) == ("norm weight", "matrix", "matrix", 1e-6, "auto"), seen[0]
+        assert (out == 8).all()
+
+
+class TestPoolSize:
+    def blocks(self, monkeypatch, *, total: int, free: int, before: int, peak: int, utilization: float) -> int:
+        """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes."""
+        state = {"peak": before + 5_000}  # of something earlier: it must be reset
+        fakes = {
+            "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device=None: state.update(peak=before),
+            "memory_allocated": lambda device=None: before, "max_memory_allocated": lambda device=None: state["peak"],
+            "mem_get_info": lambda device=None: (free, total),
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(peak=peak))
+
+    def test_what_the_weights_and_the_largest_step_leave_of_the_share(self, monkeypatch):
+        found = self.blocks(monkeypatch, total=10_000, free=9_000, before=1_000, peak=1_600, utilization=0.9)
+        assert found == 740, f"10000 * 0.9 - 1600 = 7400 bytes are 740 blocks of 10, got {found}"
+
+    def test_others_memory_counts_where_it_is_in_the_way(self, monkeypatch):
+        found = self.blocks(monkeypatch, total=10_000, free=3_000, before=1_000, peak=1_600, utilization=0.5)
+        assert found == 90, f"of 3000 free bytes half, less the step's own 600, are 900: 90 blocks, got {found}"
+
+    def test_no_room_is_said_with_numbers(self, monkeypatch):
+        with pytest.raises(MemoryError, match="no room for a single block"):
+            self.blocks(monkeypatch, total=10_000, free=9_000, before=8_000, peak=8_999, utilization=0.9)
 
 
 class TestBreakIt:

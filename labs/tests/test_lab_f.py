@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import stage_f_graph_tp.kernels.elementwise as elementwise
@@ -24,9 +28,10 @@ from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp import cuda_graph
+from stage_f_graph_tp.kernels import skinny_gemm
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
-from stage_f_graph_tp.tensor_parallel import sharding
+from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
 
 CPU = torch.device("cpu")
 
@@ -325,6 +330,98 @@ class TestSiluAndMultiply:
         expected = (torch.nn.functional.silu(gate) * up).half()
         wrong = int((elementwise.silu_and_multiply(gate_up) != expected).sum())
         assert wrong <= 10, f"{wrong} of 2000 float16 results are not the rounded float32 result: convert before silu"
+
+
+class TestSkinnyGemm:
+    @pytest.mark.parametrize("hidden, inter, tokens", [(32, 16, 1), (48, 24, 5), (40, 20, 17)])
+    def test_gate_and_up_of_the_same_neurons_come_from_one_tile(self, hidden: int, inter: int, tokens: int):
+        torch.manual_seed(0)
+        x, gain, weight = torch.randn(tokens, hidden), torch.rand(hidden) + 0.5, torch.randn(2 * inter, hidden)
+        out = skinny_gemm.gate_up_silu(skinny_gemm.scale_rows(x, gain), 1e-6, weight, skinny_gemm.Tiles(8))
+        normalised = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+        gate, up = (normalised @ weight.T).chunk(2, -1)
+        error = float((out - F.silu(gate) * up).abs().nan_to_num(torch.inf).max())
+        assert error < 1e-3, (
+            f"rows first + i and first + i + distance of the weight, times the tokens: largest error {error:.3g} with "
+            f"{tokens} tokens, {hidden} columns, {inter} pairs"
+        )
+
+
+@triton.jit
+def _plain_store(address, value):
+    """What the PTX of a flag's write does; this machine keeps the order of its writes."""
+    tl.store(address.to(tl.pointer_type(tl.int32)), value)
+
+
+@triton.jit
+def _plain_load(address):
+    return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
+
+
+class TestAllReduce:
+    """Two ranks are two processes with memory that both can read."""
+
+    programs, slice_bytes = 3, 32
+
+    def sums(self, monkeypatch, calls: list[tuple[int, torch.dtype, bool]], slow: int, first_call: int) -> list:
+        """What each rank has after each call; rank `slow` sleeps before each of its reads of a flag."""
+        monkeypatch.setattr(all_reduce, "_store_release", _plain_store)
+        capacity = self.programs * self.slice_bytes
+        size = 2 * capacity + 4 * 2 * self.programs
+        shared = [torch.frombuffer(mmap.mmap(-1, size + 64 * len(calls) * 4), dtype=torch.uint8) for _ in range(2)]
+        for memory in shared:
+            memory[2 * capacity : size].view(torch.int32).fill_(first_call)
+        children = [os.fork() for _ in range(1)]
+        rank = 0 if children[0] else 1
+
+        def load(address):
+            if rank == slow:
+                time.sleep(0.002)
+            return _plain_load(address)
+
+        monkeypatch.setattr(all_reduce, "_load_acquire", load)
+        try:
+            self.run(rank, calls, shared, capacity, size, first_call)
+        finally:
+            if rank == 1:
+                os._exit(0)
+        deadline = time.monotonic() + 20
+        while not os.waitpid(children[0], os.WNOHANG)[0]:
+            assert time.monotonic() < deadline, "rank 1 did not end: it waits for a flag that nobody writes"
+            time.sleep(0.01)
+        results = [memory[size:].view(torch.float32).view(len(calls), 64) for memory in shared]
+        return [[result[i, :count] for i, (count, _, _) in enumerate(calls)] for result in results]
+
+    def run(self, rank: int, calls: list, shared: list, capacity: int, size: int, first_call: int) -> None:
+        buffers = torch.tensor([memory.data_ptr() for memory in shared])
+        counts = torch.full((self.programs,), first_call, dtype=torch.int32)
+        stop, stopped = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        for i, (count, dtype, onto) in enumerate(calls):
+            x = self.values(rank, i, count).to(dtype)
+            out = torch.ones(count, dtype=dtype) if onto else x
+            all_reduce._all_reduce_kernel[(-(-x.nbytes // self.slice_bytes),)](
+                x, out, buffers, buffers + 2 * capacity, counts, stop, stopped, count, RANK=rank, RANKS=2,
+                PROGRAMS=self.programs, CAPACITY=capacity, BLOCK=self.slice_bytes // x.element_size(), ONTO=onto,
+                SPINS=4,
+            )  # fmt: skip
+            shared[rank][size:].view(torch.float32).view(len(calls), 64)[i, :count] = out.float()
+
+    @staticmethod
+    def values(rank: int, call: int, count: int) -> Tensor:
+        return torch.randint(-8, 8, (count,), generator=torch.Generator().manual_seed(10 * call + rank))
+
+    @pytest.mark.parametrize("slow", [0, 1])
+    def test_both_ranks_get_every_sum(self, slow: int, monkeypatch):
+        single, half = torch.float32, torch.float16
+        calls = [(24, single, False), (5, single, True), (40, half, False), (9, half, True)] * 3
+        first = 2**31 - 4  # the numbers of the calls run over
+        for rank, results in enumerate(self.sums(monkeypatch, calls, slow, first)):
+            for i, (count, dtype, onto) in enumerate(calls):
+                expected = (self.values(0, i, count) + self.values(1, i, count) + onto).float()
+                assert torch.equal(results[i], expected), (
+                    f"call {i} of {count} {dtype}, {'added to a residual' if onto else 'in place'}: rank {rank} has "
+                    f"{results[i][:4].tolist()}…, expected {expected[:4].tolist()}…"
+                )
 
 
 class TestBreakIt:
