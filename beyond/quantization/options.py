@@ -54,7 +54,7 @@ class QuantizationOptions(GraphOptions):
             if getattr(self, option) and name is None:
                 raise ValueError(f"{option}={getattr(self, option)!r} needs quantization='int8' or 'fp8'")
         if self.fused_mlp == "on" and name is not None:
-            raise ValueError("fused_mlp='on' is not possible here: stage C's operator reads no 8-bit weights; use 'auto'")
+            raise ValueError("fused_mlp='on' is not possible: stage C's operator reads no 8-bit weights; use 'auto'")
         if self.quantize_lm_head and self.tensor_parallel_size > 1:
             raise ValueError("quantize_lm_head=True cannot be combined with tensor_parallel_size above 1")
         if self.attention_backend == "flash" and self.kv_cache_dtype != "auto":
