@@ -1,4 +1,4 @@
-"""Serving: an engine behind the API that every client knows, with metrics and a page that shows it work."""
+"""Serving: an engine behind the API that every client knows, with metrics and a live view of its work."""
 
 from stage_a_naive.lazy import import_when_used
 
