@@ -10,13 +10,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(path for path in ROOT.glob("stage_*") if path.is_dir())
-LESSONS = [ROOT / "README.md", *(path for stage in STAGES for path in sorted(stage.rglob("*.md")))]
+LESSONS = [
+    ROOT / "README.md",
+    *(path for stage in STAGES for path in sorted(stage.rglob("*.md"))),
+    *(ROOT / "beyond" / name / "README.md" for name in ("quantization", "serving")),
+    *sorted((ROOT / "labs").glob("lab_?.md")),
+]
 GLOSSARY = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
 
 # What not to write: the pattern, and what to write instead.
 WORDS = {
     r"\border(s|ed|ing)? (\w+ )?(kernels?|launches)\b": "launch",
-    r"\b(ms|µs|bytes|[KMG]B|seconds|times|launches|kernels|copies) an? (token|step|request|layer|row)\b": "per",
+    r"\b(ms|µs|bytes|[KMG]B|seconds|times|\d+ launches|kernels) an? (token|step|request|layer|row)\b": "per",
     r"\bso many\b": "this many, or up to N",
     r"\bdr(aw|awn|aws|awing|ew) ((a|the|its|next) )*(tokens?|ids?|samples?)\b|\bdrawn (ids?|tokens?)\b": "sample",
     r"\bseats?\b": "batch slot",

@@ -1,6 +1,6 @@
 """Which layers a stage has, and how stage D's model becomes a stage.
 
-A stage is stage D's model with fewer layers. Two of its parts are exchanged once its weights are loaded: where a later
+A stage is stage D's model with fewer layers. Two of its parts are replaced once its weights are loaded: where a later
 stage would look up embeddings, it receives hidden states, and where an earlier one would apply the last norm, it sends
 them on. The model's `forward` stays what it is:
 
@@ -122,7 +122,7 @@ class Sent(nn.Module):
 
 
 def connect(model: DecoderModel, links: StageLinks) -> None:
-    """Exchange the parts of a built stage that another stage has instead."""
+    """Replace the parts of a built stage that another stage has instead."""
     if links.stage > 0:
         model.embed_tokens = Received(links)
     if not links.is_last:
