@@ -173,9 +173,9 @@ def _prefix(size: str, ids: _Ids) -> Made:
 
 
 def _ttft(size: str, ids: _Ids) -> Made:
-    lengths, rounds = {"gpu": ((128, 1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
+    lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
     made = [tuple(Call(str(length), (ids.take(length),), (1,)) for length in lengths) for _ in range(rounds)]
-    return f"prompts of {', '.join(map(str, lengths))} tokens, one token out", made
+    return f"prompts of {' and '.join(map(str, lengths))} tokens, one token out", made
 
 
 _MAKERS = {"single": _single, "decode32": _decode32, "mixed": _mixed, "prefix": _prefix, "ttft": _ttft}
