@@ -1,0 +1,211 @@
+"""An open-loop load on a server: requests arrive when they arrive, whether or not the earlier ones are answered.
+
+    make serve STAGE=e &
+    python -m benchmarks.serve --request-rate 8 --num-prompts 200 --goodput ttft:200 tpot:50
+
+A *closed* loop (a client that asks again once it is answered) slows down with the server and so hides its queue. People
+do not wait for one another: their requests come at random times, as a Poisson process. The figures have the names and
+definitions of `vllm bench serve`, so that they can be compared.
+
+    TTFT   time to first token: from sending the request to its first token
+    ITL    inter-token latency: between two tokens of a request, all gaps of all requests
+    TPOT   time per output token: (E2EL - TTFT) / (tokens - 1), one figure per request
+    E2EL   end-to-end latency: from sending the request to its last token
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from benchmarks.http_stream import Answer, stream_completion
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+FIRST_ID, LAST_ID = 10, 1000  # token ids that every model has
+
+
+def schedule(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """When each request is sent, in seconds from the beginning.
+
+    Args:
+        rate: requests per second; infinity sends all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts, more is
+            steadier. The mean gap is 1 / rate whatever it is.
+    """
+    chance, at, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        found.append(at)
+        at += 0.0 if math.isinf(rate) else chance.gammavariate(burstiness, 1 / (rate * burstiness))
+    return found
+
+
+def make_prompts(count: int, length: int, prefix: int, seed: int) -> list[list[int]]:
+    """Random token ids; the first `prefix` of them are the same for all."""
+    chance = random.Random(f"prompts {seed}")
+    shared = [chance.randrange(FIRST_ID, LAST_ID) for _ in range(prefix)]
+    return [shared + [chance.randrange(FIRST_ID, LAST_ID) for _ in range(length - prefix)] for _ in range(count)]
+
+
+async def offer(
+    url: str, bodies: Sequence[dict[str, object]], times: Sequence[float], api_key: str | None = None
+) -> tuple[list[Answer], float]:
+    """Send every request at its time; returns what came of each, and how long it all took in seconds."""
+
+    async def send(body: dict[str, object], answer: Answer) -> None:
+        await asyncio.sleep(answer.due - time.perf_counter())
+        try:
+            await stream_completion(url, body, answer, api_key)
+        except (OSError, EOFError, ValueError) as error:
+            answer.error = str(error) or type(error).__name__
+
+    start = time.perf_counter()
+    answers = [Answer(start + at) for at in times]
+    await asyncio.gather(*map(send, bodies, answers))
+    return answers, time.perf_counter() - start
+
+
+def latencies(answer: Answer) -> dict[str, float | list[float]]:
+    """The figures of one answer, in milliseconds. TPOT is missing where there was one token."""
+    first, last = answer.arrivals[0], answer.arrivals[-1]
+    gaps = [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+    found = {"ttft": 1e3 * (first - answer.sent), "e2el": 1e3 * (last - answer.sent), "itl": gaps}
+    if answer.num_tokens > 1:
+        found["tpot"] = 1e3 * (last - first) / (answer.num_tokens - 1)
+    return found
+
+
+def summarize(
+    answers: Sequence[Answer], seconds: float, prompt_tokens: int, goals: dict[str, float]
+) -> dict[str, object]:
+    """All figures of a load.
+
+    Args:
+        prompt_tokens: of each request.
+        goals: the most that TTFT, TPOT and E2EL may be, in milliseconds, for a request to count as good.
+    """
+    done = [answer for answer in answers if not answer.error and answer.arrivals]
+    each = [latencies(answer) for answer in done]
+    output_tokens = sum(answer.num_tokens for answer in done)
+    found: dict[str, object] = {
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "duration_s": seconds,
+        "output_tokens": output_tokens,
+        "request_throughput": len(done) / seconds,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (output_tokens + prompt_tokens * len(done)) / seconds,
+        "late_p99_ms": percentile([1e3 * (answer.sent - answer.due) for answer in answers], 99),
+    }
+    if goals:
+        good = sum(all(one.get(name, 0.0) <= most for name, most in goals.items()) for one in each)
+        found["request_goodput"] = good / seconds
+    for name in LATENCIES:
+        values = [x for one in each if name in one for x in (one[name] if name == "itl" else [one[name]])]
+        found[f"mean_{name}_ms"] = statistics.fmean(values) if values else None
+        found[f"median_{name}_ms"] = percentile(values, 50)
+        found[f"p99_{name}_ms"] = percentile(values, 99)
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Linear between the two nearest values, as NumPy's."""
+    if not values:
+        return None
+    ordered, at = sorted(values), (len(values) - 1) * share / 100
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
+
+
+def read_goals(words: Sequence[str]) -> dict[str, float]:
+    """`["ttft:200", "tpot:50"]` as a dictionary of milliseconds; `ValueError` for anything else."""
+    goals = {}
+    for word in words:
+        name, _, most = word.partition(":")
+        if name not in ("ttft", "tpot", "e2el"):
+            raise ValueError(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, got {word!r}")
+        goals[name] = float(most)
+    return goals
+
+
+def table(found: dict[str, object]) -> str:
+    """The figures for people."""
+    rows = [f"{name.replace('_', ' '):28} {value:12,.2f}" for name, value in found.items()
+            if not name.endswith("_ms") and value is not None]  # fmt: skip
+    rows += ["", f"{'ms':28} {'mean':>12} {'median':>12} {'p99':>12}"]
+    for name in LATENCIES:
+        values = [found[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p99")]
+        rows.append(f"{name.upper():28} " + " ".join("           –" if v is None else f"{v:12,.2f}" for v in values))
+    if found["late_p99_ms"] > 10:
+        late = found["late_p99_ms"]
+        rows += ["", f"This client sent requests up to {late:.0f} ms late (p99): it needs a CPU of its own."]
+    return "\n".join(rows)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    parser.add_argument("--api-key", help="that it asks for")
+    parser.add_argument("--num-prompts", type=int, default=100, help="requests (default: %(default)s)")
+    parser.add_argument("--request-rate", type=float, default=math.inf, help="per second (default: all at once)")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts (default: %(default)s)")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--prefix-len", type=int, default=0, help="of these, shared by all (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="such as ttft:200 tpot:50")
+    parser.add_argument("--output", type=Path, help="write the figures, and every request's times, to this JSON file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Offer a load and print what came of it; returns 1 where a request failed, 2 where the arguments are wrong."""
+    args = build_parser().parse_args(argv)
+    try:
+        goals = read_goals(args.goodput)
+        if not (args.num_prompts > 0 and args.request_rate > 0 and args.burstiness > 0 and args.output_len > 0):
+            raise ValueError("--num-prompts, --request-rate, --burstiness and --output-len must be above 0")
+        if not 0 <= args.prefix_len < args.input_len:
+            raise ValueError("--prefix-len must be less than --input-len")
+        model = served_model(args.url, args.api_key)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    fixed = {"model": model, "max_tokens": args.output_len, "temperature": 0, "ignore_eos": True}
+    prompts = make_prompts(args.num_prompts, args.input_len, args.prefix_len, args.seed)
+    times = schedule(args.num_prompts, args.request_rate, args.burstiness, args.seed)
+    answers, seconds = asyncio.run(offer(args.url, [fixed | {"prompt": p} for p in prompts], times, args.api_key))
+    found = summarize(answers, seconds, args.input_len, goals)
+    print(table(found))
+    for reason in sorted({answer.error for answer in answers if answer.error}):
+        print(f"failed: {reason}", file=sys.stderr)
+    if args.output:
+        from benchmarks.results import environment, write  # here: a load needs no PyTorch
+
+        options = {name: value for name, value in vars(args).items() if name not in ("api_key", "output")}
+        samples = [asdict(answer) for answer in answers]
+        payload = {"kind": "serve", "model": model, "options": options, "figures": found, "answers": samples}
+        write(environment() | payload, args.output)
+    return int(found["failed"] > 0)
+
+
+def served_model(url: str, api_key: str | None) -> str:
+    """The model's name, asked of the server."""
+    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    with urlopen(request, timeout=10) as response:
+        return json.load(response)["data"][0]["id"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The load generator: when requests are sent, what the figures mean, and that a server's answers are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+
+import pytest
+
+from benchmarks.http_stream import Answer, stream_completion
+from benchmarks.serve import main, make_prompts, read_goals, schedule, summarize
+
+LONG_AGO = 100.0
+
+
+def answer(ttft: float, gap: float, tokens: int) -> Answer:
+    """An answer whose first token took `ttft` seconds and each further one `gap`."""
+    arrivals = [LONG_AGO + ttft + i * gap for i in range(tokens)]
+    return Answer(due=LONG_AGO - 0.002, sent=LONG_AGO, arrivals=arrivals, num_tokens=tokens)
+
+
+def test_arrivals_are_seeded_have_the_rate_and_come_in_bursts_when_told_so():
+    assert schedule(5, math.inf, 1.0, 0) == [0.0] * 5
+    assert schedule(50, 4.0, 1.0, 7) == schedule(50, 4.0, 1.0, 7) != schedule(50, 4.0, 1.0, 8)
+    variation = []
+    for burstiness in (0.25, 1.0, 16.0):
+        times = schedule(4000, 4.0, burstiness, 0)
+        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.1) and min(gaps) >= 0
+        variation.append(statistics.stdev(gaps) / statistics.fmean(gaps))
+    assert variation == pytest.approx([2.0, 1.0, 0.25], rel=0.1)  # 1 / sqrt(burstiness)
+
+
+def test_prompts_are_seeded_and_share_their_prefix_alone():
+    prompts = make_prompts(4, 20, 8, 0)
+    assert prompts == make_prompts(4, 20, 8, 0) and all(len(prompt) == 20 for prompt in prompts)
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 1 and len({tuple(prompt[8:]) for prompt in prompts}) == 4
+
+
+def test_the_figures_are_those_of_vllm_bench_serve():
+    answers = [answer(0.1, 0.01, 11), answer(0.3, 0.03, 11), answer(0.2, 0.0, 1)]
+    answers.append(Answer(LONG_AGO, LONG_AGO, error="status 429"))
+    found = summarize(answers, 2.0, prompt_tokens=100, goals={"ttft": 250.0, "tpot": 20.0})
+    assert (found["completed"], found["failed"], found["output_tokens"]) == (3, 1, 23)
+    assert found["request_throughput"] == 1.5 and found["output_throughput"] == 11.5
+    assert found["total_token_throughput"] == (23 + 300) / 2
+    assert found["request_goodput"] == 1.0  # the second was late
+    for name, mean, median in (("ttft", 200, 200), ("tpot", 20, 20), ("itl", 20, 20), ("e2el", 1000 / 3, 200)):
+        assert found[f"mean_{name}_ms"] == pytest.approx(mean), name
+        assert found[f"median_{name}_ms"] == pytest.approx(median), name
+    assert found["p99_ttft_ms"] == pytest.approx(298) and found["late_p99_ms"] == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("word", ["ttft", "speed:3", "ttft:fast", "itl:5"])
+def test_a_goal_that_is_none_is_refused(word):
+    with pytest.raises(ValueError, match="fast|goodput|float"):
+        read_goals([word])
+    assert read_goals(["ttft:200", "e2el:1.5"]) == {"ttft": 200.0, "e2el": 1.5}
+
+
+def test_events_are_found_wherever_the_network_cuts_them():
+    event = b'data: {"choices": [{"text": "x"}]}\n\n'
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+    body = event + event[:9], event[9:] + event, usage
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
+
+    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        writer.close()
+
+    async def ask() -> Answer:
+        async with await asyncio.start_server(serve_once, "127.0.0.1", 0) as server:
+            port, found = server.sockets[0].getsockname()[1], Answer(0.0)
+            await stream_completion(f"http://127.0.0.1:{port}", {}, found)
+            return found
+
+    found = asyncio.run(ask())
+    assert (len(found.arrivals), found.num_tokens, found.error) == (3, 3, "")
+
+
+def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
+    pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+    pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+    from serving import assert_idle, running
+
+    import stage_e_batching
+
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, num_kvcache_blocks=128)
+    load = ["--num-prompts", "12", "--input-len", "20", "--output-len", "6"]
+    with running(llm, max_queue=20, api_key="a key") as server:
+        load += ["--url", server.url, "--api-key", "a key"]
+        file = tmp_path / "load.json"
+        assert main([*load, "--request-rate", "200", "--goodput", "e2el:60000", "--output", str(file)]) == 0
+        result = json.loads(file.read_text())
+        figures = result["figures"]
+        assert (figures["completed"], figures["output_tokens"]) == (12, 72) and figures["request_goodput"] > 0
+        assert all(len(one["arrivals"]) == 6 for one in result["answers"]) and "a key" not in file.read_text()
+        assert "E2EL" in capsys.readouterr().out
+        server.llm.max_unfinished = 2
+        assert main(load) == 1  # all at once: most are sent away
+        assert "failed: status 429" in capsys.readouterr().err
+        assert main([*load, "--prefix-len", "20"]) == 2
+    assert_idle(llm)
+    llm.close()
+    assert main(load) == 2 and "error: " in capsys.readouterr().err  # nobody listens any more
