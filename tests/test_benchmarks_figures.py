@@ -42,6 +42,12 @@ def test_names_that_a_compiler_made_from_other_names_are_not_taken_for_them() ->
     assert len(waterfall.parts_of_steps(made, num_layers=2)) == len(waterfall.parts_of_steps(made[1:], num_layers=2))
 
 
+def test_a_step_whose_products_cannot_be_told_apart_is_not_cut() -> None:
+    merged = ["flash_fwd", "cpp_fused_mm_0", "flash_fwd", "cpp_fused_mm_1"] * 3
+    named = waterfall.parts_of_steps([Span(name, i, 1.0) for i, name in enumerate(merged)], num_layers=2)
+    assert {part for part, _ in named} == {"other kernels"} and len(named) == 8
+
+
 def test_spans_in_another_order_are_refused() -> None:
     with pytest.raises(ValueError, match="3 attention kernels in 2 layers; the most frequent are: flash_fwd"):
         waterfall.parts_of_steps([Span("flash_fwd", i, 1.0) for i in range(3)], num_layers=2)
