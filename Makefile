@@ -42,10 +42,10 @@ STAGE_d := stage_d_paged
 STAGE_e := stage_e_batching
 STAGE_f := stage_f_graph_tp
 STAGE_TARGETS := stage-a stage-b stage-c stage-d stage-e stage-f
-LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g
-GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g
+LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g lab-p
+GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g grade-p
 # LAB=1: the learner's copies come before the reference on Python's path, and the current folder is not on it.
-LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work:$(CURDIR)"
+LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work$(if $(filter slow,$(LAB)),/slow):$(CURDIR)"
 RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 
 # $(call INSTALL,what,in words): one line per phase and per large download; everything that pip says goes to a log file.
@@ -64,8 +64,8 @@ help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
 	@echo "  make stage-a … stage-f   run a stage: one question in, streamed answer and performance summary out"
 	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
-	@echo "  make lab-a … lab-g       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
-	@echo "  make grade-a … grade-g   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
+	@echo "  make lab-a … lab-p       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
+	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= (serve)"
 	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/)"

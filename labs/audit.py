@@ -27,7 +27,7 @@ NAMES = frozenset({
     "globals", "importlib", "input", "inspect", "locals", "open", "os", "pathlib", "quit", "setattr", "shutil",
     "subprocess", "sys", "vars",
 })  # fmt: skip
-ATTRIBUTES = NAMES | {
+ATTRIBUTES = (NAMES - {"compile", "eval"}) | {  # a model has .eval()
     "_getframe", "f_back", "f_globals", "f_locals", "gi_frame", "modules", "monkeypatch", "read_bytes", "read_text",
     "tb_frame", "write_bytes", "write_text",
 }  # fmt: skip

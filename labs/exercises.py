@@ -26,6 +26,8 @@ class Exercise:
         minutes: how long it takes a student who knows PyTorch, about.
         hints: where to look when stuck, each saying more than the one before.
         tests: the test classes that judge it, as `file::Class`.
+        slow: texts of the function and what each becomes in the starter, where the learner gets a slow body, not none.
+        prefix: the folder in the learner's that holds the lab's copies; "" is that folder itself.
     """
 
     id: str
@@ -36,6 +38,8 @@ class Exercise:
     minutes: int
     hints: tuple[str, ...]
     tests: tuple[str, ...]
+    slow: tuple[tuple[str, str], ...] = ()
+    prefix: str = ""
 
     @property
     def lab(self) -> str:
@@ -46,14 +50,25 @@ class Exercise:
         """What the missing body says when it is called."""
         return f"Lab {self.id}: {self.title}"
 
-    @property
-    def stage(self) -> str:
-        """The letter of the stage that it belongs to."""
-        return self.lab
+    def starter_text(self, text: str) -> str:
+        """The file's text as the learner gets it: without the function's body, or with a slow one."""
+        if not self.slow:
+            return bodies.stub(text, self.name, self.path, self.message)
+        span = bodies.find(text, self.name, self.path)
+        body = text[span.body_start : span.body_end]
+        for find, put in self.slow:
+            if body.count(find) != 1:
+                raise ValueError(f"{self.id}: {find!r} is {body.count(find)} times in {self.name}, expected once")
+            body = body.replace(find, put)
+        return text[: span.body_start] + body + text[span.body_end :]
 
     def is_stub(self, body: str) -> bool:
         """Whether a body is still the one that `make lab-x` wrote."""
-        return body.strip() == bodies.stub_statement(self.path, self.message)
+        if not self.slow:
+            return body.strip() == bodies.stub_statement(self.path, self.message)
+        given = self.starter_text(self.reference.read_text(encoding="utf-8"))
+        span = bodies.find(given, self.name, self.path)
+        return body == given[span.body_start : span.body_end]
 
     @property
     def is_python(self) -> bool:
@@ -74,7 +89,7 @@ class Exercise:
 
     def copy_in(self, work: Path) -> Path:
         """The learner's file."""
-        return work / self.path.removeprefix("labs/")
+        return work / self.prefix / self.path.removeprefix("labs/")
 
 
 @dataclass(frozen=True)
@@ -82,10 +97,11 @@ class Lab:
     """The exercises of one stage.
 
     Attributes:
-        letter: "a" … "f".
+        letter: "a" … "g", "p".
         package: the stage.
         folders: what the learner gets a copy of, relative to the repository.
         whole: the test class that runs the learner's whole stage with nothing exchanged.
+        prefix: as of its exercises.
     """
 
     letter: str
@@ -94,6 +110,11 @@ class Lab:
     folders: tuple[str, ...]
     whole: str
     exercises: tuple[Exercise, ...]
+    prefix: str = ""
+
+    def copy_of(self, path: str, work: Path) -> Path:
+        """Where the learner's copy of a file or folder of the repository is."""
+        return work / self.prefix / path.removeprefix("labs/")
 
     @property
     def root(self) -> Path:
@@ -113,7 +134,8 @@ def load_labs() -> dict[str, Lab]:
         for number, item in enumerate(entry.pop("exercises"), 1):
             path, name = item.pop("at").split("::")
             tests = tuple(f"test_lab_{letter}.py::{test}" for test in item.pop("tests"))
-            hints = tuple(item.pop("hints"))
+            hints, slow = tuple(item.pop("hints")), tuple(map(tuple, item.pop("slow", ())))
+            item |= {"slow": slow, "prefix": entry.get("prefix", "")}
             identity = f"{letter.upper()}.{number}"
             exercises.append(Exercise(id=identity, path=path, name=name, hints=hints, tests=tests, **item))
         folders = tuple(entry.pop("folders"))

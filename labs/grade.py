@@ -163,8 +163,9 @@ def main(argv: list[str] | None = None) -> int:
     lab = load_labs()[args.lab]
     try:
         only = _chosen(lab, args.only)
-        if not (args.work / lab.package).is_dir():
-            raise ValueError(f"{args.work / lab.package} is not there; `make lab-{lab.letter}` writes the starter")
+        copy = lab.copy_of(lab.package, args.work)
+        if not copy.is_dir():
+            raise ValueError(f"{copy} is not there; `make lab-{lab.letter}` writes the starter")
         if args.tests is not None and not (args.tests / f"test_lab_{lab.letter}.py").is_file():
             raise ValueError(f"{args.tests} has no test_lab_{lab.letter}.py")
         if args.show and (only is None or len(only) != 1):
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    link_models(args.work)
+    link_models(args.work / lab.prefix)
     if args.show:
         [exercise] = [exercise for exercise in lab.exercises if exercise.id in only]
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))

@@ -120,7 +120,7 @@ class Report:
 
 def mark_for(exercise: Exercise) -> Mark:
     """A mark without a verdict."""
-    place = f"{exercise.name} in {exercise.copy_in(Path('labs/work'))}"
+    place = f"{exercise.name} in {exercise.copy_in(Path('labs/work'))}" if not exercise.slow else "what makes it fast"
     return Mark(exercise.id, exercise.title, exercise.points, place=place)
 
 

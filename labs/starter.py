@@ -17,10 +17,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from labs import bodies
 from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
+
+
+RUNS = {"g": "serve LAB=1", "p": "stage-f LAB=slow"}  # how to run a lab that is no stage
 
 
 class AlreadyThere(FileExistsError):
@@ -44,7 +46,7 @@ def write_starter(
     missing = lab.exercises if missing is None else missing
     tests = sorted({exercise.path for exercise in lab.exercises if exercise.is_break_it})
     sources = [ROOT / folder for folder in [*lab.folders, *tests]]
-    targets = [work / folder.removeprefix("labs/") for folder in [*lab.folders, *tests]]
+    targets = [lab.copy_of(folder, work) for folder in [*lab.folders, *tests]]
     there = [target for target in targets if target.exists()]
     if there and not force:
         raise AlreadyThere(", ".join(str(target) for target in there))
@@ -64,9 +66,8 @@ def write_starter(
             shutil.copyfile(ROOT / package / "__init__.py", work / package / "__init__.py")
     for exercise in missing:
         file = exercise.copy_in(work)
-        text = bodies.stub(file.read_text(encoding="utf-8"), exercise.name, exercise.path, exercise.message)
-        file.write_text(text, encoding="utf-8")
-    link_models(work)
+        file.write_text(exercise.starter_text(file.read_text(encoding="utf-8")), encoding="utf-8")
+    link_models(work / lab.prefix)
     return targets
 
 
@@ -91,13 +92,13 @@ def next_steps(lab: Lab) -> str:
     lines = [f"Lab {letter.upper()}: {lab.title}", f"Your copy is in labs/work/. Start with labs/lab_{letter}.md."]
     lines += [
         f"  {exercise.id}  {exercise.title:{width}}  {exercise.points:3} points  "
-        f"{exercise.copy_in(WORK).relative_to(ROOT)}: {exercise.name}"
+        f"{'' if exercise.slow else f'{exercise.copy_in(WORK).relative_to(ROOT)}: {exercise.name}'}"
         for exercise in lab.exercises
     ]
     lines += [
         f"make grade-{letter}                 the whole table; every exercise fails at first",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
-        f"make {f'stage-{letter}' if letter <= 'f' else 'serve  '} LAB=1           run your engine on the tutor",
+        f"make {RUNS.get(letter, f'stage-{letter} LAB=1'):20}    run your engine on the tutor",
     ]
     return "\n".join(lines)
 
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[lab] yours: {', '.join(packages)}; every other stage is the reference", file=sys.stderr)
         return 0
     if args.lab is None:
-        parser.error("which lab? a … f")
+        parser.error(f"which lab? {', '.join(load_labs())}")
     lab = load_labs()[args.lab]
     try:
         write_starter(lab, force=args.force)

@@ -17,6 +17,7 @@ from labs.exercises import Exercise, Lab
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
 NOT_STARTED = "not started"
+OWN = ("beyond", "models", "slow", "break_it", "csrc", "old", "__pycache__")  # folders that labs write
 TAKES_OVER = ("sitecustomize.py", "usercustomize.py", "conftest.py", "pytest.ini")  # what Python or pytest would run
 
 
@@ -130,7 +131,7 @@ def changes_in_given_code(lab: Lab, work: Path) -> list[str]:
         by_file.setdefault(exercise.path, []).append(exercise)
     found = []
     for path in _files_of(lab):
-        copy = work / path.removeprefix("labs/")
+        copy = lab.copy_of(path, work)
         if not copy.is_file():
             found.append(f"{copy.relative_to(work)}: the file is missing")
             continue
@@ -177,7 +178,7 @@ def intruders(work: Path) -> list[str]:
     found = [path.relative_to(work) for name in TAKES_OVER for path in sorted(work.rglob(name))]
     for path in sorted(work.iterdir()):
         name = path.stem if path.suffix == ".py" else path.name
-        own = name.startswith("stage_") or name in ("beyond", "models", "break_it", "csrc", "old", "__pycache__")
+        own = name.startswith("stage_") or name in OWN
         if own or not name.isidentifier() or path.relative_to(work) in found:
             continue
         if name == "labs" or importlib.util.find_spec(name) is not None:

@@ -35,6 +35,7 @@ def test_there_are_enough_exercises_and_every_lab_adds_up_to_100_points():
     for lab in load_labs().values():
         assert len(lab.exercises) >= 3 and lab.points == 100, lab.letter
         assert (lab.exercises[-1].is_break_it) == (lab.letter in "defg")
+        assert all(bool(exercise.slow) == (lab.letter == "p") for exercise in lab.exercises)
     assert any(exercise.path.endswith((".cu", ".cuh")) for exercise in load_labs()["c"].exercises)
 
 
@@ -53,7 +54,11 @@ def test_the_function_and_its_tests_exist(exercise):
 @every_exercise
 def test_the_handout_explains_the_exercise(exercise):
     handout = (LABS / f"lab_{exercise.lab}.md").read_text(encoding="utf-8")
-    assert f"{exercise.id} " in handout and exercise.name.split(".")[-1] in handout
+    assert f"{exercise.id} " in handout
+    if exercise.slow:  # where it is, is for the learner to find
+        assert exercise.path.split("/")[-1] not in handout or f"`{exercise.name.split('.')[-1]}`" not in handout
+    else:
+        assert exercise.name.split(".")[-1] in handout
     assert "Every exercise fails at first" in handout
 
 
@@ -85,12 +90,13 @@ def test_the_starter_is_the_reference_but_for_the_listed_bodies(letter, tmp_path
     for folder in lab.folders:
         for reference in (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".cpp")):
             path = str(reference.relative_to(ROOT))
-            original, copy = reference.read_text(encoding="utf-8"), (tmp_path / path).read_text(encoding="utf-8")
+            original = reference.read_text(encoding="utf-8")
+            copy = lab.copy_of(path, tmp_path).read_text(encoding="utf-8")
             for exercise in by_file.get(path, []):
-                assert exercise.message in bodies.definition(copy, exercise.name, path)
+                assert exercise.slow or exercise.message in bodies.definition(copy, exercise.name, path)
                 copy = bodies.transplant(copy, original, exercise.name, path)
             assert copy == original, path
-    assert (tmp_path / "models" / "tutor").is_dir()
+    assert (tmp_path / lab.prefix / "models" / "tutor").is_dir()
 
 
 def test_a_stub_keeps_decorators_signature_and_docstring():
@@ -142,7 +148,14 @@ def test_launches_are_rewritten_for_the_cpu():
 def answers(kind: str, letter: str) -> list[dict[str, str]]:
     """Changes of the reference's functions that must lose (`wrong`) or keep (`right`) their points."""
     entries = tomllib.loads((Path(__file__).parent / f"lab_{kind}_answers.toml").read_text(encoding="utf-8"))
-    return [answer for answer in entries.get("answer", []) if answer["exercise"].startswith(letter.upper())]
+    found = [answer for answer in entries.get("answer", []) if answer["exercise"].startswith(letter.upper())]
+    for exercise in load_labs()[letter].exercises:
+        if exercise.slow and kind == "wrong":
+            (find, put), *then = exercise.slow
+            found.append(
+                {"exercise": exercise.id, "why": "slow", "find": find, "put": f"{put}  ", "then": then}  # not as given
+            )
+    return found
 
 
 def write_answer(answer: dict[str, str], work: Path) -> None:

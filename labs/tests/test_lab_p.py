@@ -1,0 +1,116 @@
+"""Judges lab P: what a function does is counted, not timed, so that a CPU suffices."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stage_b_decode_step.token_log as token_log
+import stage_f_graph_tp.llm as stage
+from labs.tests.support import check_whole_stage, completion_of
+from stage_a_naive.loading import resolve
+from stage_d_paged import block_manager, runtime
+from stage_d_paged.options import EngineOptions
+from stage_d_paged.sequence import Sequence
+from stage_e_batching.penalties import PenaltyState
+from stage_e_batching.step import BatchSequence
+from stage_f_graph_tp import cuda_graph
+from stage_f_graph_tp.step_input import StepShape
+
+CPU = torch.device("cpu")
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators[function.name().split(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class TestWaits:
+    @pytest.mark.parametrize("reuse", [True, False])
+    def test_a_token_is_written_without_reading_it_on_the_host(self, reuse: bool):
+        log = token_log.TokenLog(16, CPU, reuse=reuse, pinned=False)
+        with Count() as count:
+            for token in range(5):
+                log.write(torch.tensor([token]))
+        waits = count.operators["aten::_local_scalar_dense"]
+        assert waits == 0, f"5 tokens: 0 reads on the host expected, each of which waits for the GPU; got {waits}"
+        log.send()
+        found, following = log.receive(0), log.next_input.tolist()
+        assert (found, following) == ([0, 1, 2, 3, 4], [[4]]), f"the log must still be right, got {found}, {following}"
+
+
+class TestReplays:
+    def test_every_number_of_decodes_up_to_the_largest_size_is_replayed(self):
+        sizes = cuda_graph.capture_sizes(40)
+        graphs = cuda_graph.DecodeGraphs(sizes, table_width=5, max_model_len=20, padding_slot=99)
+        shapes = [StepShape(n, n, n, 2, n, 1, 8) for n in range(1, 42)]
+        replayed = sum(graphs.padded(shape) in graphs.shapes for shape in shapes)
+        assert replayed == 40, f"of 1 to 41 decodes, 40 have a graph of sizes {sizes}; {replayed} are replayed"
+        found = [graphs.padded(shape).num_seqs for shape in shapes[:5]]
+        assert found == [1, 2, 4, 4, 8], f"in the smallest that holds them: [1, 2, 4, 4, 8] expected, got {found}"
+
+
+class TestBlocks:
+    def block_size(self, **options: object) -> int:
+        asked = EngineOptions(attention_backend="reference", **options)
+        return runtime.load_runtime(resolve("tutor"), asked, CPU, torch.float32).block_size
+
+    def test_a_block_has_the_size_that_the_backend_prefers(self):
+        held = block_manager.BlockManager(200, self.block_size()).blocks_for(100)
+        assert held == 7, f"100 tokens are 7 blocks of the 16 that this backend prefers, got {held} blocks"
+
+    def test_the_option_decides(self):
+        found = self.block_size(kvcache_block_size=4)
+        assert found == 4, f"kvcache_block_size=4 was asked for, got {found}"
+
+
+class TestHashes:
+    def test_a_block_is_hashed_once_in_the_life_of_its_sequence(self, monkeypatch):
+        hashed, original = [], block_manager.block_key
+        monkeypatch.setattr(block_manager, "block_key", lambda *args: hashed.append(args) or original(*args))
+        manager = block_manager.BlockManager(20, 4)
+        sequence = Sequence(completion_of(list(range(30))))
+        for _ in range(5):  # it waits, and is looked at in every step
+            manager.count_cached_tokens(sequence)
+        assert manager.allocate(sequence, 30)
+        sequence.num_computed_tokens = 30
+        manager.index_computed(sequence)
+        twin = Sequence(completion_of([*range(30), 5]))
+        cached = manager.count_cached_tokens(twin)
+        assert cached == 28, f"the twin finds its 7 full blocks: 28 tokens expected, got {cached}"
+        assert len(hashed) <= 14, f"2 sequences of 7 full blocks are 14 hashes, got {len(hashed)}"
+
+
+class TestOperators:
+    def operators(self, rows: int) -> int:
+        state = PenaltyState(rows, 30, CPU)
+        for slot in range(rows):
+            sequence = BatchSequence(completion_of([1, 2, slot % 30], repetition_penalty=2.0))
+            sequence.batch_slot = slot
+            state.admit(sequence, sequence.request.params)
+        with Count() as count:
+            out = state.apply(torch.ones(rows, 30), np.arange(rows))
+        for row in range(rows):
+            seen = (out[row] == 0.5).nonzero().flatten().tolist()
+            assert seen == sorted({1, 2, row % 30}), f"row {row} must have its own tokens penalised, got {seen}"
+        return count.operators.total()
+
+    def test_more_rows_take_no_more_operators(self):
+        few, many = self.operators(2), self.operators(24)
+        assert few == many, f"2 rows take {few} operators, so 24 must take {few}; got {many}"
+
+
+class TestWholeStage:
+    def test_the_tutor_answers(self):
+        check_whole_stage(stage.LLM, num_kvcache_blocks=64)
