@@ -27,6 +27,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
+from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
 
 CPU, F32 = torch.device("cpu"), torch.float32
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -177,6 +178,14 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
             assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_stage_waits_for_one_that_takes_longer_than_a_connection_may(one_rank, two_stages, monkeypatch):
+    layer = two_stages.runner.model.layers[0]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *x: time.sleep(2 * CONNECT_TIMEOUT.total_seconds()) or forward(*x))
+    params = replace(GREEDY, max_tokens=1)
+    assert ids(two_stages.generate([[4, 2]], params, False)) == ids(one_rank.generate([[4, 2]], params, False))
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")

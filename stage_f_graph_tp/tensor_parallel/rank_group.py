@@ -7,6 +7,7 @@ The small all-reduces of a decode step are done by one kernel of our own where t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import sys
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import LOOPBACK, Rendezvous, WatchedStore
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, WatchedStore
 from stage_f_graph_tp.tensor_parallel.workers import Workers
 
 if TYPE_CHECKING:  # only GPUs need Triton
@@ -53,6 +54,8 @@ class RankGroup:
         self._enqueuing = threading.Lock()
         self._released = False
         self._abort: threading.Thread | None = None
+        # A connection to a host that has disappeared does not break: gloo would wait for a minute.
+        self._may_lose_hosts = rendezvous.is_torchrun and device.type == "cpu" and workers is not None
         if workers is not None:
             self._check = workers.check
             workers.stop_waiting = self.stop_waiting
@@ -115,15 +118,24 @@ class RankGroup:
             return getattr(self._group, collective)(*args)
 
     def _wait(self, work: dist.Work) -> None:
-        work.wait()
+        if self.device.type == "cuda":
+            work.wait()  # the device waits, and goes on with what is enqueued after this
+        elif self._may_lose_hosts:
+            finish_or_raise(lambda: work.wait(COLLECTIVE_TIMEOUT), self._check)
+        else:
+            work.wait(COLLECTIVE_TIMEOUT)  # without it, a receive would end after `CONNECT_TIMEOUT`
 
     def stop_waiting(self) -> None:
         """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.
 
-        Any thread may call it, and it does not block. (gloo's waits end when the other ranks' processes end.)
+        Any thread may call it, and it does not block. (gloo's waits end when the other ranks' processes end; for a host
+        that is gone, `_wait` leaves them.)
         """
         if self.one_shot is not None:
             self.one_shot.stop()
+        if self._may_lose_hosts and self._group is not None:
+            # Never freed, not at the program's end either: gloo would first wait for the host that is gone.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         if self.device.type == "cuda" and self._group is not None and self._abort is None:
             self._abort = threading.Thread(target=self._abort_library, daemon=True)
             self._abort.start()
@@ -146,10 +158,7 @@ class RankGroup:
 def _gloo_group(rendezvous: Rendezvous, check: Callable[[], None]) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = CONNECT_TIMEOUT
-    if rendezvous.is_torchrun:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=rendezvous.own_address)]
     store = WatchedStore(dist.PrefixStore("group", rendezvous.store), check)
     group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
     group._set_default_timeout(COLLECTIVE_TIMEOUT)

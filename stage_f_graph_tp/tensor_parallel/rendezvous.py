@@ -53,6 +53,17 @@ class Rendezvous:
     size: int
     is_torchrun: bool = False
 
+    @property
+    def own_address(self) -> str:
+        """The address at which the other ranks reach this one: of the interface that leads to rank 0's host."""
+        if not self.is_torchrun:
+            return LOOPBACK
+        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        family, kind, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it only looks up the route
+            return probe.getsockname()[0]
+
     def device(self, device: torch.device) -> torch.device:
         """This rank's device: with GPUs, the one of its number on this machine."""
         if device.type != "cuda":

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -20,13 +21,13 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from stage_f_graph_tp.tensor_parallel.rendezvous import LOOPBACK, Rendezvous
-from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, Build, without_delay
+from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, HOST_SECONDS, Build, watched
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
     """Execute rank 0's commands in a process that torchrun started."""
     host, port, key = json.loads(rendezvous.store.get("control"))
-    connection = without_delay(Client((host, port), authkey=bytes.fromhex(key)))
+    connection = watched(Client((host, port), authkey=bytes.fromhex(key)))
     connection.send_bytes(str(rendezvous.rank).encode())
     _execute(connection, lambda: rendezvous, build)
 
@@ -52,10 +53,14 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 messages.put(connection.recv_bytes())
-        os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective
+        except TimeoutError:
+            print(f"error: no sign of life from rank 0's host for {HOST_SECONDS} s", file=sys.stderr, flush=True)
+            os._exit(1)
+        except (EOFError, OSError):
+            os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective
 
     threading.Thread(target=receive, daemon=True).start()
     try:

@@ -41,6 +41,8 @@ CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch
 WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
 CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named: others may follow within that time
 
+HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
+
 ADVICE = "the engine cannot go on, close it and make a new one"
 
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
@@ -208,7 +210,7 @@ def _accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
         def accept() -> None:
             while len(connections) < rendezvous.size - 1 and time.monotonic() < deadline:
                 with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError):
-                    connection = without_delay(listener.accept())
+                    connection = watched(listener.accept())
                     connections[int(connection.recv_bytes())] = connection
 
         thread = threading.Thread(target=accept, daemon=True)
@@ -241,8 +243,21 @@ def _shut_down(connection: Connection) -> None:
         same.shutdown(socket.SHUT_RDWR)
 
 
-def without_delay(connection: Connection) -> Connection:
-    """Switch Nagle's algorithm off: a small message must not wait for the acknowledgement of the one before."""
+def watched(connection: Connection) -> Connection:
+    """Make a TCP connection break within seconds of the other host's disappearance, and send messages at once.
+
+    A host that loses its power or its network closes nothing. So the kernel asks an idle connection's other end every
+    second for a sign of life, and gives up when none comes. (Nagle's algorithm would hold a small message back until
+    the one before is acknowledged.)
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, HOST_SECONDS),
+            (socket.TCP_USER_TIMEOUT, 1000 * HOST_SECONDS),  # where something was sent and not acknowledged
+        ):
+            same.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection
