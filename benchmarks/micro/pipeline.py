@@ -1,0 +1,245 @@
+"""Pipeline stages: how long they are idle, with theory beside it, and what they send, with tensor parallelism beside it.
+
+*Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
+that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
+hosts really put on the cable between them, counted by the kernel; it needs root (`benchmarks/two_hosts.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.spans import idle_share, read_spans
+from benchmarks import two_hosts
+from benchmarks.micro import caption
+from benchmarks.pictures.pipeline import draw_stages
+from benchmarks.text import markdown
+from stage_a_naive.loading import load_tokenizer, resolve
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Sampled
+from stage_e_batching.step import ScheduledStep
+
+README, MARKERS = "beyond/scale_out", ("idle", "stages-speed", "bytes-sent")
+STAGES, SAMPLES = 2, 3
+LOADS = {"one request": 1, "32 requests": 32}
+LAYOUTS = {"one rank": {}, "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
+
+
+def measure(
+    model: str = "random:qwen2.5-0.5b", device: str = "cuda" if torch.cuda.is_available() else "cpu", speed: bool = True
+) -> dict:
+    """Idle shares, speeds and bytes; `speed=False` leaves out what depends on how busy this machine is."""
+    rows = [counted_row(work, batches) for work in ("decode", "prefill") for batches in (1, 2, 4, 8)]
+    if speed:
+        rows += [measured_row(model, device, batches) for batches in (1, 2, 3)]
+        rows += [row for name in LAYOUTS for row in speed_rows(model, device, name)]
+    if device == "cpu" and two_hosts.missing() is None:
+        rows += [bytes_row(model, name) for name in ("TP 2", "PP 2")]
+    return {"rows": rows, "model": model}
+
+
+def theory(work: str, batches: int, stages: int = STAGES) -> float:
+    """The idle share that is to be expected of equal stages.
+
+    decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: a prompt in chunks that
+    follow one another, with the pipeline filling and emptying once (GPipe, Huang et al., 2019).
+    """
+    if work == "prefill":
+        return (stages - 1) / (batches + stages - 1)
+    return 1 - min(1.0, batches / stages)
+
+
+class UnitStages:
+    """Stages that take one unit of time for every step, on a clock of their own. It makes up its tokens."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.now = 0.0
+        self.free = [0.0] * num_stages  # when each stage has done what it was given
+        self.spans: list[list[dict[str, object]]] = [[] for _ in range(num_stages)]
+
+    def launch(self, step: ScheduledStep) -> UnitStep:
+        arrived = self.now
+        for stage, spans in enumerate(self.spans):
+            start = max(arrived, self.free[stage])
+            arrived = self.free[stage] = start + 1
+            spans.append({"step": len(spans), "work": "layers", "start": start, "end": arrived})
+        return UnitStep(self, arrived, Sampled([1] * sum(step.samples)))
+
+
+class UnitStep:
+    """A step on its way through `UnitStages`."""
+
+    def __init__(self, stages: UnitStages, arrives: float, sampled: Sampled) -> None:
+        self.stages, self.arrives, self.sampled = stages, arrives, sampled
+
+    def wait(self) -> Sampled:
+        if self.sampled.token_ids:
+            self.stages.now = max(self.stages.now, self.arrives)
+        return self.sampled
+
+
+def counted_spans(work: str, batches: int, stages: int = STAGES) -> list[list[dict[str, object]]]:
+    """Busy times of `UnitStages`: many requests that decode, or one prompt in `batches` chunks."""
+    decode = work == "decode"
+    requests, prompt, answer = (8, 1, 64) if decode else (1, 8 * batches, 1)
+    scheduler = PipelineScheduler(
+        num_micro_batches=batches, num_blocks=400, block_size=8, max_num_seqs=8, max_num_batched_tokens=8
+    )
+    runner, tokenizer = UnitStages(stages), load_tokenizer(resolve("tutor"))
+    engine = PipelineEngine(scheduler, runner, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=4096)
+    for i in range(requests):
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        engine.add_request(Request(i, [(i + j) % 4000 + 1 for j in range(prompt)], params, seed=i), streams=False)
+    while engine.has_unfinished():
+        engine.step()
+    return [[span | {"batch": span["step"] % batches} for span in spans] for spans in runner.spans]
+
+
+def counted_row(work: str, batches: int) -> dict[str, object]:
+    return {"study": "counted", "work": work, "batches": batches, "idle": idle_share(counted_spans(work, batches)),
+            "theory": theory(work, batches)}  # fmt: skip
+
+
+def make_llm(model: str, device: str, **options: object):
+    """An engine; the option `fused` is off, so that the three layouts run the same kernels."""
+    from beyond.scale_out import LLM
+
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    more = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"num_kvcache_blocks": 512}
+    return LLM(model, device=device, dtype=dtype, max_num_seqs=64, enable_prefix_caching=False, **more, **options)
+
+
+def load(count: int, answer: int) -> tuple[list[list[int]], SamplingParams]:
+    """`count` prompts of 64 tokens, and the parameters of answers of this length."""
+    prompts = [[(i * 131 + j * 7) % 4000 + 1 for j in range(64)] for i in range(count)]
+    return prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+
+
+def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
+    """The idle share of a real engine that decodes 32 requests, from what its stages recorded."""
+    answer = 128 if device == "cuda" else 16
+    with tempfile.TemporaryDirectory() as folder:
+        trace = f"{folder}/trace.jsonl"
+        llm = make_llm(model, device, pipeline_parallel_size=STAGES, num_micro_batches=batches, trace=trace)
+        samples, shown = [], []
+        try:
+            for _ in range(SAMPLES + 1):  # the first to warm up
+                start = time.monotonic()
+                llm.generate(*load(32, answer), use_tqdm=False)
+                spans = [read_spans(f"{trace}.stage{stage}") for stage in range(STAGES)]
+                # The last two thirds of the time: all decode, none at the end, where the batches run out.
+                window = (start + (time.monotonic() - start) * 0.33, start + (time.monotonic() - start) * 0.9)
+                inside = [[s for s in own if window[0] <= s["start"] and s["end"] <= window[1]] for own in spans]
+                samples.append(idle_share(inside))
+                shown = [own[:60] for own in inside]
+        finally:
+            llm.close()
+    return {"study": "measured", "work": "decode", "batches": batches, "samples": samples[1:],
+            "theory": theory("decode", batches), "spans": shown}  # fmt: skip
+
+
+def speed_rows(model: str, device: str, name: str) -> list[dict[str, object]]:
+    """Tokens per second of a layout, for each load."""
+    answer = 128 if device == "cuda" else 8
+    llm = make_llm(model, device, **LAYOUTS[name])
+    found = []
+    try:
+        for load_name, count in LOADS.items():
+            samples = []
+            for _ in range(SAMPLES + 1):  # the first to warm up
+                start = time.perf_counter()
+                llm.generate(*load(count, answer), use_tqdm=False)
+                samples.append(count * answer / (time.perf_counter() - start))
+            found.append({"study": "speed", "layout": name, "load": load_name, "samples": samples[1:]})
+    finally:
+        llm.close()
+    return found
+
+
+RANK = """
+import json, sys
+from pathlib import Path
+from benchmarks.micro.pipeline import load, make_llm
+
+def sent_by_both():
+    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("cable:")]
+    numbers = line.partition(":")[2].split()
+    return int(numbers[0]) + int(numbers[8])  # received and transmitted bytes
+
+llm = make_llm(sys.argv[1], "cpu", **json.loads(sys.argv[2]))
+counts = []
+for answer in (1, 1, 9):
+    before = sent_by_both()
+    llm.generate(*load(4, answer), use_tqdm=False)
+    counts.append(sent_by_both() - before)
+print("bytes per decoded token:", (counts[2] - counts[1]) / (4 * 8), flush=True)
+llm.close()
+"""
+
+
+def bytes_row(model: str, name: str) -> dict[str, object]:
+    """Bytes on the cable between two hosts for every decoded token, both directions, with four requests at a time."""
+    with tempfile.TemporaryDirectory() as folder, two_hosts.two_hosts() as hosts:
+        script = Path(folder) / "rank.py"
+        script.write_text(RANK)
+        command = [str(script), model, json.dumps(LAYOUTS[name])]
+        environment = os.environ | {"PYTHONPATH": str(two_hosts.ROOT)}
+        processes = [
+            hosts.start(host, two_hosts.torchrun(host, command), env=environment, stdout=subprocess.PIPE)
+            for host in range(2)
+        ]
+        output, _ = processes[0].communicate(timeout=600)
+        processes[1].communicate(timeout=60)
+    if "bytes per decoded token:" not in output:
+        raise RuntimeError(f"the ranks did not count: {output}")
+    return {"study": "bytes", "layout": name, "bytes": float(output.rsplit(":", 1)[1])}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    """Idle shares; speeds; bytes."""
+    found: dict[str, list[str]] = {marker: [] for marker in MARKERS}
+    counted = [row for row in results[0]["rows"] if row["study"] == "counted"]
+    body = [[row["work"], row["batches"], f"{row['theory']:.1%}", f"{row['idle']:.1%}"] for row in counted]
+    found["idle"] = [*markdown(["work", "batches or chunks", "theory", "counted"], body), "", caption(results[0])]
+    for result in results:
+        measured = [row for row in result["rows"] if row["study"] == "measured"]
+        if measured:
+            body = [[r["batches"], f"{r['theory']:.0%}", f"{median(r['samples']):.0%}"] for r in measured]
+            heads = ["batches in flight", "idle, theory", "idle, measured"]
+            found["idle"] += ["", *markdown(heads, body), "", caption(result, result["model"])]
+        speeds = {(r["layout"], r["load"]): median(r["samples"]) for r in result["rows"] if r["study"] == "speed"}
+        if speeds:
+            body = [[layout, *(f"{speeds[layout, load]:,.0f}" for load in LOADS)] for layout in LAYOUTS]
+            lines = [*markdown(["tokens/s", *LOADS], body), "", caption(result, result["model"]), ""]
+            found["stages-speed"] += lines
+        sent = [[r["layout"], f"{r['bytes']:,.0f}"] for r in result["rows"] if r["study"] == "bytes"]
+        if sent:
+            heads = ["two hosts", "bytes between them per decoded token"]
+            found["bytes-sent"] += [*markdown(heads, sent), "", caption(result, result["model"], "float32"), ""]
+    return found
+
+
+def median(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) // 2]
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """The classical picture, of the counted stages."""
+    idle = theory("decode", 1, 3)
+    panels = {
+        f"one batch in flight: the stages are idle for {idle:.0%} of their time": counted_spans("decode", 1, stages=3),
+        "three batches in flight: they are idle only until all have begun": counted_spans("decode", 3, stages=3),
+        f"a prompt in four chunks: they are idle for {theory('prefill', 4, 3):.0%}, at its beginning and its end":
+            counted_spans("prefill", 4, stages=3),
+    }  # fmt: skip
+    return {"stages.png": draw_stages(panels, "As many batches as stages keep all stages busy").png}
