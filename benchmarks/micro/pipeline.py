@@ -1,4 +1,4 @@
-"""Pipeline stages: how long they are idle, with theory beside it, and what they send, with tensor parallelism beside it.
+"""Pipeline stages: how long they are idle, beside theory, and what they send, beside tensor parallelism.
 
 *Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
 that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler
-from beyond.scale_out.spans import idle_share, read_spans
 from benchmarks import two_hosts
 from benchmarks.micro import caption
 from benchmarks.pictures.pipeline import draw_stages
 from benchmarks.text import markdown
+from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.spans import idle_share, read_spans
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
