@@ -22,7 +22,11 @@ from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 
 
-RUNS = {"g": "serve LAB=1", "p": "stage-f LAB=slow"}  # how to run a lab that is no stage
+RUNS = {  # how to run a lab that is no stage
+    "g": "serve LAB=1",
+    "h": "serve LAB=1 ENGINE=beyond.quantization:LLM",
+    "p": "stage-f LAB=slow",
+}
 
 
 class AlreadyThere(FileExistsError):
