@@ -47,7 +47,10 @@ class QuantizedLayer(FusedLayer):
             norm = self.input_layernorm
             qkv = attention.qkv_proj(rms_norm(x, norm.weight, norm.eps))
             attended = self._attend(qkv, rotation, layer_cache, metadata)
-            return self._mlp(attention.o_proj(attended, x))
+            x = self._add_product(attended, attention.o_proj, x, None)
+            norm, mlp = self.post_attention_layernorm, self.mlp
+            gate_up = mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps))
+            return self._add_product(elementwise.silu_and_multiply(gate_up), mlp.down_proj, x, None)
         stream = x if isinstance(x, Stream) else scale_rows(x, self.input_layernorm.weight)
         attended = self._attend(self._skinny_qkv(stream), rotation, layer_cache, metadata)
         norm, gate_up = self.post_attention_layernorm, self.mlp.gate_up_proj.weight
@@ -79,7 +82,7 @@ class QuantizedLayer(FusedLayer):
     def _add_product(self, x: Tensor, linear: nn.Module, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
         if type(linear) is QuantizedResidualLinear:
             return products.product_add(x, linear.weight, residual, gain, self._arrival_counters)
-        if type(linear) is ResidualLinear:
+        if type(linear) is ResidualLinear and x.shape[0] <= self._skinny_max_tokens:
             return product_add(x, linear.weight, residual, gain, self._arrival_counters)
         total = linear(x, residual)  # of a shard: an all-reduce comes before the sum
         return total if gain is None else scale_rows(total, gain)

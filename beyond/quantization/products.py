@@ -30,7 +30,7 @@ from beyond.quantization.product_kernels import (
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import Stream
 
-PRODUCT_MAX_TOKENS = 512  # above, dequantise and let the library multiply
+PRODUCT_MAX_TOKENS = 256  # above, dequantise and let the library multiply
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def product_add(
     """
     tokens = x.shape[0]
     rows, columns = weight.values.shape
-    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
+    if tokens > PRODUCT_MAX_TOKENS and gain is None:
+        return residual.addmm_(x, dequantize(weight, x.dtype).t())
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, splits=True)
     block_m = _token_block(tokens)
     blocks = _ceil_div(rows, tiles.rows), _ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
@@ -146,36 +148,35 @@ def _group(weight: Quantized) -> int:
 
 @lru_cache(maxsize=256)
 def choose_tiles(
-    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1
-) -> Tiles:
+    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1,
+    splits: bool = False,
+) -> Tiles:  # fmt: skip
     """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
 
-    Few tokens: low tiles, so that every multiprocessor has several programs, whose ends even out. Each program reads
-    all tokens, from the L2 cache; the more tokens, the higher the tile must be for that not to be the larger part.
-    Many tokens: square tiles, whose programs reuse what they read.
+    Converting a weight takes two instructions, and every warp that multiplies it converts it for itself. With 4 warps
+    on a tile of 16 rows, all four convert all of it: the compiled loop has 11.8 instructions per weight, and issuing
+    them takes longer than the memory does. With 2 warps on 64 rows no two share a weight: 3.0. (From 33 tokens on a
+    program takes four warps, Hopper's warp group.) The rest is filling the chip: lower tiles, or split-K where the
+    kernel can (`splits`), until every multiprocessor has a program, and as many loads in flight as fit.
     """
     sm_count, shared_bytes = _chip(device)
     block_m = _token_block(tokens)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return Tiles(16, group or 128, 4, 2)
-    if block_m > 64:
-        return Tiles(128 // height, group or 64, 8, 4)
-    if block_m == 16:
-        low = 16 if height == 2 or _ceil_div(rows, 32) < 2 * sm_count else 32
-    else:
-        low = 64 // height if 2 * _ceil_div(rows, 64) >= sm_count else 32 // height
-    width = group or (256 if block_m == 16 else 128)
-    stage_bytes = (low * height + 2 * block_m) * width
-    stages = max(2, min(6, shared_bytes // 3 // stage_bytes))  # three programs share a multiprocessor's memory
-    return Tiles(low, width, 4, stages, _splits(_ceil_div(rows, low), columns // width, sm_count))
-
-
-def _splits(programs: int, steps: int, sm_count: int) -> int:
-    """Split-K of a product of this many tiles, each of this many steps: enough for all multiprocessors, 8 at most."""
-    splits = 1
-    while splits < 8 and programs * splits < sm_count and steps // splits >= 8:
-        splits *= 2
-    return splits
+    token_blocks = _ceil_div(tokens, block_m)
+    tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
+    programs = _ceil_div(rows * height, tall) * token_blocks
+    if programs < sm_count and (block_m > 64 or not splits or 4 * programs < sm_count):
+        tall, width = tall // 2, width if block_m > 32 or splits else 2 * width
+        warps = 1 if block_m == 32 else warps  # two would lie beside each other
+        programs = _ceil_div(rows * height, tall) * token_blocks
+    width = group or width
+    parts = 1
+    while splits and parts < 8 and programs * parts < sm_count and columns // (width * parts) >= 4:
+        parts *= 2
+    resident = max(2, min(4, _ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
+    stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
+    return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
 
 
 def _settings(tiles: Tiles, x: Tensor) -> dict[str, object]:
@@ -191,7 +192,7 @@ def _settings(tiles: Tiles, x: Tensor) -> dict[str, object]:
 
 def _token_block(tokens: int) -> int:
     """Tokens of a program's tile."""
-    return max(16, min(128, triton.next_power_of_2(tokens)))
+    return max(8, min(128, triton.next_power_of_2(tokens)))
 
 
 def _ceil_div(number: int, by: int) -> int:

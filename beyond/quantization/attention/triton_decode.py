@@ -7,7 +7,7 @@ The scales never touch a tile. A key's scale multiplies its *score*, a value's s
 so a tile of 64 keys of 128 numbers takes 64 multiplications, not 8192. The 8-bit values are exact in bfloat16 (and in
 float16), so that the tensor cores multiply what is stored; the sums are float32.
 
-Block table, splits and combine are stage D's functions, and the launch is stage F's (PDL).
+Block table, splits and combine are stage D's functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from beyond.quantization.formats import Quantized
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
 from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, write_result
-from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
 
 @triton.jit
@@ -70,12 +69,11 @@ def quantized_decode_kernel(
     out, query, k_values, v_values, k_scales, v_scales, block_tables, context_lens, cu_seqlens_q, partial_out,
     partial_lse, arrival_counters, scale_log2, query_stride, slot_stride, table_width, num_splits, split_keys,
     MIXED: tl.constexpr,  # the batch also has sequences of several queries, which the prefill kernel serves
-    PDL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the scales."""
-    start_next(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
     seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
@@ -92,8 +90,7 @@ def quantized_decode_kernel(
     block = look_up(table, split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
     splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
     if split >= splits:
-        return  # without a wait: the first split of each sequence waits
-    wait_for_previous(PDL)
+        return
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
     q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
     acc, lse = quantized_online_softmax(
@@ -106,6 +103,16 @@ def quantized_decode_kernel(
         arrival_counters + seq * KV_HEADS + kv_head, seq * heads + head, split, splits, num_splits,
         GROUP, GROUP_PAD, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
     )  # fmt: skip
+
+
+def choose_quantized_config(pairs: int, element_size: int) -> DecodeConfig | None:
+    """Choose the fastest of the configurations tried on an H200 with 32 contexts of 4096; None is stage D's choice.
+
+    `pairs` is sequences × KV heads. Fewer than 64 were not tried; float32 has stage D's small tiles.
+    """
+    if pairs < 64 or element_size == 4:
+        return None
+    return DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4, min_splits=2)
 
 
 def decode(
@@ -121,14 +128,13 @@ def decode(
 ) -> None:
     """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
     tables, lengths, values = metadata.block_tables, metadata.context_lens, k_cache.values
+    config = config or choose_quantized_config(len(lengths) * values.shape[2], query.element_size())
     plan = plan_decode(
         len(lengths), metadata.max_context_len, query.shape[1], *values.shape[1:], query.dtype, sm_count, config
     )
     partial_out, partial_lse = plan.make_partials(query.device)
-    mixed = metadata.max_query_len > 1
     quantized_decode_kernel[plan.programs,](
         out, query, values, v_cache.values, k_cache.scales, v_cache.scales, tables, lengths, metadata.cu_seqlens_q,
         partial_out, partial_lse, arrival_counters, scale * LOG2_E, query.stride(0), values.stride(1), tables.stride(0),
-        plan.num_splits, plan.split_keys, MIXED=mixed, **plan.constants,
-        **({"PDL": False} if mixed else pdl_settings(query.device)),  # in a mixed batch it may be that no program waits
+        plan.num_splits, plan.split_keys, MIXED=metadata.max_query_len > 1, **plan.constants,
     )  # fmt: skip
