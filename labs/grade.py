@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     lab = load_labs()[args.lab]
     try:
         only = _chosen(lab, args.only)
-        copy = lab.copy_of(lab.package, args.work)
+        copy = lab.copy_of(lab.package.replace(".", "/"), args.work)
         if not copy.is_dir():
             raise ValueError(f"{copy} is not there; `make lab-{lab.letter}` writes the starter")
         if args.tests is not None and not (args.tests / f"test_lab_{lab.letter}.py").is_file():
