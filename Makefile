@@ -57,7 +57,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint ext test lint doctor serve bench bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack ext test lint doctor serve bench bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -81,6 +81,9 @@ $(LAB_TARGETS): lab-%: $(READY)
 
 $(GRADE_TARGETS): grade-%: $(READY)
 	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+
+instructor-pack: $(READY) ## model answers, rubrics, hidden tests and policies for those who teach, into labs/pack/
+	@$(PY) -m labs.pack
 
 progress: $(READY) ## what is done, over all labs
 	@$(PY) -m labs.progress

@@ -113,7 +113,9 @@ def enter(lines: list[dict], mark: Mark) -> None:
         by_event.setdefault(line["event"], []).append(line)
     ends = by_event.get("end", [])
     mark.seconds = round(sum(line["seconds"] for line in ends), 3)
+    mark.num_passed = sum(line["state"] == "passed" for line in ends)
     collected = by_event.get("collected", [{"count": 0}])[0]["count"]
+    mark.num_tests = max(collected, len(ends))
     unfinished = len(by_event.get("start", [])) > len(ends)
     failed = [line for line in ends if line["state"] == "failed"]
     if failed:
@@ -159,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the marks (default: grade-d.json beside the copies, "
                         "and nothing with --only)")  # fmt: skip
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
+    parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
     args = parser.parse_args(argv)
     lab = load_labs()[args.lab]
     try:
@@ -178,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
         [exercise] = [exercise for exercise in lab.exercises if exercise.id in only]
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
     report = grade(lab, args.work, only, args.tests and args.tests.resolve())
+    for mark in report.marks:
+        mark.partial = args.partial
     print(report)
     progress.remember(report, args.work)
     if args.json or only is None:

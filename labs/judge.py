@@ -82,7 +82,8 @@ def install(answer: Answer) -> None:
     original, value = vars(owner)[name], _compiled(answer, module)
     setattr(owner, name, value)
     if not classes:
-        for other in [m for name, m in list(sys.modules.items()) if "stage_" in name or name.startswith("beyond.")]:
+        ours = ("stage_", "beyond.", "labs.tests")
+        for other in [m for name, m in list(sys.modules.items()) if name.startswith(ours)]:
             for attribute, found in list(vars(other).items()):
                 if found is original:
                     setattr(other, attribute, value)

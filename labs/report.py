@@ -27,10 +27,15 @@ class Mark:
     seconds: float = 0.0
     place: str = ""  # file and function
     hidden: bool = False  # whether hidden tests were among those that judged it
+    num_tests: int = 0
+    num_passed: int = 0
+    partial: bool = False  # points in proportion to the tests that pass
 
     @property
-    def points(self) -> int:
-        return self.max_points if self.state == "passed" else 0
+    def points(self) -> float:
+        if self.state == "passed":
+            return self.max_points
+        return round(self.max_points * self.num_passed / self.num_tests, 1) if self.partial and self.num_tests else 0
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Report:
     graded_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
     @property
-    def points(self) -> int:
+    def points(self) -> float:
         return sum(mark.points for mark in self.marks)
 
     @property

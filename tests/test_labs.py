@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
+import re
+import shutil
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from labs import bodies, grade, hint, progress, starter
+from labs import batch, bodies, grade, hint, pack, progress, starter
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
@@ -401,3 +405,62 @@ def test_make_passes_the_options_on():
     assert "--only \"D.2\" --show" in dry_run("grade-d", "ONLY=D.2", "SHOW=1")
     assert "-m labs.hint D.3" in dry_run("hint", "D.3") and "-m labs.progress" in dry_run("progress")
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")
+
+
+# ---- for courses --------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_the_forms_of_gradescope_and_otter():
+    marks = [Mark("A.1", "one", 60, "passed", seconds=1.0), Mark("A.2", "two", 40, "failed", "got 1", hidden=True)]
+    report = Report("a", "title", marks, notes=["a note"], tests="abc")
+    gradescope, otter = report.as_gradescope(), report.as_otter()
+    assert gradescope["score"] == 60 and [test["score"] for test in gradescope["tests"]] == [60, 0]
+    assert [test["visibility"] for test in gradescope["tests"]] == ["visible", "after_published"]
+    assert otter["total"] == 60 and otter["results"]["A.2"]["possible"] == 40 and otter["tests_hash"] == "abc"
+    marks[1].partial, marks[1].num_tests, marks[1].num_passed = True, 4, 3
+    assert report.points == 90 and report.as_json()["exercises"][1]["points"] == 30
+
+
+def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys):
+    odd = "for n in range(len(stop) - 1, 0, -1):\n    part = stop[:n]\n    if len(text) >= n and text[-n:] == part:\n" \
+          "        return n\nreturn 0"  # fmt: skip
+    renamed = re.sub(r"\bn\b", "size", odd.replace("part", "beginning"))
+    students = tmp_path / "submissions"
+    for name, body in (("ada", odd), ("bob", renamed), ("cay", "return 0")):
+        file = students / name / "stage_a_naive" / "stop_strings.py"
+        file.parent.mkdir(parents=True)
+        submission(tmp_path / f"copy-{name}", "a", overlap=body)
+        file.write_text((tmp_path / f"copy-{name}" / "stage_a_naive" / "stop_strings.py").read_text())
+    with tarfile.open(students / "cay.tar.gz", "w:gz") as archive:
+        archive.add(students / "cay" / "stage_a_naive", "stage_a_naive")
+    shutil.rmtree(students / "cay")
+    assert batch.main(["a", str(students), str(tmp_path / "results"), "--form", "gradescope"]) == 0
+    with (tmp_path / "results" / "summary.csv").open() as file:
+        rows = {row["student"]: row for row in csv.DictReader(file)}
+    assert [rows[name]["A.5"] for name in ("ada", "bob", "cay")] == ["10", "10", "0"]
+    assert float(rows["ada"]["A.5 seconds"]) >= 0
+    assert json.loads((tmp_path / "results" / "ada.json").read_text())["tests"][4]["score"] == 10
+    pairs = (tmp_path / "results" / "similarity.csv").read_text().splitlines()[1:]
+    assert len(pairs) == 1 and pairs[0].startswith("A.5,ada,bob,")
+
+
+def test_every_student_has_seeds_of_their_own():
+    seeds = [batch.student_seed(student, secret) for student in ("ada", "bob") for secret in ("x", "y")]
+    assert len(set(seeds)) == 4 and batch.student_seed("ada", "x") == seeds[0]
+
+
+def test_the_pack_has_answers_rubrics_and_hidden_tests_that_the_reference_passes(tmp_path, monkeypatch):
+    written = pack.write_pack(tmp_path / "pack")
+    assert {path.name for path in written} >= {"policies.md", "answers_d.md", "rubric_d.md", "test_lab_e.py"}
+    assert "def allocate" in (tmp_path / "pack" / "answers_d.md").read_text()
+    monkeypatch.setenv("SIX_ENGINES_LAB_SEED", "12345")
+    hidden = tmp_path / "pack" / "hidden"
+    keys = {"a": "A.5", "d": "D.2", "e": "E.9", "f": "F.1"}
+    jobs = []
+    for letter, key in keys.items():
+        starter.write_starter(load_labs()[letter], tmp_path / letter, missing=[])
+        jobs.append(job_for(key, tmp_path / letter, [hidden]))
+    for lines, key in zip(grade.judge(jobs), keys.values(), strict=True):
+        mark = Mark(key, "", 1)
+        enter(lines, mark)
+        assert mark.state == "passed" and mark.num_tests >= 1, mark

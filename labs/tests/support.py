@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,6 +17,13 @@ from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.noise import gumbel_noise
 from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
+
+SEED_VARIABLE = "SIX_ENGINES_LAB_SEED"  # the environment variable with a student's seed for hidden tests
+
+
+def student_random() -> random.Random:
+    """Random numbers of the student who is graded; without a seed those of seed 0."""
+    return random.Random(int(os.environ.get(SEED_VARIABLE, "0")))
 
 
 class DigitTokenizer:

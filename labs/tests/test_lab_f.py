@@ -36,7 +36,7 @@ from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
 CPU = torch.device("cpu")
 
 
-class TestLadder:
+class TestCaptureSizes:
     def test_small_sizes_close_together_then_every_sixteen(self):
         expected = [1, 2, 4, 8, 16, 32, 48, 64]
         assert cuda_graph.capture_sizes(64) == expected, (

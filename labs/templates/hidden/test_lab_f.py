@@ -1,0 +1,16 @@
+"""Hidden tests of lab F, to extend: cases that follow from each student's own seed.
+
+    make grade-f LAB_TESTS=labs/pack/hidden            (seed 0)
+    python -m labs.batch f submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
+"""
+
+from labs.tests import test_lab_f as public
+from labs.tests.support import student_random
+
+
+class TestCaptureSizes:
+    def test_a_random_limit(self):
+        top = student_random().randint(17, 500)
+        sizes = public.cuda_graph.capture_sizes(top)
+        expected = sorted({n for n in (1, 2, 4, 8, *range(16, top, 16)) if n < top} | {top})
+        assert sizes == expected, f"capture_sizes({top}) is {expected}, got {sizes}"
