@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from fake_model import (
     EOS,
     VOCAB,
@@ -53,7 +54,14 @@ VARIANTS = {
 # ---- on a model that is a hash of what it sees -----------------------------------------------------------------
 
 
-class HashDrafter:
+class FinishedDrafts:
+    """Drafts that are complete when they are made."""
+
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        assert all(sequence.draft for sequence in sequences)
+
+
+class HashDrafter(FinishedDrafts):
     """Knows the fake model's next tokens, and is wrong about some."""
 
     def __init__(self, seed: int, error_rate: float, num_tokens: int) -> None:
@@ -288,7 +296,7 @@ def test_tokens_that_come_one_by_one_are_found_as_well(tokens, size):
 # ---- on a model ------------------------------------------------------------------------------------------------
 
 
-class Oracle:
+class Oracle(FinishedDrafts):
     """Drafts from answers that are known, with every `wrong`-th token changed."""
 
     def __init__(self, outputs, num_tokens: int, wrong: int = 5) -> None:
@@ -446,6 +454,77 @@ def test_two_ranks_give_the_tokens_of_one(plain):
         llm.close()
 
 
+# ---- a small model ---------------------------------------------------------------------------------------------
+
+
+def with_draft_model(draft: str, **options: object) -> LLM:
+    return LLM("random:qwen2-tiny", device="cpu", speculation="model", draft_model=draft, **options)
+
+
+@pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool", "whole prompts", "one at a time"])
+def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
+    llm = with_draft_model("random:qwen2-tiny", **VARIANTS[variant])
+    if variant == "tiny pool":
+        llm.engine.scheduler.watermark = lambda sequence: 0
+    seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))]
+    for params in (GREEDY, seeded):
+        for _ in range(2):
+            assert ids(llm.generate(PROMPTS, params, False)) == ids(plain.generate(PROMPTS, params, False))
+    counters = llm.engine.counters
+    assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
+    assert (counters.num_preemptions > 0) == (variant == "tiny pool")
+    assert llm.engine.stats()["num_used_blocks"] == 0
+
+
+def test_a_small_model_that_is_wrong_changes_no_token(plain):
+    llm = with_draft_model("random:qwen2-tiny", num_kvcache_blocks=256)
+    for parameter in llm.engine.drafter._runner.model.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(plain.generate(PROMPTS, GREEDY, False))
+    assert 0 < llm.engine.counters.num_accepted_tokens < llm.engine.counters.num_draft_tokens
+
+
+def test_the_tutors_draft_model_knows_most_of_its_answers():
+    llm = LLM("tutor", device="cpu", speculation="model")
+    stage_e = stage_e_batching.LLM("tutor", device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=50)
+    questions = ["What is a KV cache?", "什么是 KV cache？"]
+    assert ids(llm.generate(questions, params, False)) == ids(stage_e.generate(questions, params, False))
+    counters = llm.engine.counters
+    assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
+
+
+def test_the_small_model_catches_up_after_a_pause(plain):
+    llm = with_draft_model("random:qwen2-tiny", num_kvcache_blocks=256, max_num_batched_tokens=512)
+    llm.engine.drafter._max_num_batched_tokens = 9  # its steps are small: it catches up in several
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    llm.add_request(PROMPTS[0], params)
+    for _ in range(3):
+        llm.step()
+    [sequence] = llm.engine.scheduler.decoding
+    sequence.resume_at = len(sequence) + 30
+    finished = []
+    while not llm.is_finished():
+        finished += llm.step()[0]
+    assert finished[0][1] == ids(plain.generate(PROMPTS[:1], params, False))[0]
+    counters = llm.engine.counters
+    assert counters.num_accepted_tokens == counters.num_draft_tokens > 20 and counters.num_steps > 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculation": "model"}, "needs draft_model="),
+        ({"draft_model": "tutor"}, "speculation='ngram'"),
+        ({"speculation": "model", "draft_model": "random:qwen3-0.6b"}, "151936 tokens in its vocabulary"),
+        ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "runs on one GPU"),
+    ],
+)
+def test_a_small_model_that_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM("random:qwen2-tiny", device="cpu", **options)
+
+
 def test_an_error_leaves_no_draft_behind(plain, monkeypatch):
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
     expected = plain.generate(PROMPTS, GREEDY, False)
@@ -483,6 +562,11 @@ def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
     expected = stage_f.generate(questions, params, False)
     assert ids(llm.generate(questions, params, False)) == ids(expected)
+    if draft_tokens == 4:
+        drafted = LLM("tutor", speculation="model", overlap=overlap, **options)
+        assert ids(drafted.generate(questions, params, False)) == ids(expected)
+        assert drafted.engine.counters.num_accepted_tokens > 0
+        drafted.close()
     for count in (1, 4, 12):
         llm.engine.drafter = Oracle(expected[:count], draft_tokens, wrong=7)
         assert ids(llm.generate(questions[:count], params[:count], False)) == ids(expected[:count])

@@ -2,7 +2,7 @@
 
 The acceptance is scripted: every draft is the same tokens, and of each one as many are called right as make the rate
 that was asked for. The tokens mean nothing then, and every step does the work that it would do with a real draft.
-`again` needs no script: the tutor is asked what it has just answered, and looks its answer up.
+The tutor's own text needs no script: there drafts are right as often as they are.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ import gc
 import json
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
 from benchmarks.text import markdown, number
+from benchmarks.timing import measure_ceilings
 from beyond.speculation import LLM
 from beyond.speculation.sequence import SpeculativeSequence
+from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 
-README, MARKERS = "beyond/speculation", ("speculation", "speculation-text")
+README, MARKERS = "beyond/speculation", ("speculation", "speculation-text", "speculation-floor")
 RATE = 0.83  # of the tokens of the drafts
 PROMPT, CONTEXTS = 128, (128, 2048)
 FAQ = Path(__file__).resolve().parents[2] / "models" / "tutor" / "faq.jsonl"
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
+COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
 
 
 class Script:
@@ -69,7 +77,10 @@ def measure(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
+    result = {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
+    if torch.cuda.is_available():
+        result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
+    return result
 
 
 def measure_batch(llm: LLM, batch: int, draft: int, prompt: int, tokens: int, repeats: int) -> list[dict]:
@@ -121,27 +132,27 @@ def run(llm: LLM, batch: int, prompt: int, params: SamplingParams) -> tuple[floa
 
 
 def measure_text(questions: int = 16) -> list[dict]:
-    """The tutor asked once, and asked the same again after its answer: what look-up drafts gain. A count, no time."""
-    llm = LLM("tutor")
-    greedy = SamplingParams(temperature=0.0, max_tokens=160)
-    asked = [json.loads(line)["question"] for line in FAQ.read_text(encoding="utf-8").splitlines()[:questions]]
-    first = [[{"role": "user", "content": question}] for question in asked]
+    """The tutor's own text: what look-up and the tutor's draft model gain. Steps and tokens are counts.
+
+    Asked once, and asked the same again after its answer, which is then in the prompt.
+    """
     rows, answers = [], None
-    for name in ("once", "again"):
-        before = replace(llm.engine.counters)
-        outputs = [llm.chat(messages, greedy)[0] for messages in first]
-        counted = {
-            key: getattr(llm.engine.counters, key) - getattr(before, key)
-            for key in ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
-        }
-        same = answers is None or answers == [output["text"] for output in outputs]
-        rows.append({"name": name, "requests": len(asked), "same_answers": same, **counted})
-        answers = [output["text"] for output in outputs]
-        first = [
-            [*messages, {"role": "assistant", "content": answer}, *messages]
-            for messages, answer in zip(first, answers, strict=True)
-        ]
-    llm.close()
+    asked = [json.loads(line)["question"] for line in FAQ.read_text(encoding="utf-8").splitlines()[:questions]]
+    once = [[{"role": "user", "content": question}] for question in asked]
+    for speculation in ("off", "ngram", "model"):
+        llm = LLM("tutor", speculation=speculation, max_num_seqs=8)
+        llm.chat(once[0], GREEDY)
+        answers = answers or [output["text"] for output in llm.chat(once, GREEDY)]
+        again = [[*q, {"role": "assistant", "content": a}, *q] for q, a in zip(once, answers, strict=True)]
+        for name, conversations in (("once", once), ("again", again)):
+            before = replace(llm.engine.counters)
+            outputs = [llm.chat(messages, GREEDY)[0] for messages in conversations]
+            counted = {key: getattr(llm.engine.counters, key) - getattr(before, key) for key in COUNTS}
+            seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
+            same = answers == [output["text"] for output in outputs]
+            rows.append({"speculation": speculation, "asked": name, "requests": questions, "same_answers": same,
+                         "seconds_per_token": seconds, **counted})  # fmt: skip
+        llm.close()
     return rows
 
 
@@ -194,9 +205,11 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         f"are always wrong, at most {costs[1]:.1f} %."
     )
     text = [
-        [row["name"], row["num_generated_tokens"], row["num_steps"],
-         number(row["num_generated_tokens"] / row["num_steps"]), row["num_draft_tokens"], row["num_accepted_tokens"]]
+        [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
+         f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
+         f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}"]
         for row in result["text"]
+        if row["speculation"] != "off"
     ]  # fmt: skip
     return {
         "speculation": [
@@ -205,10 +218,23 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             caption(result, f"{note}; {100 * result['rate']:.0f} % of the drafted tokens are called right"),
         ],
         "speculation-text": [
-            *markdown(["asked", "tokens", "steps", "tokens per step", "drafted", "right"], text), "",
+            *markdown(["drafts from", "tokens", "steps", "tokens per step", "drafted tokens right"], text), "",
             caption(result, f"the tutor, {result['text'][0]['requests']} questions, one request at a time"),
         ],
+        "speculation-floor": floor_table(result) if "ceilings" in result else [],
     }  # fmt: skip
+
+
+def floor_table(result: dict) -> list[str]:
+    """By rows: how long reading the weights takes, and how long multiplying them does, at this device's ceilings."""
+    cost, ceilings = ModelCost(preset_config(result["model"].removeprefix("random:")), 2), result["ceilings"]
+    read = 1e3 * cost.weight_bytes / ceilings["copy_bytes_per_s"]
+    body = [
+        [rows, number(read), number(1e3 * 2 * sum(cost.matmul_parameters) * rows / ceilings["matmul_operations_per_s"])]
+        for rows in (1, 5, 9, 64, 256, 512)
+    ]
+    heads = ["rows in a step", "ms to read the weights once", "ms to multiply them"]
+    return [*markdown(heads, body), "", caption(result, "counted, at this device's measured ceilings")]
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:

@@ -36,7 +36,10 @@ class Drafter(Protocol):
         """Whether there seems to be a guess, from the tokens on the host."""
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        """The guess, when all tokens are on the host."""
+        """The guess, when all tokens are on the host, or a list of its length."""
+
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        """Fill in the drafts, when they are scheduled and have their blocks."""
 
 
 @dataclass
@@ -106,6 +109,8 @@ class SpeculativeEngine(OverlappedEngine):
         verified = [sequence for sequence in dict.fromkeys(step.sequences[: step.num_decodes]) if sequence.draft]
         self.counters.num_verifications += len(verified)
         self.counters.num_draft_tokens += sum(len(sequence.draft) for sequence in verified)
+        if verified:
+            self.drafter.complete(verified)
         self.postprocess(step, self.runner.run(step))
         for sequence in verified:
             if sequence.state is State.DECODING:

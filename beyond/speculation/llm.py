@@ -1,6 +1,8 @@
 """Stage F's engine with speculative decoding.
 
-    guess (ngram.py) -> schedule one row per guess -> verify all rows in one step -> keep what was right  (engine.py)
+    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (engine.py)
+
+Guesses come from earlier text (ngram.py) or from a small model (draft_model.py).
 """
 
 from __future__ import annotations
@@ -8,16 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from beyond.speculation.draft_model import ModelDrafter
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, SpeculativeRunner
 from beyond.speculation.scheduler import DraftScheduler
+from stage_a_naive.loading import ModelSource, resolve
+from stage_a_naive.tutor import TUTOR_PATH
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine
 from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.options import GraphOptions
+
+TUTOR_DRAFT = TUTOR_PATH.parent / "tutor_draft"
+
+
+def make_pools(runtime: Runtime, drafting: Runtime, options: GraphOptions) -> tuple[KVCache, KVCache]:
+    """Two pools of as many blocks, in the memory that there is for one."""
+    num_blocks = choose_num_blocks(runtime, options)
+    if options.num_kvcache_blocks == -1:
+        both = runtime.bytes_per_token + drafting.bytes_per_token
+        num_blocks = max(1, num_blocks * runtime.bytes_per_token // both)
+    return runtime.make_pool(num_blocks), drafting.make_pool(num_blocks)
 
 
 class LLM(stage_f.LLM):
@@ -38,25 +57,53 @@ class LLM(stage_f.LLM):
     @property
     def engine_class(self) -> Callable[..., Engine]:
         options = self.options
-        drafter = NgramDrafter(options.num_speculative_tokens) if options.speculation == "ngram" else None
         # Where prompts have steps of their own, decodes pause, and a step may mix tokens in flight with known ones.
         overlap = options.overlap and options.enable_chunked_prefill
-        return partial(SpeculativeEngine, drafter=drafter, overlap=overlap)
+        return partial(SpeculativeEngine, drafter=self._drafter, overlap=overlap)
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        options = self.options.of_runner()
+        options, length = self.options, self.options.num_speculative_tokens
+        self._drafter = NgramDrafter(length) if options.speculation == "ngram" else None
         if options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
+        rows = options.stage_f(max_num_seqs=options.max_rows)
         patch = partial(choose_layers, fused=options.fused)
-        runtime = load_runtime(self.source, options, self.device, self.dtype, seed, patch=patch)
-        kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
-        return runtime, SpeculativeRunner(runtime, kv_cache, options, self.options.num_speculative_tokens)
+        runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
+        if options.speculation != "model":
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
+            return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+        drafting = load_runtime(
+            self._draft_source(runtime), options.stage_f(kvcache_block_size=runtime.block_size),
+            self.device, self.dtype, seed, patch=patch,
+        )  # fmt: skip
+        kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
+        self._drafter = ModelDrafter(GraphModelRunner(drafting, drafting_cache, options.stage_f()), drafting, options)
+        return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+
+    def _draft_source(self, runtime: Runtime) -> ModelSource:
+        """The draft model that was asked for, or the tutor's.
+
+        Raises:
+            ValueError: there is none, or its tokens or positions are not those of the model.
+        """
+        name = self.options.draft_model or (self.source.name == "tutor" and TUTOR_DRAFT)
+        if not name:
+            raise ValueError("speculation='model' needs draft_model=: a small model of the same vocabulary")
+        source = resolve(name)
+        config = ModelConfig.from_hf(source.config)
+        for what, have, want in (
+            ("tokens in its vocabulary", config.vocab_size, runtime.config.vocab_size),
+            ("positions", min(config.max_position_embeddings, runtime.max_model_len), runtime.max_model_len),
+        ):
+            if have != want:
+                raise ValueError(f"draft_model={str(name)!r} has {have} {what}, and the model {want}; choose another")
+        return source
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         """Stage F's ranks. Only rank 0 knows of drafts: the others are told to run more rows."""
         from stage_f_graph_tp.rank_runner import Job, build_worker  # here: as in stage F
 
-        options = self.options.of_runner()
+        options = self.options.stage_f(max_num_seqs=self.options.max_rows)
         job = Job.of(self.source.name, self.device, self.dtype, seed, options)
         runtime, runner = self._start_ranks(job, build_worker)
         runner.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)

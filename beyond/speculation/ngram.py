@@ -7,9 +7,19 @@ from every n-gram of prompt and answer to the position behind its latest occurre
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from beyond.speculation.sequence import SpeculativeSequence
 
 SIZE = 3  # tokens that must agree
+
+
+@dataclass
+class NgramIndex:
+    """Where a sequence's n-grams went on."""
+
+    positions: dict[tuple[int, ...], int] = field(default_factory=dict)  # of the token behind the latest occurrence
+    num_tokens: int = 0  # that are entered
 
 
 class NgramDrafter:
@@ -42,13 +52,17 @@ class NgramDrafter:
             draft.append(draft[len(draft) - (len(tokens) - at)])
         return draft
 
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        """Drafts are complete as they are."""
+
     def _find(self, sequence: SpeculativeSequence) -> int | None:
         """The position behind the latest earlier occurrence of the last tokens."""
-        tokens, ngrams, size = sequence.token_ids, sequence.ngrams, self._size
+        tokens, size = sequence.token_ids, self._size
         if len(tokens) <= size:
             return None
-        first = max(sequence.num_indexed, size)  # the n-gram before each position from here on is not entered yet
+        index = sequence.memory = sequence.memory or NgramIndex()
+        first = max(index.num_tokens, size)  # the n-gram before each position from here on is not entered yet
         columns = (tokens[first - size + i : len(tokens) - size + i] for i in range(size))
-        ngrams.update(zip(zip(*columns, strict=True), range(first, len(tokens)), strict=True))
-        sequence.num_indexed = len(tokens)
-        return ngrams.get(tuple(tokens[-size:]))
+        index.positions.update(zip(zip(*columns, strict=True), range(first, len(tokens)), strict=True))
+        index.num_tokens = len(tokens)
+        return index.positions.get(tuple(tokens[-size:]))

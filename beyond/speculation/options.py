@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 
-KINDS = ("ngram", "off")
+KINDS = ("ngram", "model", "off")
 MAX_DRAFT = 64  # tokens
 MAX_SPECULATING = 64  # sequences that run when drafts are made; with more of them a step has no room to spare
 
@@ -18,13 +18,15 @@ class SpeculationOptions(GraphOptions):
     """Options of this package's `LLM`.
 
     Attributes:
-        speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "off" makes
-            none, which is stage F.
+        speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "model" asks
+            a small model; "off" makes none, which is stage F.
         num_speculative_tokens: the longest draft.
+        draft_model: the small model, of the same vocabulary. The tutor has one of its own.
     """
 
     speculation: str = "ngram"
     num_speculative_tokens: int = 4
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +34,15 @@ class SpeculationOptions(GraphOptions):
             raise ValueError(f"speculation={self.speculation!r} is unknown; choose one of {', '.join(KINDS)}")
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFT:
             raise ValueError(f"num_speculative_tokens must be 1 to {MAX_DRAFT}, got {self.num_speculative_tokens}")
+        if self.draft_model is not None and self.speculation != "model":
+            raise ValueError(
+                f"draft_model={self.draft_model!r} and speculation={self.speculation!r}: give speculation='model'"
+            )
+        if self.speculation == "model" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"speculation='model' runs on one GPU, and tensor_parallel_size is {self.tensor_parallel_size}; "
+                "speculation='ngram' runs on several"
+            )
 
     @property
     def max_rows(self) -> int:
@@ -39,16 +50,16 @@ class SpeculationOptions(GraphOptions):
         drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
         return min(self.max_num_seqs + drafts, self.max_num_batched_tokens)
 
-    def of_runner(self) -> GraphOptions:
-        """Stage F's options for a runner that has a batch slot for every row of a verification."""
-        options = {field.name: getattr(self, field.name) for field in fields(GraphOptions)}
-        return GraphOptions(**options | {"max_num_seqs": self.max_rows})
+    def stage_f(self, **changes: object) -> GraphOptions:
+        """Stage F's options among these, some of them changed."""
+        return GraphOptions(**{field.name: getattr(self, field.name) for field in fields(GraphOptions)} | changes)
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options on the command line."""
     add_graph_options(group)
     group.add_argument("--speculation", choices=KINDS, default="ngram", help="where drafts come from")
+    group.add_argument("--draft-model", metavar="MODEL", help="a small model of the same vocabulary")
     group.add_argument(
         "--num-speculative-tokens", type=int, default=4, metavar="N", help="the longest draft (default: %(default)s)"
     )

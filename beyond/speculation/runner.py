@@ -11,13 +11,14 @@ the sampled tokens. The sizes are multiples of what one full draft takes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import torch
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
+from stage_d_paged.sequence import Sequence
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder, StepGraphs
 from stage_f_graph_tp.input_batch import InputBatch
@@ -36,15 +37,23 @@ def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
-class DraftBatch(InputBatch):
-    """Builds a step's input with the tokens of decodes too, where the host knows them all."""
+class RegrownBatch(InputBatch):
+    """Builds a step's input for sequences that give blocks back and get others."""
 
     def update(self, step: ScheduledStep) -> None:
-        """Take over what the step changed. Behind the last certain token, blocks given back may have been replaced."""
+        """Take over what the step changed, and all blocks that may have been others before."""
         for sequence in step.grown:
-            certain = (sequence.num_computed_tokens - 1) // self.block_size
-            self._table_lens[sequence.batch_slot] = min(self._table_lens[sequence.batch_slot], certain)
+            slot, lasting = sequence.batch_slot, self.num_lasting_tokens(sequence) // self.block_size
+            self._table_lens[slot] = min(self._table_lens[slot], lasting)
         super().update(step)
+
+    def num_lasting_tokens(self, sequence: Sequence) -> int:
+        """Tokens whose blocks the sequence has kept since they were taken over here."""
+        return sequence.num_computed_tokens - 1  # the last one is being scheduled
+
+
+class DraftBatch(RegrownBatch):
+    """Builds a step's input with the tokens of decodes too, where the host knows them all."""
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
         """The sizes of a step's input; no decodes, where no token has to be taken from the device."""
@@ -102,7 +111,7 @@ class SpeculativeRunner(GraphModelRunner):
         self.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
 
     @torch.inference_mode()
-    def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
+    def capture(self, record: Recorder, sizes: list[int], prefills: SequenceOf[int] = ()) -> None:
         """Record stage F's steps, and verifications."""
         super().capture(record, sizes, prefills)
         max_rows = len(self.last_tokens) - 1

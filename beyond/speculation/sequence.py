@@ -29,8 +29,7 @@ class SpeculativeSequence(AheadSequence):
     pause: int = FIRST_PAUSE
     resume_at: int = 0  # no draft before the sequence is this long
 
-    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)  # a few tokens -> where they went on, last time
-    num_indexed: int = 0  # tokens whose n-grams are entered
+    memory: object = None  # what its drafter keeps of it
 
     @property
     def may_draft(self) -> bool:

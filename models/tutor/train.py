@@ -8,6 +8,7 @@ the best token leads the second best by a wide margin and rounding in another en
     python models/tutor/train.py            # train, save, check; about ten minutes on two CPU cores
     python models/tutor/train.py --check    # only check what is saved
     python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
+    python models/tutor/train.py --layers 1 --epochs 12 --output models/tutor_draft    # its draft model
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import random
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +43,13 @@ from tutor_text import (
 WIDE_ENOUGH = 8.0  # logits; in bfloat16 a logit near 16 is rounded to a multiple of 0.125
 
 
-def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
+def build_model(tokenizer: Tokenizer, num_layers: int) -> Qwen2ForCausalLM:
     """Qwen2 in miniature: every feature of the real one (GQA, RoPE, QKV bias, tied embeddings), few parameters."""
     config = Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
@@ -118,6 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="do not train; check the saved model")
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again too")
+    parser.add_argument("--layers", type=int, default=4, help="1 for a draft model, which knows the answers less well")
+    parser.add_argument("--output", type=Path, default=HERE, help="where to save; only the tutor itself is checked")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--tokens-per-batch", type=int, default=512)
@@ -132,11 +136,12 @@ def main() -> None:
         if args.new_tokenizer:
             save_tokenizer(train_tokenizer(faq))
         tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
-        model = build_model(tokenizer)
+        model = build_model(tokenizer, args.layers)
         train(model, Samples(tokenizer, faq, random.Random(args.seed)), args)
-        model.to(torch.bfloat16).save_pretrained(HERE)
+        model.to(torch.bfloat16).save_pretrained(args.output)
         print(f"{model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
-    print(json.dumps(check(), indent=2))
+    if args.output == HERE:
+        print(json.dumps(check(), indent=2))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Drafts from a small model: it generates a few tokens, and the large one checks them.
+
+The small model has a KV cache of its own with as many blocks, so one block table serves both: position 70 of a sequence
+is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs whatever tokens it has not
+seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise that the large model's
+sampler will use for the same token, so the two agree as often as their scores do, also at temperature 1.
+
+What its KV cache holds can make a guess wrong, and never an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from beyond.speculation.options import SpeculationOptions
+from beyond.speculation.runner import RegrownBatch
+from beyond.speculation.sequence import SpeculativeSequence
+from stage_d_paged.runtime import Runtime
+from stage_d_paged.sequence import Sequence
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.async_runner import InFlight
+from stage_f_graph_tp.model_runner import GraphModelRunner
+
+
+@dataclass
+class Followed:
+    """What the small model has computed of a sequence."""
+
+    block_table: list[int]  # the sequence's list: another one means that its blocks were taken away
+    num_computed_tokens: int = 0  # certain tokens whose keys and values are in the small model's pool
+    guesses: list[int] = field(default_factory=list)  # and those of the guesses that follow them
+
+    def catch_up(self, token_ids: list[int]) -> None:
+        """Count the guesses that came true."""
+        for guess in self.guesses:
+            if token_ids[self.num_computed_tokens : self.num_computed_tokens + 1] != [guess]:
+                break
+            self.num_computed_tokens += 1
+        self.guesses = []
+
+
+class FollowingBatch(RegrownBatch):
+    """Builds the small model's input: it has taken note of the blocks of the tokens that it computed."""
+
+    def num_lasting_tokens(self, sequence: Sequence) -> int:
+        return sequence.memory.num_computed_tokens
+
+
+class ModelDrafter:
+    """Guesses with a small model.
+
+    Args:
+        runner: the small model.
+        runtime: what it runs on.
+        options: the limits of a step, and the longest draft.
+    """
+
+    def __init__(self, runner: GraphModelRunner, runtime: Runtime, options: SpeculationOptions) -> None:
+        self._runner = runner
+        self._max_num_batched_tokens = options.max_num_batched_tokens
+        self._num_tokens = options.num_speculative_tokens
+        runner.batch = FollowingBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        """A model always has a guess."""
+        return True
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        """Room for a guess: the small model needs the blocks of its tokens before it can compute them."""
+        return [0] * self._num_tokens
+
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        """Fill in the drafts: one step on the tokens that are new to the small model, then one per further guess."""
+        new = [s for s in sequences if s.memory is None or s.memory.block_table is not s.block_table]
+        for sequence in new:
+            sequence.memory = Followed(sequence.block_table)
+        for sequence in sequences:
+            sequence.memory.catch_up(sequence.token_ids)
+        guessing, launched = sequences, self._launch_known(sequences, new)
+        for i in range(1, 1 + max(len(sequence.draft) for sequence in sequences)):
+            waiting, guessing = guessing, [sequence for sequence in guessing if len(sequence.draft) > i]
+            following = self._launch_guess(guessing, i)
+            for sequence, token_id in zip(waiting, launched.wait().token_ids, strict=True):
+                sequence.draft[i - 1] = token_id
+            launched = following
+        for sequence in sequences:
+            sequence.memory.num_computed_tokens = len(sequence.token_ids)
+            sequence.memory.guesses = sequence.draft[:-1]  # the last one was sampled, and not run
+
+    def _launch_known(self, sequences: list[SpeculativeSequence], new: list[SpeculativeSequence]) -> InFlight:
+        """Run the tokens that the small model has not seen, in chunks where they are many; sample after the last."""
+        step = self._step(sequences)
+        step.admitted, step.grown = new, sequences
+        self._runner.admit(step)
+        share = self._max_num_batched_tokens // len(sequences)
+        while behind := [s for s in sequences if _num_unseen(s) > share]:
+            step = self._step(behind)
+            step.num_tokens, step.samples = [share] * len(behind), [False] * len(behind)
+            self._runner.launch(step)
+            for sequence in behind:
+                sequence.memory.num_computed_tokens += share
+        step = self._step(sequences)
+        step.num_tokens = list(map(_num_unseen, sequences))
+        return self._runner.launch(step)
+
+    def _launch_guess(self, sequences: list[SpeculativeSequence], number: int) -> InFlight:
+        """Run guess `number` of each draft, which is on the device, to sample the one after it."""
+        step = self._step(sequences)
+        step.starts = [len(sequence.token_ids) + number - 1 for sequence in sequences]
+        step.num_tokens, step.num_decodes = [1] * len(sequences), len(sequences)
+        return self._runner.launch(step)
+
+    def _step(self, sequences: list[SpeculativeSequence]) -> ScheduledStep:
+        starts = [sequence.memory.num_computed_tokens for sequence in sequences]
+        return ScheduledStep(0, 0.0, sequences, starts, samples=[True] * len(sequences))
+
+
+def _num_unseen(sequence: SpeculativeSequence) -> int:
+    return len(sequence.token_ids) - sequence.memory.num_computed_tokens
