@@ -1,0 +1,147 @@
+"""The labs as notebooks, for Colab, Kaggle or JupyterLab: handout, answer and grade in one page.
+
+    python -m labs.notebook        writes labs/notebooks/lab_a.ipynb … from the handouts and the starters
+
+A notebook needs nothing but the repository's URL in its first cell. Its cells call the functions below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from labs import bodies
+from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, all_exercises, load_labs
+from labs.hint import next_hints
+from labs.starter import AlreadyThere, write_starter
+
+FOLDER = LABS / "notebooks"
+SETUP = '''REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if not Path("labs/exercises.toml").exists():
+    if not Path("six-engines").exists():
+        subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, "six-engines"], check=True)
+    os.chdir("six-engines")
+sys.path.insert(0, os.getcwd())
+try:
+    import pytest, torch, transformers, triton, xxhash
+    assert int(transformers.__version__.split(".")[0]) >= 5
+except (ImportError, AssertionError):
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".", "pytest"], check=True)
+
+from labs.notebook import answer, grade, hint, run, start
+
+start("{letter}")'''
+
+
+def start(letter: str) -> None:
+    """Write the lab's starter to `labs/work/`, unless it is there."""
+    try:
+        write_starter(load_labs()[letter])
+        print(f"lab {letter.upper()}: your copy is in labs/work/")
+    except AlreadyThere:
+        print(f"lab {letter.upper()}: your copy was there already, with what you have done")
+
+
+def answer(exercise_id: str, source: str) -> None:
+    """Put the function's body from a cell into the copy in `labs/work/`."""
+    exercise = _exercise(exercise_id)
+    file = exercise.copy_in(WORK)
+    text, name = file.read_text(encoding="utf-8"), exercise.name.split(".")[-1]
+    source = textwrap.dedent(source).strip("\n") + "\n"
+    span, theirs = bodies.find(text, exercise.name, exercise.path), bodies.find(source, name, exercise.path)
+    body = source[theirs.body_start : theirs.body_end]
+    if exercise.is_python:
+        body = textwrap.indent(textwrap.dedent(body), span.indent)
+    file.write_text(text[: span.body_start] + body + text[span.body_end :], encoding="utf-8")
+
+
+def grade(key: str, show: bool = False) -> None:
+    """Grade one exercise, or a whole lab by its letter."""
+    whole = key.lower() in load_labs()
+    options = [] if whole else ["--only", key.upper(), *(["--show"] if show else [])]
+    _python("-m", "labs.grade", key[0].lower(), *options)
+
+
+def hint(exercise_id: str) -> None:
+    """Print the hints so far, and the next one."""
+    print(*next_hints(exercise_id), sep="\n")
+
+
+def run(module: str, *arguments: str) -> None:
+    """Run a stage with your copies in place of the reference."""
+    _python("-m", module, *arguments, path=[WORK, ROOT])
+
+
+def _python(*arguments: str, path: tuple[Path, ...] | list[Path] = (ROOT,)) -> None:
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    print(done.stdout + done.stderr)
+
+
+def _exercise(exercise_id: str) -> Exercise:
+    return next(exercise for exercise in all_exercises() if exercise.id == exercise_id.upper())
+
+
+def cells_of(lab: Lab) -> list[tuple[str, str]]:
+    """("markdown" or "code", text) of each cell of a lab's notebook."""
+    handout = (LABS / f"lab_{lab.letter}.md").read_text(encoding="utf-8")
+    handout = re.sub(r"\]\((?!http)", "](../", handout)  # links, from one folder further down
+    parts = re.split(r"(?=^### [A-Z]\.\d+ )", handout, flags=re.MULTILINE)
+    cells = [("markdown", parts[0].strip()), ("code", SETUP.replace("{letter}", lab.letter))]
+    for exercise, part in zip(lab.exercises, parts[1:], strict=True):
+        text, *rest = re.split(r"(?=^##+ )", part[3:], maxsplit=1, flags=re.MULTILINE)
+        cells.append(("markdown", f"###{text.rstrip()}"))
+        if exercise.slow:
+            note = f'# Repair the function in labs/work/slow with the editor; hint("{exercise.id}") helps.'
+            cells.append(("code", f'{note}\ngrade("{exercise.id}")'))
+        else:
+            cells.append(("code", f'answer("{exercise.id}", r\'\'\'\n{_stub(exercise)}\'\'\')\ngrade("{exercise.id}")'))
+        cells += [("markdown", block.strip()) for block in rest]
+    cells.append(("code", f'grade("{lab.letter}")'))
+    if lab.package.startswith("stage_"):
+        cells.append(("code", f'run("{lab.package}", "--prompt", "What is a KV cache?")'))
+    return cells
+
+
+def _stub(exercise: Exercise) -> str:
+    text = exercise.starter_text(exercise.reference.read_text(encoding="utf-8"))
+    stub = textwrap.dedent(bodies.definition(text, exercise.name, exercise.path)).rstrip() + "\n"
+    if "'''" in stub:
+        raise ValueError(f"{exercise.id}: a cell is quoted in ''' and cannot hold another")
+    return stub
+
+
+def notebook(lab: Lab) -> str:
+    """The notebook as JSON."""
+    cells = []
+    for number, (kind, text) in enumerate(cells_of(lab)):
+        cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
+        cells.append(cell | {"source": text.splitlines(keepends=True)}
+                     | ({"execution_count": None, "outputs": []} if kind == "code" else {}))  # fmt: skip
+    metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}, indent=1,
+                      ensure_ascii=False) + "\n"  # fmt: skip
+
+
+def main() -> int:
+    FOLDER.mkdir(exist_ok=True)
+    for letter, lab in load_labs().items():
+        (FOLDER / f"lab_{letter}.ipynb").write_text(notebook(lab), encoding="utf-8")
+    print(f"{len(load_labs())} notebooks in {FOLDER}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
