@@ -215,7 +215,7 @@ def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
 
 
 def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
-    engine = make_engine(drafter=AlwaysDrafts(0, 1.0, 6), **POOL)
+    engine = make_engine(drafter=AlwaysDrafts(0, 1.0, 9), draft_tokens=9, **POOL)
     manager = engine.scheduler.block_manager
     engine.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
     widest = 0
