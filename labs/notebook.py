@@ -1,4 +1,4 @@
-"""The labs as notebooks, for Colab, Kaggle or JupyterLab: handout, answer and grade in one page.
+"""The labs as notebooks, for Colab, Kaggle or JupyterLab: handout, answer and grade in one document.
 
     python -m labs.notebook        writes labs/notebooks/lab_a.ipynb … from the handouts and the starters
 
