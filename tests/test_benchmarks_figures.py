@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.micro import coalescing, no_cache, waterfall
-from benchmarks.micro.kernel_spans import Span
+from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {

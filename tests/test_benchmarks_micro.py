@@ -12,10 +12,11 @@ from soak import HOST_GROWTH, Sample, Tally, verdict
 from benchmarks import micro
 from benchmarks.micro import attention, batching, block_waste, kernel_spans, layers, scheduling, step_cost
 from benchmarks.micro.__main__ import main
-from benchmarks.micro.kernel_spans import Recording, Span, from_rows, record, record_engine, to_rows
+from benchmarks.micro.kernel_spans import record_engine
 from benchmarks.micro.profile_step import kind_of as kind_of_operator
 from benchmarks.micro.profile_step import layer_spans
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
+from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.workloads import Call, make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
@@ -173,9 +174,9 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:
     names = ["Memcpy HtoD", "scale_kernel", "qkv_rotate_kernel", "dependent_decode_kernel", "product_add_kernel"]
     names += ["gate_up_silu_kernel", "product_add_kernel", "nvjet_lm_head", "_best_of_stretch_kernel", "Memcpy DtoH"]
     # Each takes 3 µs, 10 µs after the one before; attention begins while the QKV product runs, and waits for it.
-    spans = [kernel_spans.Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]
-    spans[3] = kernel_spans.Span(names[3], 21.0, 12.0)
-    found = kernel_spans.account(kernel_spans.Recording("two steps", 2, spans))
+    spans = [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]
+    spans[3] = Span(names[3], 21.0, 12.0)
+    found = kernel_spans.account(Recording("two steps", 2, spans))
     assert sum(found.values()) == pytest.approx((93 - 0) / 2)
     assert found["QKV"] == found["output"] == found["gate-up"] == found["down"] == found["LM head"] == 1.5
     assert found["attention"] == 5.0  # from 23 to 33

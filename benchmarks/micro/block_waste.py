@@ -9,15 +9,31 @@ without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
+from stage_a_naive import SamplingParams
+from stage_a_naive.outputs import Completion, Request
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import waste_by_block_size
+from stage_d_paged.sequence import Sequence
 
 README, MARKERS = "stage_d_paged", ("page-waste", "prefix-tokens")
 PREFIX_BLOCK = 64
 BLOCK_SIZES = [16, 64, 256]
 MAX_MODEL_LEN = 4096  # the engine's default
+
+
+def computed(manager: BlockManager, token_ids: Iterable[int]) -> Sequence:
+    """A sequence with blocks for these tokens, as if a step had computed all of them."""
+    request = Request(0, list(token_ids), SamplingParams(), seed=0)
+    sequence = Sequence(Completion(request, None, frozenset(), 4096, text_at_end=True))
+    if not manager.allocate(sequence, len(sequence)):
+        raise ValueError(f"{len(sequence)} tokens do not fit: {manager.num_free} blocks are free")
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    return sequence
 
 
 def measure(size: str = "gpu") -> dict:
@@ -39,8 +55,6 @@ def measure(size: str = "gpu") -> dict:
 
 def prefix_tokens(size: str) -> dict[str, int]:
     """Prompt tokens of the `prefix` workload that the model runs, without the prefix cache and with it."""
-    from benchmarks.pictures.pages import computed
-
     [call] = make_workload("prefix", size).rounds[0]
     found = {"requests": len(call.prompts), "blocks of": PREFIX_BLOCK}
     for name, enabled in (("without", False), ("with", True)):

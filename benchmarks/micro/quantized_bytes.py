@@ -49,4 +49,3 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     ]  # fmt: skip
     head = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in kinds)]
     return {"quantized-bytes": [*markdown(head, body), "", "Counted by `python -m benchmarks.micro quantized_bytes`."]}
-

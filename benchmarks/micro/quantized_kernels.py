@@ -274,8 +274,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         result, f"µs, medians of {REPEATS} samples in a CUDA graph; every launch reads memory of its own; "
         f"a copy moves {copy:.2f} TB/s"
     )  # fmt: skip
-    products = markdown(
-        ["matrix", "tokens", *WEIGHT_FORMATS, "int8 is faster by"], body("product", WEIGHT_FORMATS)
-    )
+    products = markdown(["matrix", "tokens", *WEIGHT_FORMATS, "int8 is faster by"], body("product", WEIGHT_FORMATS))
     attention = markdown(["batch", *CACHE_FORMATS, "int8 is faster by"], body("attention", CACHE_FORMATS))
     return {"quantized-products": [*products, "", note], "quantized-attention": [*attention, "", note]}

@@ -16,7 +16,7 @@ import torch
 from benchmarks.engines import installed_engines
 from benchmarks.measure import close
 from benchmarks.micro import caption
-from benchmarks.micro.kernel_spans import Span, record
+from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
 from stage_a_naive.sampling import SamplingParams
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
 from torch import nn
 
 from benchmarks.micro import block_waste
+from benchmarks.micro.block_waste import computed
 from benchmarks.pictures.picture import (
     BLUE,
     GREEN,
@@ -25,7 +26,6 @@ from benchmarks.pictures.picture import (
 )
 from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
-from stage_a_naive.outputs import Completion, Request
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
@@ -83,17 +83,6 @@ def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, tit
     if title:
         axes.set_title(title, fontsize=12, loc="left")
     return finish(figure, f"{num_blocks} blocks of {block_size} slots and the sequences that hold them")
-
-
-def computed(manager: BlockManager, token_ids: Iterable[int]) -> PagedSequence:
-    """A sequence with blocks for these tokens, as if a step had computed all of them."""
-    request = Request(0, list(token_ids), SamplingParams(), seed=0)
-    sequence = PagedSequence(Completion(request, None, frozenset(), 4096, text_at_end=True))
-    if not manager.allocate(sequence, len(sequence)):
-        raise ValueError(f"{len(sequence)} tokens do not fit: {manager.num_free} blocks are free")
-    sequence.num_computed_tokens = len(sequence)
-    manager.index_computed(sequence)
-    return sequence
 
 
 def draw_cached_blocks() -> Picture:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.micro.kernel_spans import Recording, from_rows
 from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, Picture, finish, new_figure, plain
+from benchmarks.recording import Recording, from_rows
 from benchmarks.results import of_kind
 
 # The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.

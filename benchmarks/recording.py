@@ -1,0 +1,123 @@
+"""Record what runs, and when: every kernel of a stretch of work with its start and its length.
+
+On a GPU the spans are the kernels, as the device's own clock saw them, inside CUDA graphs too. On a CPU they are the
+innermost operators; between them Python and PyTorch's dispatcher are at work. Recording slows down the CPU, which
+launches the work, and not the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
+NO_WORK = {
+    "as_strided", "as_strided_", "view", "view_as", "_unsafe_view", "reshape", "_reshape_alias", "flatten",
+    "unflatten", "empty", "empty_like", "empty_strided", "zeros", "full", "detach", "detach_", "alias",
+    "lift_fresh", "resize_", "set_", "transpose", "t", "permute", "slice", "select", "narrow", "chunk",
+    "split", "split_with_sizes", "unsqueeze", "squeeze", "expand", "contiguous", "to", "type_as",
+    "result_type", "item", "_local_scalar_dense", "resolve_conj", "resolve_neg",
+}  # fmt: skip
+
+
+class Span(NamedTuple):
+    """One kernel (GPU) or innermost operator (CPU); microseconds."""
+
+    name: str
+    start: float
+    length: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A few decode steps of one engine."""
+
+    name: str
+    steps: int
+    spans: list[Span]
+
+    @property
+    def whole(self) -> float:
+        """µs from the first span's start to the last one's end."""
+        return max(s.start + s.length for s in self.spans) - self.spans[0].start
+
+    @property
+    def busy(self) -> float:
+        """µs in which at least one span runs."""
+        total, end = 0.0, float("-inf")
+        for span in self.spans:
+            stop = span.start + span.length
+            total += max(0.0, stop - max(end, span.start))
+            end = max(end, stop)
+        return total
+
+
+def record(name: str, run: Callable[[], object], device: torch.device, steps: int, repeats: int = 3) -> Recording:
+    """Call `run`, which is `steps` decode steps, under PyTorch's profiler; of several calls the fastest is kept.
+
+    Raises:
+        RuntimeError: nothing ran.
+    """
+    found = [_record_once(run, device) for _ in range(repeats)]
+    if not all(found):
+        raise RuntimeError(f"the profiler saw nothing run in {name!r}")
+    return min((Recording(name, steps, spans) for spans in found), key=lambda recording: recording.whole)
+
+
+def _record_once(run: Callable[[], object], device: torch.device) -> list[Span]:
+    is_cuda = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as profiler:
+            run()
+            if is_cuda:
+                torch.cuda.synchronize(device)
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found = sorted(kernels if is_cuda else _innermost(events), key=lambda e: e["ts"])
+    zero = found[0]["ts"] if found else 0.0
+    return [Span(e["name"].removeprefix("aten::"), round(e["ts"] - zero, 2), round(e["dur"], 2)) for e in found]
+
+
+def _innermost(events: list[dict]) -> list[dict]:
+    """Operators that compute something and call no other such operator."""
+    operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].split("::")[-1] not in NO_WORK]
+    operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    outer: set[int] = set()
+    open_ones: list[int] = []
+    for i, event in enumerate(operators):
+        while open_ones and not _contains(operators[open_ones[-1]], event):
+            open_ones.pop()
+        outer.update(open_ones)
+        open_ones.append(i)
+    return [event for i, event in enumerate(operators) if i not in outer]
+
+
+def _contains(outer: dict, inner: dict) -> bool:
+    return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
+
+
+def to_rows(recordings: list[Recording]) -> list[dict]:
+    """Recordings as rows of a results file; a span is [name's number, start, length], to keep it small."""
+    rows = []
+    for r in recordings:
+        number = {name: i for i, name in enumerate(dict.fromkeys(span.name for span in r.spans))}
+        spans = [[number[span.name], span.start, span.length] for span in r.spans]
+        rows.append({"name": r.name, "steps": r.steps, "names": [name[:80] for name in number], "spans": spans})
+    return rows
+
+
+def from_rows(rows: list[dict]) -> list[Recording]:
+    """The recordings of a results file."""
+    return [
+        Recording(row["name"], row["steps"], [Span(row["names"][n], *times) for n, *times in row["spans"]])
+        for row in rows
+    ]
