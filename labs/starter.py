@@ -25,6 +25,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 RUNS = {  # how to run a lab that is no stage
     "g": "serve LAB=1",
     "h": "serve LAB=1 ENGINE=beyond.quantization:LLM",
+    "i": "serve LAB=1 ENGINE=beyond.speculation:LLM",
     "p": "stage-f LAB=slow",
 }
 

@@ -129,14 +129,18 @@ class SpeculativeEngine(OverlappedEngine):
             self.counters.num_generated_tokens -= 1  # it counts as sampled, and is none
             return False
         ended = super()._append(sequence, token_id, logprob, now)
+        self._check_guess(sequence, token_id)
+        sequence.is_settled |= ended
+        return ended
+
+    def _check_guess(self, sequence: SpeculativeSequence, token_id: int) -> None:
+        """Compare a certain token with the guess for it. If it was right, its row is certain too."""
         if self.accepts(sequence, token_id):
             sequence.num_right += 1
             sequence.num_computed_tokens += 1
             self.counters.num_accepted_tokens += 1
-            sequence.is_settled = ended
         else:
             sequence.is_settled = True
-        return ended
 
     def accepts(self, sequence: SpeculativeSequence, token_id: int) -> bool:
         """Whether a sampled token is the next guess of the draft."""
