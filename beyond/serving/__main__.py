@@ -48,6 +48,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     server.add_argument("--api-key", default=os.environ.get("API_KEY"), help="clients must send it (default: $API_KEY)")
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
     server.add_argument("--deadline", type=float, default=30, help="seconds for running answers at the end")
+    server.add_argument("--no-page", dest="page", action="store_false", help="no live page, and no buttons that pause")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", default="tutor", help="tutor | random:PRESET | a directory | a hub id")
     engine.add_argument("--device", default="auto", help="auto | cpu | cuda")
@@ -73,6 +74,8 @@ async def _serve(options: argparse.Namespace, engine_options: dict[str, object])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"[serving] {served}, {module} on {llm.device} in {str(llm.dtype).removeprefix('torch.')}", flush=True)
         print(f"[serving] API      http://{host}:{port}/v1", flush=True)
+        if options.page:
+            print(f"[serving] page     http://{host}:{port}/", flush=True)
         print(f"[serving] metrics  http://{host}:{port}/metrics", flush=True)
 
     try:
@@ -84,6 +87,7 @@ async def _serve(options: argparse.Namespace, engine_options: dict[str, object])
             max_queue=options.max_queue,
             api_key=options.api_key,
             deadline=options.deadline,
+            page=options.page,
             on_ready=tell,
         )
     finally:

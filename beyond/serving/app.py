@@ -58,12 +58,12 @@ class Api:
     def app(self, more_routes: Sequence[Route] = ()) -> Starlette:
         """The application for a web server."""
         routes = [
-            Route("/v1/models", self._get(self.models)),
-            Route("/v1/models/{model:path}", self._get(self.one_model)),
-            Route("/v1/completions", self._post(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._post(self.chat_completions), methods=["POST"]),
-            Route("/tokenize", self._post(self.tokenize), methods=["POST"]),
-            Route("/detokenize", self._post(self.detokenize), methods=["POST"]),
+            Route("/v1/models", self.get(self.models)),
+            Route("/v1/models/{model:path}", self.get(self.one_model)),
+            Route("/v1/completions", self.post(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
+            Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             *more_routes,
@@ -72,7 +72,7 @@ class Api:
 
     # ---- the door -----------------------------------------------------------------------------------------------
 
-    def _post(self, handler: Handler) -> Endpoint:
+    def post(self, handler: Handler) -> Endpoint:
         """An endpoint that hands `handler` the body, and answers with an error where one is raised."""
 
         async def endpoint(request: HttpRequest) -> Response:
@@ -87,7 +87,9 @@ class Api:
 
         return endpoint
 
-    def _get(self, handler: Handler) -> Endpoint:
+    def get(self, handler: Handler) -> Endpoint:
+        """An endpoint that hands `handler` the request, and answers with an error where one is raised."""
+
         async def endpoint(request: HttpRequest) -> Response:
             try:
                 self._check_key(request)

@@ -16,8 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Engine
@@ -43,6 +45,7 @@ class Call:
 
 
 News = list[tuple[Call, Request, Event]]
+T = TypeVar("T")
 
 
 class EngineLoop:
@@ -63,7 +66,7 @@ class EngineLoop:
         self._calls: dict[int, Call] = {}  # by request id
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._single_step = False  # run one step although paused
-        self._closed = False
+        self.closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -89,9 +92,15 @@ class EngineLoop:
         """Run one step although paused."""
         self._inbox.put(partial(setattr, self, "_single_step", True))
 
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` in the engine's thread between two steps; the result comes in the future."""
+        future: Future[T] = Future()
+        self._inbox.put(partial(_fulfil, future, function))
+        return future
+
     def close(self) -> None:
         """End the thread after its current step; what has not ended is told that it will not."""
-        self._inbox.put(partial(setattr, self, "_closed", True))
+        self._inbox.put(partial(setattr, self, "closed", True))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended."""
@@ -100,11 +109,13 @@ class EngineLoop:
     # ---- the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed:
+        while not self.closed:
             if self._inbox.empty() and self._may_step:
                 self._step()
             else:
                 self._inbox.get()()  # waits where there is nothing to do
+        while not self._inbox.empty():  # what came after the end was decided
+            self._inbox.get()()
         self._fail_all(EngineClosed("the engine was closed before the answer was complete"))
 
     @property
@@ -164,3 +175,10 @@ class EngineLoop:
         self._engine.settle()
         if news:
             self._deliver(time.perf_counter(), news)
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

@@ -15,6 +15,7 @@ import uvicorn
 
 from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.live_view import LiveView
 from beyond.serving.protocol import Limits
 from stage_e_batching.llm import LLM
 
@@ -68,6 +69,7 @@ async def serve(
     limits: Limits | None = None,
     api_key: str | None = None,
     deadline: float = 30,
+    page: bool = True,
     on_ready: Callable[[Server, int], None] | None = None,
 ) -> None:
     """Serve an engine over HTTP until a signal ends it. The arguments not named here are those of `Api`.
@@ -76,6 +78,7 @@ async def serve(
         host, port: where to listen; port 0 takes a free one.
         max_queue: requests that may wait.
         deadline: seconds for running answers once the end has begun.
+        page: whether there is the live page at `/`, with its buttons that pause the engine for everybody.
         on_ready: called with the server and its port when it listens.
 
     Raises:
@@ -84,8 +87,9 @@ async def serve(
     listening = socket.create_server((host, port))  # before the engine's thread begins: this may fail
     async_llm = AsyncLLM(llm, max_queue)
     api = Api(async_llm, model, limits or Limits(), api_key)
+    view = LiveView(api) if page else None
     config = uvicorn.Config(
-        api.app(), log_level="warning", access_log=False, lifespan="off",
+        api.app(view.routes() if view else ()), log_level="warning", access_log=False, lifespan="off",
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )  # fmt: skip
     server = Server(config, async_llm, deadline)
@@ -95,3 +99,5 @@ async def serve(
         await server.serve([listening])
     finally:
         await async_llm.close()
+        if view:
+            view.close()

@@ -1,0 +1,236 @@
+"""The live page: it shows what the engine does, its buttons work, and it costs the engine nothing while it is closed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import ExitStack
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+import chromium  # noqa: E402
+from serving import assert_idle, running, wait_until  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+from beyond.serving import live_view, step_log  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
+
+QUESTION = "What is a KV cache?"
+PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=96)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def runs_and_is_idle(server, llm):
+    yield
+    server.llm.engine_loop.resume()
+    assert_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    if chromium.PROGRAM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with chromium.open_tab(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+        assert tab.errors == []
+
+
+def pictures(response):
+    """The events of `/live/events`, as they come."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def control(server, action: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/live/control", json={"action": action})
+
+
+def submit(server, llm, n: int = 1, **params: object):
+    """Hand requests of the same prompt to the server's engine."""
+    requests = llm.requests([PROMPT] * n, SamplingParams(ignore_eos=True, **params))
+    return server.server._loop.call_soon_threadsafe(server.llm.submit, requests)
+
+
+def number(tab, selector: str) -> int:
+    return int(tab.text(selector))
+
+
+def test_a_question_is_answered_and_its_request_is_listed(server, llm, tab):
+    [expected] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=12))
+    tab.open(f"{server.url}/")
+    tab.wait("document.querySelector('#status').textContent == 'idle'")
+    assert (tab.text("#model"), tab.text("#engine")) == ("tutor", "stage_e_batching")
+    tab.fill("#question", QUESTION)
+    tab.fill("#most-tokens", 12)
+    tab.click("#send")
+    tab.wait("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
+    assert tab.text(".assistant") == expected["text"].strip()
+    tab.wait("document.querySelector('#ended tr')")
+    cells = tab.run("[...document.querySelector('#ended tr').children].map((cell) => cell.textContent)")
+    assert cells[3] == "12" and float(cells[4]) > 0 and float(cells[5]) > 0 and cells[6] == "length"
+
+
+def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm, tab):
+    tab.open(f"{server.url}/")
+    tab.wait("document.querySelector('#status').textContent == 'idle'")
+    tab.click("#pause")
+    tab.wait("document.querySelector('#status').textContent == 'paused'")
+    tab.fill("#question", QUESTION * 6)
+    tab.fill("#answers", 6)
+    tab.fill("#most-tokens", 40)
+    tab.click("#send")
+    tab.wait("document.querySelectorAll('#waiting .chip').length == 6")
+    assert number(tab, "#owned") == number(tab, "#shared") == 0
+
+    before = llm.engine.counters.num_steps
+    for i in range(4):
+        tab.click("#step")
+        tab.wait(f"document.querySelector('#num-steps').textContent.includes('of {before + i + 1} steps')")
+    assert llm.engine.counters.num_steps == before + 4
+    assert tab.run("document.querySelectorAll('#running .running').length") == 4  # as many as there are batch slots
+    assert tab.run("document.querySelectorAll('#waiting .chip').length") == 2
+    drawn = {kind: tab.run(f"document.querySelectorAll('#pool .block.{kind}').length") for kind in ("owned", "shared")}
+    used = llm.engine.stats()["num_used_blocks"]
+    assert drawn["shared"] > 0 and drawn["owned"] + drawn["shared"] == used
+    assert [number(tab, f"#{kind}") for kind in drawn] == list(drawn.values())
+    colours = tab.run("[...document.querySelectorAll('#pool .block.owned')].map((block) => block.style.backgroundColor)")
+    chips = tab.run("[...document.querySelectorAll('#running .chip')].map((chip) => chip.style.background)")
+    assert set(colours) <= set(chips)
+
+    tab.click("#abort")  # the connection ends, and the requests with it: also while the engine is paused
+    tab.wait("!document.querySelector('#running .running') && !document.querySelector('#waiting .chip')")
+    assert number(tab, "#owned") == number(tab, "#shared") == 0 and number(tab, "#cached") > 0
+    tab.click("#pause")
+    tab.wait("document.querySelector('#status').textContent == 'idle'")
+
+
+def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, llm):
+    with httpx.stream("GET", f"{server.url}/live/events") as response:
+        seen = pictures(response)
+        assert next(seen)["running"] == []
+        assert control(server, "pause").status_code == 200
+        submit(server, llm, 6, max_tokens=3)
+        while len((picture := next(seen))["waiting"]) < 6:
+            pass
+        assert picture["paused"] and picture["num_used_blocks"] == 0
+        control(server, "step")
+        while not (picture := next(seen))["running"]:
+            pass
+        first, *others = picture["running"]
+        assert (first["prompt"], first["computed"], first["generated"], first["cached"]) == (40, 40, 1, 0)
+        assert {other["cached"] for other in others} == {32}
+        shared, own = [first["id"], len(picture["running"])], [first["id"], 1]
+        assert picture["blocks"].count(shared) == 2 and picture["blocks"].count(own) == 1
+        step = picture["steps"][-1]
+        assert (step["prefill"], step["decode"]) == (40 + 8 * len(others), 0)
+        control(server, "resume")
+        while picture["running"] or picture["waiting"]:
+            picture = next(seen)
+    assert [request["generated"] for request in picture["ended"]][-6:] == [3] * 6
+    assert step_log.CACHED in picture["blocks"] and picture["num_used_blocks"] == 0
+
+
+def test_of_a_large_pool_every_nth_block_is_drawn(server, llm, monkeypatch):
+    monkeypatch.setattr(step_log, "MOST_BLOCKS", 32)
+    whole = step_log.describe(llm.engine, step_log.StepLog(None))
+    assert (whole["every_nth_block"], len(whole["blocks"])) == (3, 32)
+
+
+def count_pictures(monkeypatch) -> list[dict]:
+    """All pictures that are made from now on."""
+    made = []
+    monkeypatch.setattr(live_view, "describe", lambda *given: made.append(step_log.describe(*given)) or made[-1])
+    return made
+
+
+def test_pages_that_look_at_the_same_time_share_a_picture(llm, monkeypatch):
+    made = count_pictures(monkeypatch)
+    monkeypatch.setattr(live_view, "PICTURE_SECONDS", 3600)
+    with running(llm) as server, ExitStack() as pages:
+        for _ in range(8):
+            response = pages.enter_context(httpx.stream("GET", f"{server.url}/live/events"))
+            assert next(pictures(response))["num_blocks"] == 96
+    assert len(made) == 1
+
+
+def test_nothing_is_described_while_no_page_is_open(llm, monkeypatch):
+    made = count_pictures(monkeypatch)
+
+    def quiet() -> bool:
+        before = len(made)
+        time.sleep(4 * live_view.PICTURE_SECONDS)
+        return len(made) == before
+
+    with running(llm) as server:
+        assert quiet() and not made
+        with httpx.stream("GET", f"{server.url}/live/events"):
+            wait_until(lambda: len(made) > 2)
+        wait_until(quiet)
+
+
+@pytest.mark.parametrize("action", ["stop", None, 1, ["pause"]])
+def test_a_button_that_there_is_not_is_refused(server, action):
+    response = control(server, action)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "action"
+
+
+@pytest.mark.parametrize("path", ["/page/../live_view.py", "/page/%2e%2e/live_view.py", "/page/", "/page/none.js"])
+def test_no_path_leads_to_a_file_that_is_not_the_pages(server, path):
+    assert httpx.get(f"{server.url}{path}").status_code == 404
+
+
+def test_the_page_loads_nothing_from_elsewhere(server):
+    page = httpx.get(f"{server.url}/")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    own = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js"}
+    assert own == {f"/page/{path.name}" for path in live_view.PAGE.iterdir()} - {"/page/index.html"}
+    for path in own:
+        found = httpx.get(f"{server.url}{path}")
+        assert found.status_code == 200 and found.headers["content-type"].startswith(("text/", "image/svg"))
+        assert not re.search(r"https?://(?!www.w3.org/2000/svg)|import\(|@import", found.text)
+
+
+def test_the_key_guards_pictures_and_buttons_and_a_server_can_do_without_the_page(llm):
+    with running(llm, api_key="secret") as server:
+        assert httpx.get(f"{server.url}/").status_code == 200
+        assert httpx.get(f"{server.url}/live/events").status_code == control(server, "pause").status_code == 401
+        assert not server.llm.engine_loop.paused
+    with running(llm, page=False) as server:
+        assert httpx.get(f"{server.url}/").status_code == control(server, "pause").status_code == 404
+
+
+def test_a_server_with_open_pages_ends_and_gives_the_engine_its_trace_back(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    llm = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=16, trace=str(file))
+    trace = llm.engine.trace
+    with running(llm) as server, httpx.stream("GET", f"{server.url}/live/events") as response:
+        seen = pictures(response)
+        assert next(seen)["num_steps"] == 0
+        llm.generate(["Hello"], SamplingParams(max_tokens=3, ignore_eos=True), False)
+        while (picture := next(seen))["num_steps"] < 3:
+            pass
+        server.server.handle_exit(15, None)
+        list(seen)  # the stream ends, and no error ends it
+    assert llm.engine.trace is trace
+    llm.close()
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["num_tokens"] for record in written] == [s["prefill"] + s["decode"] for s in picture["steps"]]
