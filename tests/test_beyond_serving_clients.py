@@ -151,6 +151,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
         (["--engine", "stage_e_batching:NoSuch"], "NoSuch"),
         (["--max-num-seqs", "0"], "max_num_seqs must be"),
         (["--engine", "stage_d_paged:LLM"], "stage_d_paged"),
+        (["--engine", "collections:OrderedDict"], "serve stage E, F"),
     ],
 )
 def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
@@ -159,3 +160,12 @@ def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
     assert main(["--port", "0", "--device", "cpu", *options]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("error: ") and said in told
+
+
+def test_an_engine_of_a_plain_module_has_its_own_options(tmp_path, monkeypatch):
+    from beyond.serving.__main__ import parse
+
+    (tmp_path / "my_engine.py").write_text("import stage_e_batching\n\nclass LLM(stage_e_batching.LLM):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options, of_engine = parse(["--engine", "my_engine:LLM", "--max-num-seqs", "3"])
+    assert options.engine == "my_engine:LLM" and of_engine["max_num_seqs"] == 3

@@ -1,4 +1,4 @@
-"""The live page: it shows what the engine does, its buttons work, and it costs the engine nothing while it is closed."""
+"""The live page: it shows what the engine does, its buttons work, and a closed one costs the engine nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
 pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
 
-import chromium  # noqa: E402
 from serving import assert_idle, running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
+from benchmarks.pictures import browser  # noqa: E402
 from beyond.serving import live_view, step_log  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
@@ -46,9 +46,9 @@ def runs_and_is_idle(server, llm):
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory):
-    if chromium.PROGRAM is None:
+    if browser.PROGRAM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    with chromium.open_tab(tmp_path_factory.mktemp("chromium")) as tab:
+    with browser.open_tab(tmp_path_factory.mktemp("chromium")) as tab:
         yield tab
         assert tab.errors == []
 
@@ -112,7 +112,7 @@ def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm,
     used = llm.engine.stats()["num_used_blocks"]
     assert drawn["shared"] > 0 and drawn["owned"] + drawn["shared"] == used
     assert [number(tab, f"#{kind}") for kind in drawn] == list(drawn.values())
-    colours = tab.run("[...document.querySelectorAll('#pool .block.owned')].map((block) => block.style.backgroundColor)")
+    colours = tab.run("[...document.querySelectorAll('#pool .owned')].map((block) => block.style.backgroundColor)")
     chips = tab.run("[...document.querySelectorAll('#running .chip')].map((chip) => chip.style.background)")
     assert set(colours) <= set(chips)
 

@@ -14,6 +14,7 @@ from stage_a_naive.errors import one_line
 if TYPE_CHECKING:
     from beyond.serving.server import Server
 
+SERVABLE = "serve stage E, F or an engine built on them"
 STAGES = {"e": "stage_e_batching:LLM", "f": "stage_f_graph_tp:LLM"}
 
 
@@ -37,7 +38,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     first.add_argument("--stage", choices=STAGES, default="e", help="which engine (default: %(default)s)")
     first.add_argument("--engine", metavar="MODULE:LLM", help="another engine, such as beyond.quantization:LLM")
     chosen, _ = first.parse_known_args(argv)
-    package = (chosen.engine or STAGES[chosen.stage]).partition(":")[0]
 
     parser = argparse.ArgumentParser(
         prog="python -m beyond.serving", description="An engine behind the OpenAI API.", parents=[first]
@@ -54,10 +54,21 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     engine.add_argument("--device", default="auto", help="auto | cpu | cuda")
     engine.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16")
     engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
-    importlib.import_module(f"{package}.options").add_options(engine)
+    importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
     names = [action.dest for action in engine._group_actions]
     return options, {name: getattr(options, name) for name in names}
+
+
+def _options_module(chosen: argparse.Namespace) -> str:
+    """The module that adds the engine's options: the stage's, or the one that another engine's `options_class` is in."""
+    module, _, name = (chosen.engine or STAGES[chosen.stage]).partition(":")
+    if chosen.engine is None:
+        return f"{module}.options"  # without PyTorch, which `--help` need not wait for
+    engine = getattr(importlib.import_module(module), name or "LLM")
+    if not hasattr(engine, "options_class"):
+        raise ValueError(f"{chosen.engine} is no engine that can be served; {SERVABLE}")
+    return engine.options_class.__module__
 
 
 async def _serve(options: argparse.Namespace, engine_options: dict[str, object]) -> None:
@@ -67,7 +78,7 @@ async def _serve(options: argparse.Namespace, engine_options: dict[str, object])
     module, _, name = (options.engine or STAGES[options.stage]).partition(":")
     llm = getattr(importlib.import_module(module), name or "LLM")(**engine_options)
     if not isinstance(llm, ContinuousLLM):
-        raise ValueError(f"{module} works on one batch until it is done; serve stage E, F or an engine built on them")
+        raise ValueError(f"{module} works on one batch until it is done; {SERVABLE}")
     served = llm.source.name
 
     def tell(server: Server, port: int) -> None:

@@ -12,6 +12,7 @@ sent while nothing changes, and nothing is described while no page is open.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.requests import Request as HttpRequest
@@ -101,10 +102,8 @@ class PictureStream(Response):
         self._view = view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(ClientGone, OSError):  # the page was closed
             await unless_gone(receive, self._send_all(send))
-        except (ClientGone, OSError):
-            pass  # the page was closed
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

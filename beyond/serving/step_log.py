@@ -1,4 +1,4 @@
-"""What the live page draws: the engine's last steps, and what waits, what runs and what the pool holds between two steps.
+"""What the live page draws: the engine's last steps; what waits, what runs and what the pool holds between two steps.
 
 A page is a reader like any other and must not slow a step down. So a step notes five numbers here, and the rest is read
 off the queues between two steps, where nothing moves, and only while a page is open.

@@ -1,0 +1,38 @@
+"""A server of `beyond/serving` in a process of its own, on a free port, for measurements and for figures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.results import ROOT
+
+END_SECONDS = 30
+
+
+@contextmanager
+def local_server(*options: str, threads: int = 1) -> Iterator[str]:
+    """A server with the options of `python -m beyond.serving`, as its address; ended when the block is left.
+
+    Args:
+        threads: of the CPU that the engine computes on.
+
+    Raises:
+        RuntimeError: it did not start; its own message is on standard error.
+    """
+    command = [sys.executable, "-m", "beyond.serving", "--port", "0", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)
+            if address is None:
+                raise RuntimeError(f"the server did not start: {' '.join(command[1:])}")
+            yield address.removesuffix("/v1")
+            server.send_signal(signal.SIGTERM)
+            server.wait(END_SECONDS)
+        finally:
+            server.kill()
