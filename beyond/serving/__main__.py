@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
 
 
 def _options_module(chosen: argparse.Namespace) -> str:
-    """The module that adds the engine's options: the stage's, or the one that another engine's `options_class` is in."""
+    """The module that adds the engine's options: the stage's, or where another engine's `options_class` is."""
     module, _, name = (chosen.engine or STAGES[chosen.stage]).partition(":")
     if chosen.engine is None:
         return f"{module}.options"  # without PyTorch, which `--help` need not wait for
