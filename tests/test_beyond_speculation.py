@@ -25,6 +25,7 @@ from test_stage_f_graphs import EagerRecorder
 
 import stage_e_batching
 import stage_f_graph_tp
+from beyond.serving.metrics import RequestMetrics, exposition
 from beyond.speculation import LLM
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.ngram import NgramDrafter
@@ -382,6 +383,17 @@ def test_every_way_to_end_gives_the_tutors_text():
     for index, piece in llm.stream(prompts, params):
         pieces[index] = pieces.get(index, "") + piece
     assert [pieces.get(i, "") for i in range(len(prompts))] == [output["text"] for output in expected]
+
+
+def test_the_server_tells_how_many_guesses_were_right(plain):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    llm.engine.drafter = Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4)
+    llm.generate(PROMPTS[:1], GREEDY, False)
+    lines = exposition("tiny", llm.engine, RequestMetrics()).splitlines()
+    counters = llm.engine.counters
+    assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}' in lines
+    assert f'vllm:spec_decode_num_draft_tokens_total{{model_name="tiny"}} {counters.num_draft_tokens}' in lines
+    assert not any("spec_decode" in line for line in exposition("e", plain.engine, RequestMetrics()).splitlines())
 
 
 def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain):

@@ -91,7 +91,7 @@ def exposition(model_name: str, engine: Engine, requests: RequestMetrics) -> str
     """
     quoted = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'model_name="{quoted}"'
-    lines = [*_engine_lines(engine, label), *_end_lines(requests, label)]
+    lines = [*_engine_lines(engine, label), *_draft_lines(engine, label), *_end_lines(requests, label)]
     for histogram in (requests.first_token, requests.next_token, requests.queue_time, requests.whole_request):
         lines += _histogram_lines(histogram, label)
     return "\n".join(lines) + "\n"
@@ -113,6 +113,19 @@ def _engine_lines(engine: Engine, label: str) -> Iterator[str]:
         sample = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
         yield from _head(sample, kind, meaning)
         yield f"{sample}{{{label}}} {value}"
+
+
+def _draft_lines(engine: Engine, label: str) -> Iterator[str]:
+    """What speculative decoding counts, where the engine does that."""
+    for name, counter, meaning in (
+        ("drafts", "num_verifications", "Drafts verified."),
+        ("draft_tokens", "num_draft_tokens", "Tokens of these drafts."),
+        ("accepted_tokens", "num_accepted_tokens", "Tokens of these drafts that were right."),
+    ):
+        if hasattr(engine.counters, counter):
+            sample = f"vllm:spec_decode_num_{name}_total"
+            yield from _head(sample, "counter", meaning)
+            yield f"{sample}{{{label}}} {getattr(engine.counters, counter)}"
 
 
 def _end_lines(requests: RequestMetrics, label: str) -> Iterator[str]:
