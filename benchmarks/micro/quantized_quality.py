@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, object]] = {
     "all fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
 }
 
+SHOWN_OF_RANDOM = ("bfloat16", "weights int8", "KV int8", "all int8", "all fp8")  # in the lesson
+
 
 @dataclass(frozen=True)
 class Text:
@@ -153,16 +155,20 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == name]
         trained = "exact" in rows[0]
+        rows = rows if trained else [row for row in rows if row["kind"] in SHOWN_OF_RANDOM]
         head = ["format", "matrices", "largest logit error", "KL, nats"]
         body = [
             [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}",
-             *([f"{row['exact']:.1%}", f"{row['unseen']:.1%}", f"{row['perplexity']:.3f}"] if trained else [])]
+             *([f"{row['exact']:.1%}, {row['unseen']:.1%}"] if trained else [])]
             for row in rows
         ]  # fmt: skip
-        head += ["answers exact", "unseen wordings", "perplexity"] if trained else []
+        head += ["answers exact, unseen wordings"] if trained else []
         lines += [f"**{name}**", "", *markdown(head, body), ""]
+    perplexities = [row["perplexity"] for row in result["rows"] if "perplexity" in row]
     note = f"unquantised is {result['dtype']}; KV cache of the tutor: " + ", ".join(
         f"{r['kv_bytes_per_token']} bytes per token ({r['kind']})"
         for r in result["rows"] if r["model"] == "tutor" and r["kind"] in ("unquantised", "KV int8")
     )  # fmt: skip
+    if perplexities:
+        note += f"; its perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}"
     return {"quantized-quality": [*lines, caption(result, note)]}
