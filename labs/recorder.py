@@ -98,9 +98,23 @@ def _restore(before: list[tuple[str, object, dict[str, object]]]) -> list[str]:
 def reason_of(error: BaseException, work: Path) -> str:
     """One line: what was wrong, and where in the learner's file it came to light."""
     text = str(error).strip()
-    if not isinstance(error, AssertionError | pytest.fail.Exception):
+    if isinstance(error, AssertionError):
+        text = expected_and_got(text)
+    elif not isinstance(error, pytest.fail.Exception):
         text = f"{type(error).__name__}: {text}"
     return first_line(text) + _place(error, work)
+
+
+def expected_and_got(text: str) -> str:
+    """An assertion's message; where it does not say so itself, with what came and what was expected, as pytest shows it.
+
+    The tests write `assert found == expected`.
+    """
+    lines = [line.strip() for line in text.splitlines()] or [""]
+    compared = next((line for line in lines if line.startswith("assert ")), "")
+    got, equal, expected = compared.removeprefix("assert ").partition(" == ")
+    message = "" if lines[0] == compared else f"{lines[0]}: "
+    return f"{message}expected {expected}, got {got}" if equal and "got " not in lines[0] else lines[0]
 
 
 def _place(error: BaseException, work: Path) -> str:

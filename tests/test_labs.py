@@ -19,6 +19,7 @@ from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.native import launches_for_cpu
+from labs.recorder import expected_and_got
 from labs.report import Mark, Report
 from labs.submission import read_answer
 
@@ -359,6 +360,13 @@ def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     [mark] = grade.grade(load_labs()["c"], work, only=["C.6"]).marks
     number = text[: text.index(line)].count("\n") + 1
     assert f"SIGSEGV at csrc/stage_c/mlp_warp.cu:{number})" in mark.reason, mark
+
+
+def test_a_reason_says_what_was_expected_and_what_came():
+    assert expected_and_got("it has 1 block\nassert 1 == 2\n +  where") == "it has 1 block: expected 2, got 1"
+    assert expected_and_got("assert [1] == [2]") == "expected [2], got [1]"
+    assert expected_and_got("2 wanted, got 1\nassert 1 == 2") == "2 wanted, got 1"
+    assert expected_and_got("no number\nassert False") == "no number"
 
 
 def test_hints_come_one_after_another(tmp_path):
