@@ -106,13 +106,15 @@ def reason_of(error: BaseException, work: Path) -> str:
 
 
 def expected_and_got(text: str) -> str:
-    """An assertion's message; where it does not say so itself, with what came and what was expected, as pytest shows it.
+    """An assertion's message, with what was expected and what came where it does not say so itself.
 
     The tests write `assert found == expected`.
     """
     lines = [line.strip() for line in text.splitlines()] or [""]
     compared = next((line for line in lines if line.startswith("assert ")), "")
     got, equal, expected = compared.removeprefix("assert ").partition(" == ")
+    if got.count("(") > got.count(")"):  # of `assert (a == b and …)`
+        got = got.removeprefix("(")
     message = "" if lines[0] == compared else f"{lines[0]}: "
     return f"{message}expected {expected}, got {got}" if equal and "got " not in lines[0] else lines[0]
 
