@@ -1,0 +1,93 @@
+"""Which tokens of an answer were guessed, and how many guesses of each step were right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, Picture, finish, new_figure, plain
+from beyond.speculation import LLM
+from stage_a_naive.chat import render_chat
+from stage_a_naive.sampling import SamplingParams
+
+WIDTH = 96  # characters in a line
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens that a step gave, as text: last the one that it sampled, before it the guesses that were right."""
+
+    pieces: list[str]
+    num_drafted: int
+    num_right: int
+
+    @property
+    def first_guess(self) -> int:
+        """The index of the first guess that was right. Before it may be a token that was still in flight.
+
+        The step samples no token behind a guess that ends the answer.
+        """
+        return max(0, len(self.pieces) - 1 - self.num_right)
+
+
+def record_steps(llm: LLM, messages: list[dict[str, str]], max_tokens: int = 120) -> list[Step]:
+    """Answer a conversation greedily, step by step."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    request_id = llm.add_request(render_chat(llm.tokenizer, messages), params)
+    sequence = llm.engine.scheduler.find(request_id)
+    steps, known = [], len(sequence)
+    while not llm.is_finished():
+        before = replace(llm.engine.counters)
+        llm.step()
+        ids, known = sequence.token_ids[known:], len(sequence.token_ids)
+        if ids:
+            pieces = [llm.tokenizer.decode([token_id]) for token_id in ids]
+            now = llm.engine.counters
+            drafted = now.num_draft_tokens - before.num_draft_tokens
+            steps.append(Step(pieces, drafted, now.num_accepted_tokens - before.num_accepted_tokens))
+    return steps
+
+
+def draw_tokens(steps: list[Step]) -> Picture:
+    """The answer as text: what was guessed right has a green ground, what its step sampled a grey one."""
+    placed: list[tuple[int, int, str, str]] = []  # line, column, text, colour
+    line = column = 0
+    for step in steps:
+        for i, piece in enumerate(step.pieces):
+            text = piece.replace("\n", "↵")
+            if column + len(text) > WIDTH:
+                line, column = line + 1, 0
+            placed.append((line, column, text, GREEN if 0 <= i - step.first_guess < step.num_right else GREY))
+            column += len(text)
+            if "\n" in piece:
+                line, column = line + 1, 0
+    figure = new_figure(10, 0.28 * (line + 1) + 0.5)
+    axes = figure.subplots()
+    for line_of, column_of, text, colour in placed:
+        axes.barh(line_of, len(text) - 0.12, left=column_of, height=0.8, color=colour, alpha=0.35)
+        axes.text(column_of, line_of, text, family="monospace", fontsize=9.2, va="center")
+    axes.set_xlim(0, WIDTH)
+    axes.set_ylim(line + 0.6, -0.6)
+    axes.axis("off")
+    right, tokens = sum(step.num_right for step in steps), sum(len(step.pieces) for step in steps)
+    axes.set_title(f"{right} of {tokens} tokens were guessed (green): {len(steps)} steps", fontsize=11, loc="left")
+    return finish(figure, "an answer, with the tokens that were guessed right in colour", dpi=90)
+
+
+def draw_steps(steps: list[Step]) -> Picture:
+    """For every step: the tokens of its draft, and those that were right."""
+    figure = new_figure(10, 2.8)
+    axes = figure.subplots()
+    numbers = range(1, len(steps) + 1)
+    axes.bar(numbers, [step.num_drafted for step in steps], color="white", edgecolor=BLUE, label="guessed")
+    axes.bar(numbers, [step.num_right for step in steps], color=GREEN, label="right")
+    axes.set_xlabel("step")
+    axes.set_ylabel("tokens of the draft")
+    axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper left")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(0, 1.5 * max(1, *(step.num_drafted for step in steps)))
+    drafted, right = (sum(getattr(step, name) for step in steps) for name in ("num_drafted", "num_right"))
+    axes.set_title(f"{right} of {drafted} guesses were right", fontsize=11, loc="left")
+    plain(axes)
+    return finish(figure, "guessed and right tokens of every step", dpi=90)
