@@ -52,6 +52,9 @@ class Script:
         self._owed[sequence.request_id] = owed % 1 + self._rate * self._num_tokens
         return [1] * self._num_tokens
 
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        """Nothing is left to do."""
+
     def accepts(self, sequence: SpeculativeSequence, token_id: int) -> bool:
         right = sequence.num_right
         return right < len(sequence.draft) and right + 1 <= self._owed[sequence.request_id]

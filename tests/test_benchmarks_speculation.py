@@ -1,0 +1,71 @@
+"""The study of speculative decoding: its script accepts what it says, and its tables say what its files say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.micro import speculation
+from benchmarks.pictures.speculation import draw_steps, draw_tokens, record_steps
+from beyond.speculation import LLM
+from stage_a_naive.sampling import SamplingParams
+
+ENVIRONMENT = {
+    "versions": {"torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef", "dirty": False,
+    "date": "2030-01-01T00:00:00",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "drafted"), [(0.0, 4), (0.5, 4), (0.83, 8), (1.0, 5)])
+def test_a_script_calls_the_share_right_that_it_was_given(rate, drafted, monkeypatch):
+    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # drafts go on, however often they are wrong
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, num_speculative_tokens=drafted)
+    speculation.Script(llm, drafted, rate)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), False)
+    counters = llm.engine.counters
+    assert counters.num_accepted_tokens == pytest.approx(rate * counters.num_draft_tokens, abs=drafted)
+    assert counters.num_generated_tokens == 150
+
+
+def result_of(step_seconds: dict[int, float], plain: float) -> dict:
+    """A file in which a step with 4 drafted tokens, 3 of them right, takes so long by batch size."""
+    rows = []
+    for batch, seconds in step_seconds.items():
+        for way, per_token, per_step in (
+            ("plain", plain, 1.0), ("accepted", seconds / 4, 4.0), ("wrong", 1.01 * plain, 1.0),
+            ("plain, noisy", plain, 1.0), ("looking", 1.02 * plain, 1.0),
+        ):  # fmt: skip
+            rows.append({"draft": 4, "batch": batch, "prompt": speculation.PROMPT, "way": way,
+                         "samples": [per_token] * 3, "tokens_per_step": per_step})  # fmt: skip
+    text = [
+        {"speculation": kind, "asked": "again", "requests": 2, "same_answers": True, "seconds_per_token": 1e-4,
+         "num_steps": 20, "num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 70}
+        for kind in ("off", "ngram", "model")
+    ]  # fmt: skip
+    return {"kind": "speculation", "environment": ENVIRONMENT, "model": "random:qwen2.5-0.5b", "rate": 0.75,
+            "tokens": 128, "repeats": 3, "rows": rows, "text": text,
+            "ceilings": {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14}}  # fmt: skip
+
+
+def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
+    result = result_of({1: 1.5e-3, 64: 3e-3}, plain=1e-3)
+    assert speculation.break_even(result, 4) == pytest.approx({1: 0.5, 64: 2.0})
+    tables = speculation.table([result])
+    assert set(tables) == set(speculation.MARKERS)
+    assert any(line.startswith("| 64 | 1.00 | 0.75 | 2.0 |") for line in tables["speculation"])
+    assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in tables["speculation"])
+    assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in tables["speculation-text"]
+    assert speculation.draw([result])["break_even.png"].startswith(b"\x89PNG")
+
+
+def test_recorded_steps_join_to_the_answer_and_count_the_guesses():
+    llm = LLM("tutor", device="cpu", num_kvcache_blocks=64)
+    question = {"role": "user", "content": "What is prefill?"}
+    first = record_steps(llm, [question], max_tokens=60)
+    answer = "".join(piece for step in first for piece in step.pieces)
+    assert answer.startswith("Prefill is") and sum(step.num_right for step in first) == 0
+    again = record_steps(llm, [question, {"role": "assistant", "content": answer}, question], max_tokens=60)
+    assert "".join(piece for step in again for piece in step.pieces) == answer
+    assert len(again) < len(first) / 2
+    assert sum(step.num_right for step in again) == llm.engine.counters.num_accepted_tokens > 30
+    for picture in (draw_tokens(again), draw_steps(again)):
+        assert picture.png.startswith(b"\x89PNG")
