@@ -16,6 +16,7 @@ TP ?=
 MINUTES ?= 3
 STAGE ?= e
 ENGINE ?=
+REPLICAS ?=
 PORT ?= 8000
 LAB ?=
 FORCE ?=
@@ -67,7 +68,7 @@ help: ## print this list
 	@echo "  make lab-a … lab-p       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
 	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
-	@echo "           STAGE=e|f ENGINE=module:LLM PORT= (serve)"
+	@echo "           STAGE=e|f ENGINE=module:LLM PORT= REPLICAS= (serve)"
 	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/)"
 
 $(STAGE_TARGETS): stage-%: $(READY)
@@ -112,8 +113,11 @@ doctor: $(READY) ## say what this machine has, what each stage will use on it, a
 serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS=; ENGINE=module:LLM for another engine)
 	@$(PY) -c "import starlette, uvicorn" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[serve],the web server),\
 	  { echo "the web server is missing: pip install starlette uvicorn httptools" >&2; exit 1; })
+	$(if $(REPLICAS),@$(PY) -c "import ray.serve" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[ray],Ray Serve),\
+	  { echo "Ray Serve is missing: pip install 'ray[serve]'" >&2; exit 1; }))
 	$(if $(LAB),@$(PY) -m labs.starter --show)
-	@exec env $(RUN) -m beyond.serving $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
+	@exec env $(RUN) -m $(if $(REPLICAS),beyond.scale_out.serve_replicas --replicas "$(REPLICAS)",beyond.serving) \
+	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says at its start how long it takes

@@ -1,0 +1,208 @@
+"""Replicas: several whole engines behind one address, as a Ray Serve application.
+
+    client ──HTTP──► Ray's proxy ──► Router ──handle──► Engine (a replica: LLM, AsyncLLM and the API of beyond/serving)
+                                                   └──► Engine …
+
+Ray Serve starts the replicas, on this machine or on all that have joined with `ray start`, restarts those that die,
+replaces them one by one when the application is deployed again, and has a router that keeps a session on its replica.
+What is ours is small: which requests belong to one session, and when a request may be sent a second time.
+
+An engine's API is called as what it is, an ASGI application: its messages travel over Ray's handle, one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import groupby
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from beyond.serving.app import Api
+from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.protocol import Limits
+
+ATTEMPTS = 3  # replicas that a request is sent to before it fails
+PREFIX_CHARACTERS = 256  # requests that begin with the same ones go to the same replica
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+class Engine:
+    """One replica.
+
+    Args:
+        engine: `module:class` of the engine.
+        options: the engine's.
+        max_queue, api_key: as in `beyond.serving.server.serve`.
+        release: all replicas are replaced by those of a new one.
+    """
+
+    async def __init__(
+        self, engine: str, options: dict[str, object], max_queue: int, api_key: str | None, release: int
+    ) -> None:
+        module, _, name = engine.partition(":")
+        llm = await asyncio.to_thread(getattr(importlib.import_module(module), name or "LLM"), **options)
+        self.llm = AsyncLLM(llm, max_queue)
+        self.api = Api(self.llm, llm.source.name, Limits(), api_key)
+        self.app = self.api.app()
+
+    async def answer(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
+        """The messages with which the API answers a request. Closing it tells the API that the client has gone."""
+        messages: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
+        unread, gone = [{"type": "http.request", "body": body}], asyncio.Event()
+
+        async def receive() -> dict[str, object]:
+            if unread:
+                return unread.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.ensure_future(self.app(scope, receive, messages.put))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            gone.set()
+            await task
+
+    async def metrics(self) -> tuple[str, str]:
+        """This replica's name and its metrics."""
+        text = (await self.api.metrics(None)).body.decode()
+        return serve.get_replica_context().replica_id.unique_id, text
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica for which this raises."""
+        if (failure := self.llm.engine_loop.failure) is not None:
+            raise failure
+
+    async def __del__(self) -> None:
+        await self.llm.close()
+
+
+class Router:
+    """What a client's request meets first.
+
+    Args:
+        engines: a handle on the replicas.
+    """
+
+    def __init__(self, engines: DeploymentHandle) -> None:
+        self.engines = engines
+
+    async def __call__(self, request: Request) -> Response:
+        if request.url.path == "/metrics":
+            return await self.metrics()
+        names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers", "scheme")
+        scope = {name: request.scope[name] for name in names if name in request.scope} | {"asgi": {"version": "3.0"}}
+        body = await request.body()
+        session = request.headers.get("x-session-id") or session_of(body)
+        for left in reversed(range(ATTEMPTS)):
+            engine = self.engines.options(method_name="answer", stream=True, session_id=session)
+            messages = engine.remote(scope, body)
+            try:
+                # Nothing has been sent to the client, so a replica that dies until now loses nothing.
+                start, first = await anext(messages), await anext(messages)
+                break
+            except RayActorError as error:
+                if not left:
+                    text = f"{ATTEMPTS} replicas died before they answered: {error}"
+                    return JSONResponse({"error": {"message": text, "type": "server_error"}}, status_code=503)
+        response = StreamingResponse(_bodies(first, messages), start["status"])
+        response.raw_headers = list(start["headers"])
+        return response
+
+    async def metrics(self) -> Response:
+        """The metrics of all replicas, each line with its replica's name."""
+        found = await self.engines.broadcast("metrics").results_async()
+        return PlainTextResponse(merge_metrics(dict(found)), media_type="text/plain; version=0.0.4")
+
+
+async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, object]]) -> AsyncIterator[bytes]:
+    """The parts of a response. When the client goes away, this is closed, and the replica is told."""
+    try:
+        yield first.get("body", b"")
+        async for message in messages:
+            yield message.get("body", b"")
+    finally:
+        with suppress(Exception):
+            messages.cancel()
+
+
+def session_of(body: bytes) -> str:
+    """What requests have in common that should meet the same prefix cache: the beginning of their prompt.
+
+    Of a conversation that is everything up to the first question, so that its next turns go to the same replica; a
+    long system prompt is shared by all conversations that begin with it. At most `PREFIX_CHARACTERS` count.
+    """
+    try:
+        fields = json.loads(body)
+        prompt = fields.get("prompt")
+        if prompt is None:
+            roles = [message["role"] for message in fields["messages"]]
+            prompt = fields["messages"][: roles.index("user") + 1]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ""  # the API says what is wrong with it; it may do so on any replica
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    return hashlib.sha256(text[:PREFIX_CHARACTERS].encode()).hexdigest()
+
+
+def merge_metrics(texts: dict[str, str]) -> str:
+    """Several replicas' metrics in one text: the samples of one metric stay together, as Prometheus wants it."""
+    families: dict[str, list[str]] = {}  # by their HELP and TYPE lines
+    for replica, text in texts.items():
+        head = ""
+        for is_comment, lines in groupby(text.splitlines(), lambda line: line.startswith("#")):
+            if is_comment:
+                head = "\n".join(lines)
+            else:
+                labelled = (line.replace("{", f'{{replica="{replica}",', 1) for line in lines)
+                families.setdefault(head, []).extend(labelled)
+    return "".join(f"{head}\n" + "".join(f"{line}\n" for line in lines) for head, lines in families.items())
+
+
+def application(
+    engine: str,
+    options: dict[str, object],
+    *,
+    replicas: int,
+    gpus: int = 0,
+    max_queue: int = 256,
+    api_key: str | None = None,
+    deadline: float = 30,
+    release: int = 0,
+) -> serve.Application:
+    """The application, for `serve.run`.
+
+    Args:
+        engine, options, max_queue, api_key, release: as in `Engine`.
+        replicas: engines.
+        gpus: of each replica.
+        deadline: seconds for a replica's running answers when it is replaced.
+    """
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    engines = serve.deployment(Engine).options(
+        name="Engine",
+        num_replicas=replicas,
+        max_ongoing_requests=options["max_num_seqs"] + max_queue,
+        graceful_shutdown_timeout_s=deadline,
+        health_check_period_s=1,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
+    )
+    router = serve.deployment(Router).options(
+        name="Router",
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
+    )
+    return router.bind(engines.bind(engine, options, max_queue, api_key, release))

@@ -1,0 +1,157 @@
+"""Several engines behind one address: a prefix goes to one replica, and neither a crash nor a restart loses a request.
+
+One Ray cluster serves all of it; starting one takes many seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("ray.serve", reason="replicas: pip install -e .[ray]")
+
+from beyond.scale_out.replicas import PREFIX_CHARACTERS, merge_metrics, session_of  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 150  # for anything that Ray does; the machine may be busy
+SYSTEM = {"role": "system", "content": "You are a careful assistant. " * 20}
+
+
+def chat(*contents: str, **fields: object) -> dict[str, object]:
+    roles = ("user", "assistant") * len(contents)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return {"messages": messages, "temperature": 0, "max_tokens": 24, **fields}
+
+
+def engines() -> set[int]:
+    """The processes of the replicas that serve."""
+    found = set()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"ServeReplica:default:Engine" in command.read_bytes():
+                found.add(int(command.parent.name))
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, subprocess.Popen]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "beyond.scale_out.serve_replicas", "--replicas", "2", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), "--max-num-seqs", "16"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "release 0" in line:
+            break
+    else:
+        pytest.fail("".join(lines))
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    yield f"http://127.0.0.1:{port}", process
+    process.terminate()
+    process.wait(SECONDS)
+    assert process.returncode == 0 and not engines()
+
+
+def test_an_answer_is_the_servers_and_its_errors_too(server):
+    with httpx.Client(base_url=server[0], timeout=SECONDS) as client:
+        answer = client.post("/v1/chat/completions", json=chat("What is a KV cache?"))
+        assert answer.json()["choices"][0]["message"]["content"].startswith("A KV cache keeps the key and value")
+        with client.stream("POST", "/v1/chat/completions", json=chat("What is a KV cache?", stream=True)) as streamed:
+            events = [line for line in streamed.iter_lines() if line]
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert len(events) > 20 and events[-1] == "data: [DONE]"
+        refused = client.post("/v1/chat/completions", content=b"{", headers={"Content-Type": "application/json"})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_prefix_goes_to_the_replica_that_has_it_and_metrics_are_of_all(server):
+    with httpx.Client(base_url=server[0], timeout=SECONDS) as client:
+        for i in range(6):
+            body = chat() | {"messages": [SYSTEM, {"role": "user", "content": f"Question {i}?"}], "max_tokens": 1}
+            usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 100) == (i > 0)
+        text = client.get("/metrics").text
+    assert len(set(re.findall(r'num_requests_running{replica="(\w+)"', text))) == 2
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+
+
+def test_neither_a_killed_replica_nor_a_rolling_restart_fails_a_request(server):
+    url, process = server
+    answers: list[object] = []
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=SECONDS) as client:
+            for i in range(10_000):
+                if stop.is_set():
+                    return
+                try:
+                    found = client.post("/v1/chat/completions", json=chat(f"Question {number} {i}: what is prefill?"))
+                    answers.append(found.status_code if found.status_code == 200 else found.text)
+                except httpx.HTTPError as error:
+                    answers.append(repr(error))
+
+    def wait_for(ready) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for client in clients:
+        client.start()
+    try:
+        wait_for(lambda: len(answers) >= 8)
+        first = engines()
+        os.kill(min(first), signal.SIGKILL)
+        wait_for(lambda: len(engines() - {min(first)}) == 2)
+        second = engines()
+        process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: len(engines()) == 2 and not engines() & second)
+        count = len(answers)
+        wait_for(lambda: len(answers) >= count + 8)
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    assert set(answers) == {200}
+
+
+def test_what_begins_alike_is_one_session():
+    def session(*contents: str) -> str:
+        return session_of(httpx.Request("POST", "http://x", json=chat(*contents)).content)
+
+    assert session("a question") == session("a question", "an answer", "another question") != session("another one")
+    long = "x" * PREFIX_CHARACTERS
+    assert session(long + "one") == session(long + "two")
+    prompt = session_of(b'{"prompt": "' + long.encode() + b'one"}')
+    assert prompt == session_of(b'{"prompt": "' + long.encode() + b'two"}') != session_of(b'{"prompt": [1, 2]}')
+    assert {session_of(body) for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": []}')} == {""}
+
+
+def test_metrics_of_replicas_stay_together_by_metric():
+    def text(value):
+        heads = ("# HELP a A.\n# TYPE a gauge\na", "# HELP b B.\n# TYPE b counter\nb")
+        return "".join(f'{head}{{m="x"}} {value}\n' for head in heads)
+
+    assert merge_metrics({"p": text(1), "q": text(2)}) == (
+        '# HELP a A.\n# TYPE a gauge\na{replica="p",m="x"} 1\na{replica="q",m="x"} 2\n'
+        '# HELP b B.\n# TYPE b counter\nb{replica="p",m="x"} 1\nb{replica="q",m="x"} 2\n'
+    )
