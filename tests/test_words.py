@@ -14,7 +14,7 @@ LESSONS = [
     ROOT / "README.md",
     *(path for stage in STAGES for path in sorted(stage.rglob("*.md"))),
     ROOT / "beyond" / "quantization" / "README.md",
-    ROOT / "beyond" / "scale_out" / "README.md",
+    *sorted((ROOT / "beyond" / "scale_out").glob("*.md")),
     *sorted((ROOT / "beyond" / "serving").glob("*.md")),
     *sorted((ROOT / "labs").glob("lab_?.md")),
 ]

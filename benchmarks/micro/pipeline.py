@@ -209,6 +209,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Idle shares; speeds; bytes."""
     found: dict[str, list[str]] = {marker: [] for marker in MARKERS}
     counted = [row for row in results[0]["rows"] if row["study"] == "counted"]
+    counted = [row for row in counted if row["work"] == "prefill" or row["batches"] <= STAGES]
     body = [[row["work"], row["batches"], f"{row['theory']:.1%}", f"{row['idle']:.1%}"] for row in counted]
     found["idle"] = [*markdown(["work", "batches or chunks", "theory", "counted"], body), "", caption(results[0])]
     for result in results:
