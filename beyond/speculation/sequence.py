@@ -1,9 +1,9 @@
 """A sequence whose next tokens are guessed, and the rule that decides whether guessing is worth it.
 
-A verification costs about as much as one more token: it has more rows than a decode step, and the engine waits for it.
-So each request keeps a balance. A verification adds the tokens that it gained and takes `COST` off. A request whose
-balance falls below zero makes no drafts for a while, and each time for twice as long: on text without repetition the
-loss is a handful of steps, however long the text. A request that gains starts with the shortest pause again.
+A verification costs more than a decode step: it has more rows, and the engine waits for it. So each request keeps a
+balance. A verification adds the tokens that it gained and takes `COST` off. A request whose balance falls below zero
+makes no drafts for a while, and each time for twice as long: where guesses are wrong the loss is a handful of steps,
+however long the text. A request that gains starts with the shortest pause again.
 """
 
 from __future__ import annotations
