@@ -1,0 +1,129 @@
+"""What serving over HTTP costs: the same 64 answers from `generate`, from `stream`, and from the server, streamed.
+
+All three run on the same kind of engine with as many batch slots as answers, on prompts that differ in every repeat,
+and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; the
+server is a process of its own and sends one event per token. So the step from the first row to the second is the text,
+and the step from the second to the third is HTTP: the server's part and the wire. The client that reads all streams
+runs in the measuring process; where it shares the CPU's cores with the engine, its work is in the last row as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import statistics
+import time
+
+import torch
+
+from benchmarks.local_server import local_server
+from benchmarks.micro import caption
+from benchmarks.serve import make_prompts, offer
+from benchmarks.text import markdown, number
+from beyond.serving.__main__ import STAGES
+from stage_a_naive.params import SamplingParams
+from stage_e_batching import LLM
+
+README, MARKERS = "beyond/serving", ("http-cost",)
+WAYS = ("generate", "stream", "HTTP")
+
+
+def measure(
+    model: str = "tutor",
+    device: str = "cpu",
+    stage: str = "e",
+    streams: int = 64,
+    input_len: int = 32,
+    output_len: int = 64,
+    repeats: int = 5,
+    threads: int = 1,
+) -> dict:
+    """Output tokens per second of each way, prefill included; the ways take turns."""
+    torch.set_num_threads(threads)
+    share = 0.4  # of the GPU's memory: there are two engines
+    options = {"max_num_seqs": streams, "enable_prefix_caching": False, "gpu_memory_utilization": share}
+    words = ["--stage", stage, "--model", model, "--device", device, "--max-num-seqs", str(streams), "--no-page"]
+    words += ["--no-prefix-caching", "--gpu-memory-utilization", str(share)]
+    module, _, name = STAGES[stage].partition(":")
+    llm = getattr(importlib.import_module(module), name)(model, device=device, **options)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    with local_server(*words, threads=threads) as url:
+        for repeat in range(repeats + 1):  # the first is a warm-up
+            prompts = make_prompts(streams, input_len, 0, repeat)
+            for way in WAYS:
+                seconds = over_http(url, prompts, output_len) if way == "HTTP" else offline(llm, way, prompts, params)
+                if repeat:
+                    found[way].append(streams * output_len / seconds)
+    llm.close()
+    rows = [{"way": way, "tokens_per_s": rates} for way, rates in found.items()]
+    return {"model": model, "stage": stage, "streams": streams, "input_len": input_len, "output_len": output_len,
+            "rows": rows}  # fmt: skip
+
+
+def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds of one call of `generate`, or of reading all of `stream`."""
+    start = time.perf_counter()
+    if way == "generate":
+        llm.generate(prompts, params, use_tqdm=False)
+    else:
+        for _ in llm.stream(prompts, params):
+            pass
+    return time.perf_counter() - start
+
+
+def over_http(url: str, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds from the first request to the last token of all answers.
+
+    Raises:
+        RuntimeError: an answer is missing or too short.
+    """
+    fixed = {"max_tokens": output_len, "temperature": 0, "ignore_eos": True}
+    bodies = [fixed | {"prompt": prompt} for prompt in prompts]
+    answers, seconds = asyncio.run(offer(url, bodies, [0.0] * len(bodies)))
+    wrong = [answer for answer in answers if answer.error or answer.num_tokens != output_len]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(answers)} answers failed: {wrong[0].error or 'too short'}")
+    return seconds
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    lines = []
+    for result in results:
+        rates = {row["way"]: row["tokens_per_s"] for row in result["rows"]}
+        body = []
+        for way, found in rates.items():
+            ratios = [a / b for a, b in zip(found, rates["generate"], strict=True)]
+            shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+            body.append([way, number(statistics.median(found)), shown if way != "generate" else "1"])
+        heads = ["the same answers from", "output tokens/s", "of `generate`'s (range)"]
+        work = (
+            f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} requests at once, "
+            f"{result['input_len']} in, {result['output_len']} out; medians of {len(rates['generate'])}, "
+            "ratios within a repeat"
+        )
+        lines += [*markdown(heads, body), "", caption(result, work), ""]
+    return {"http-cost": lines}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """A bar per way, on the newest results."""
+    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_figure, plain
+
+    result = results[0]
+    rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
+    ratio = statistics.median(
+        [a / b for a, b in zip(*(row["tokens_per_s"] for row in (result["rows"][-1], result["rows"][0])), strict=True)]
+    )
+    figure = new_figure(8, 2.6)
+    axes = figure.subplots()
+    names = ["generate: text at the end", "stream: text per token", "HTTP: an event per token"]
+    bars = axes.barh(names, list(rates.values()), color=[GREY, BLUE, ORANGE])
+    axes.bar_label(bars, [number(rate) for rate in rates.values()], padding=3)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(rates.values()))
+    axes.set_xlabel(f"output tokens/s, {result['streams']} requests at once")
+    device = result["environment"]["device"]["name"]
+    axes.set_title(f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput\n({device})", fontsize=11)
+    plain(axes, "x")
+    return {"figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP").png}

@@ -1,0 +1,154 @@
+"""How long people wait for the first token as more of them come: TTFT against request rate, over HTTP, by engine.
+
+An open loop: requests arrive as a Poisson process, whether or not the earlier ones are answered. Answers differ in
+length. `static` is stage E with one rule changed: it admits requests only when all of the last batch have ended, as
+stage D does. Rates are shares of what `E` reaches when all requests come at once, which is measured first, so that they
+mean the same on every machine. The engines take turns, at every rate, on the same requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from contextlib import ExitStack
+
+from benchmarks.local_server import local_server
+from benchmarks.micro import caption
+from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
+from benchmarks.text import markdown, number
+
+README, MARKERS = "beyond/serving", ("ttft-rate",)
+ENGINES = {
+    "E": ("--stage", "e"),
+    "static": ("--engine", "benchmarks.micro.batching:StaticStageE"),
+    "F": ("--stage", "f"),
+}
+NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
+
+
+def measure(
+    model: str = "tutor",
+    device: str = "cpu",
+    with_f: bool = False,
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0),
+    slots: int = 8,
+    requests: int = 48,
+    input_len: int = 32,
+    longest: int = 64,
+    repeats: int = 3,
+    threads: int = 1,
+) -> dict:
+    """TTFT and TPOT of every request, by engine and rate.
+
+    Args:
+        with_f: also measure stage F.
+        shares: of what E reaches: the rates.
+        slots: batch slots of every engine.
+        longest: answers have 1 to this many tokens.
+    """
+    words = ["--model", model, "--device", device, "--max-num-seqs", str(slots), "--no-prefix-caching", "--no-page"]
+    words += ["--max-queue", str(requests), "--gpu-memory-utilization", "0.25"]
+    names = list(ENGINES) if with_f else ["E", "static"]
+    rows = []
+    with ExitStack() as servers:
+        urls = {name: servers.enter_context(local_server(*ENGINES[name], *words, threads=threads)) for name in names}
+        for url in urls.values():
+            load(url, requests, input_len, longest, float("inf"), -1)  # a warm-up
+        capacity = load(urls["E"], requests, input_len, longest, float("inf"), 0)["requests_per_s"]
+        for repeat in range(repeats):
+            for share in shares:
+                for name, url in urls.items():
+                    found = load(url, requests, input_len, longest, share * capacity, repeat)
+                    rows.append({"engine": name, "share": share, "rate": share * capacity, "repeat": repeat, **found})
+    return {"model": model, "slots": slots, "requests": requests, "input_len": input_len, "longest": longest,
+            "capacity": capacity, "rows": rows}  # fmt: skip
+
+
+def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: int) -> dict:
+    """Offer `count` requests with answers of 1 to `longest` tokens; returns the times of each, in ms.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    chance = random.Random(f"lengths {seed}")
+    fixed = {"temperature": 0, "ignore_eos": True}
+    prompts = make_prompts(count, input_len, 0, seed)
+    bodies = [fixed | {"prompt": prompt, "max_tokens": chance.randint(1, longest)} for prompt in prompts]
+    answers, seconds = asyncio.run(offer(url, bodies, schedule(count, rate, 1.0, seed)))
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {count} requests failed: {failed[0]}")
+    each = [latencies(answer) for answer in answers]
+    return {
+        "requests_per_s": count / seconds,
+        "ttft_ms": [one["ttft"] for one in each],
+        "tpot_ms": [one["tpot"] for one in each if "tpot" in one],
+    }
+
+
+def times(result: dict, engine: str, figure: str) -> dict[float, list[float]]:
+    """The times of all requests of all repeats, by rate."""
+    found: dict[float, list[float]] = {}
+    for row in result["rows"]:
+        if row["engine"] == engine:
+            found.setdefault(row["rate"], []).extend(row[figure])
+    return found
+
+
+def names_of(result: dict) -> list[str]:
+    return list(dict.fromkeys(row["engine"] for row in result["rows"]))
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    lines = []
+    for result in results:
+        names = names_of(result)
+        body = []
+        for rate in times(result, names[0], "ttft_ms"):
+            cells = [f"{number(rate)}, {rate / result['capacity']:.0%}"]
+            for name in names:
+                ttft, tpot = (times(result, name, figure)[rate] for figure in ("ttft_ms", "tpot_ms"))
+                shown = (statistics.median(ttft), percentile(ttft, 99), statistics.median(tpot))
+                cells.append(" / ".join(map(number, shown)))
+            body.append(cells)
+        heads = ["requests/s, of E's most", *(f"{NAMES[name]}: TTFT p50 / p99, TPOT p50, ms" for name in names)]
+        repeats = len({row["repeat"] for row in result["rows"]})
+        work = (
+            f"{result['model']}, {result['slots']} batch slots; {result['input_len']} in, 1–{result['longest']} out; "
+            f"{repeats} × {result['requests']} requests a cell"
+        )
+        lines += [*markdown(heads, body), "", caption(result, work), ""]
+    return {"ttft-rate": lines}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """Lines of TTFT p99, and of its median, over the rate; on the newest results."""
+    from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish, new_figure, plain
+
+    result = results[0]
+    colours = {"E": BLUE, "static": ORANGE, "F": RED}
+    figure = new_figure(8, 3.8)
+    axes = figure.subplots()
+    for name in names_of(result):
+        found = times(result, name, "ttft_ms")
+        for share, line in ((99, "o-"), (50, "o:")):
+            values = [percentile(each, share) for each in found.values()]
+            label = f"{NAMES[name]}: {'p99' if share == 99 else 'median'}"
+            axes.plot(list(found), values, line, color=colours[name], markersize=4, label=label)
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.set_xlabel("requests per second, arriving at random")
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(frameon=False)
+    device = result["environment"]["device"]["name"]
+    axes.set_title(title(result) + f"\n({device})", fontsize=11)
+    plain(axes)
+    return {"figures/ttft_rate.png": finish(figure, "time to first token against request rate, by engine").png}
+
+
+def title(result: dict) -> str:
+    """What is to be seen: how much longer the first token takes with static admission, at the highest rate."""
+    highest = max(row["rate"] for row in result["rows"])
+    static, own = (percentile(times(result, name, "ttft_ms")[highest], 99) for name in ("static", "E"))
+    return f"At the highest rate, TTFT's p99 is {static / own:.1f} × as long with static admission"

@@ -1,0 +1,79 @@
+"""The studies of the server: their loads are answered in full, and their tables and figures say what was measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import running  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+from benchmarks.local_server import local_server  # noqa: E402
+from benchmarks.micro import batching, http_cost, ttft_rate  # noqa: E402
+from benchmarks.serve import make_prompts  # noqa: E402
+
+ENVIRONMENT = {
+    "device": {"name": "a machine"}, "versions": {"torch": "2"}, "commit": "0" * 40, "dirty": False,
+    "date": "2026-01-01",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, num_kvcache_blocks=64)
+    with running(llm, max_queue=4) as server:
+        yield server
+    llm.close()
+
+
+def test_every_answer_over_http_is_whole_or_the_study_ends(server):
+    prompts = make_prompts(3, 8, 0, 0)
+    assert http_cost.over_http(server.url, prompts, 4) > 0
+    with pytest.raises(RuntimeError, match="2 of 10 answers failed: status 429"):
+        http_cost.over_http(server.url, make_prompts(10, 8, 0, 0), 64)
+
+
+def test_a_load_has_a_time_for_every_request(server):
+    found = ttft_rate.load(server.url, 6, 8, 5, math.inf, seed=0)
+    assert len(found["ttft_ms"]) == 6 and min(found["ttft_ms"]) > 0 and len(found["tpot_ms"]) <= 6
+    with pytest.raises(RuntimeError, match="of 30 requests failed: status 429"):
+        ttft_rate.load(server.url, 30, 8, 64, math.inf, seed=0)
+
+
+def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(capfd):
+    assert issubclass(batching.StaticStageE, stage_e_batching.LLM)
+    with local_server(*ttft_rate.ENGINES["static"], "--device", "cpu", "--num-kvcache-blocks", "64") as url:
+        assert len(ttft_rate.load(url, 2, 8, 3, math.inf, seed=0)["ttft_ms"]) == 2
+    with pytest.raises(RuntimeError, match="did not start"), local_server("--stage", "z"):
+        pass
+    assert "invalid choice" in capfd.readouterr().err
+
+
+def test_ratios_of_the_cost_are_taken_within_a_repeat():
+    rates = {"generate": [100.0, 200.0, 300.0], "stream": [90.0, 180.0, 270.0], "HTTP": [80.0, 100.0, 240.0]}
+    result = {
+        "kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e", "streams": 64, "input_len": 8,
+        "output_len": 8, "rows": [{"way": way, "tokens_per_s": found} for way, found in rates.items()],
+    }  # fmt: skip
+    lines = http_cost.table([result])["http-cost"]
+    assert lines[4] == "| HTTP | 100 | 0.80 (0.50–0.80) |"
+    [(name, png)] = http_cost.draw([result]).items()
+    assert name == "figures/http_cost.png" and png.startswith(b"\x89PNG")
+
+
+def test_the_times_of_all_repeats_make_one_percentile():
+    rows = [
+        {"engine": name, "rate": 5.0, "repeat": repeat, "ttft_ms": [factor * 10.0, factor * 20.0], "tpot_ms": [2.0]}
+        for repeat in range(2) for name, factor in (("E", 1), ("static", 3))
+    ]  # fmt: skip
+    result = {
+        "kind": "ttft_rate", "environment": ENVIRONMENT, "model": "tutor", "slots": 8, "requests": 2, "input_len": 8,
+        "longest": 8, "capacity": 10.0, "rows": rows,
+    }  # fmt: skip
+    assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
+    assert "3.0 × as long with static admission" in ttft_rate.title(result)
+    assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
