@@ -8,15 +8,33 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from benchmarks.results import ROOT
 
 END_SECONDS = 30
 
 
+class LocalServer:
+    """A server that runs.
+
+    Args:
+        url: its address, without a path.
+        pid: of its process.
+    """
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url, self.pid = url, pid
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its threads since it started, as Linux counts it, in steps of 10 ms on most machines."""
+        ticks = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]  # user, system
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def local_server(*options: str, threads: int = 1) -> Iterator[str]:
-    """A server with the options of `python -m beyond.serving`, as its address; ended when the block is left.
+def local_server(*options: str, threads: int = 1) -> Iterator[LocalServer]:
+    """A server with the options of `python -m beyond.serving`; ended when the block is left.
 
     Args:
         threads: of the CPU that the engine computes on.
@@ -31,7 +49,7 @@ def local_server(*options: str, threads: int = 1) -> Iterator[str]:
             address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)
             if address is None:
                 raise RuntimeError(f"the server did not start: {' '.join(command[1:])}")
-            yield address.removesuffix("/v1")
+            yield LocalServer(address.removesuffix("/v1"), server.pid)
             server.send_signal(signal.SIGTERM)
             server.wait(END_SECONDS)
         finally:

@@ -4,7 +4,10 @@ All three run on the same kind of engine with as many batch slots as answers, on
 and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; the
 server is a process of its own and sends one event per token. So the step from the first row to the second is the text,
 and the step from the second to the third is HTTP: the server's part and the wire. The client that reads all streams
-runs in the measuring process; where it shares the CPU's cores with the engine, its work is in the last row as well.
+runs in the measuring process.
+
+On a GPU the seconds are those of the clock. On a CPU they are those that the engine's process computed for, the
+server's event loop included and the client not, so that other programs on the machine count for little.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import time
 
 import torch
 
-from benchmarks.local_server import local_server
+from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption
 from benchmarks.serve import make_prompts, offer
 from benchmarks.text import markdown, number
@@ -38,7 +41,11 @@ def measure(
     repeats: int = 5,
     threads: int = 1,
 ) -> dict:
-    """Output tokens per second of each way, prefill included; the ways take turns."""
+    """Output tokens per second of each way, prefill included; the ways take turns.
+
+    Args:
+        streams: requests at the same time, and batch slots.
+    """
     torch.set_num_threads(threads)
     share = 0.4  # of the GPU's memory: there are two engines
     options = {"max_num_seqs": streams, "enable_prefix_caching": False, "gpu_memory_utilization": share}
@@ -48,11 +55,15 @@ def measure(
     llm = getattr(importlib.import_module(module), name)(model, device=device, **options)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    with local_server(*words, threads=threads) as url:
+    with local_server(*words, threads=threads) as server:
         for repeat in range(repeats + 1):  # the first is a warm-up
             prompts = make_prompts(streams, input_len, 0, repeat)
             for way in WAYS:
-                seconds = over_http(url, prompts, output_len) if way == "HTTP" else offline(llm, way, prompts, params)
+                if way == "HTTP":
+                    on_clock, of_cpu = over_http(server, prompts, output_len)
+                else:
+                    on_clock, of_cpu = offline(llm, way, prompts, params)
+                seconds = of_cpu if llm.device.type == "cpu" else on_clock
                 if repeat:
                     found[way].append(streams * output_len / seconds)
     llm.close()
@@ -61,30 +72,31 @@ def measure(
             "rows": rows}  # fmt: skip
 
 
-def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds of one call of `generate`, or of reading all of `stream`."""
-    start = time.perf_counter()
+def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
+    """Seconds of one call of `generate`, or of reading all of `stream`: on the clock, and of CPU time."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     if way == "generate":
         llm.generate(prompts, params, use_tqdm=False)
     else:
         for _ in llm.stream(prompts, params):
             pass
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def over_http(url: str, prompts: list[list[int]], output_len: int) -> float:
-    """Seconds from the first request to the last token of all answers.
+def over_http(server: LocalServer, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
+    """Seconds from the first request to the end of all answers: on the clock, and of the server's CPU time.
 
     Raises:
         RuntimeError: an answer is missing or too short.
     """
     fixed = {"max_tokens": output_len, "temperature": 0, "ignore_eos": True}
     bodies = [fixed | {"prompt": prompt} for prompt in prompts]
-    answers, seconds = asyncio.run(offer(url, bodies, [0.0] * len(bodies)))
+    cpu_start = server.cpu_seconds()
+    answers, seconds = asyncio.run(offer(server.url, bodies, [0.0] * len(bodies)))
     wrong = [answer for answer in answers if answer.error or answer.num_tokens != output_len]
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {len(answers)} answers failed: {wrong[0].error or 'too short'}")
-    return seconds
+    return seconds, server.cpu_seconds() - cpu_start
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -96,7 +108,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             ratios = [a / b for a, b in zip(found, rates["generate"], strict=True)]
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             body.append([way, number(statistics.median(found)), shown if way != "generate" else "1"])
-        heads = ["the same answers from", "output tokens/s", "of `generate`'s (range)"]
+        on_cpu = result["environment"]["device"]["type"] == "cpu"
+        heads = ["the same answers from", f"output tokens/s{' of CPU time' * on_cpu}", "of `generate`'s (range)"]
         work = (
             f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} requests at once, "
             f"{result['input_len']} in, {result['output_len']} out; medians of {len(rates['generate'])}, "
@@ -122,8 +135,10 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.bar_label(bars, [number(rate) for rate in rates.values()], padding=3)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(rates.values()))
-    axes.set_xlabel(f"output tokens/s, {result['streams']} requests at once")
-    device = result["environment"]["device"]["name"]
-    axes.set_title(f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput\n({device})", fontsize=11)
+    device = result["environment"]["device"]
+    unit = "output tokens per second" + " of the engine's CPU time" * (device["type"] == "cpu")
+    axes.set_xlabel(f"{unit}, {result['streams']} requests at once")
+    finding = f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput"
+    axes.set_title(f"{finding}\n({device['name']})", fontsize=11)
     plain(axes, "x")
     return {"figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP").png}

@@ -31,7 +31,7 @@ def measure(
     model: str = "tutor",
     device: str = "cpu",
     with_f: bool = False,
-    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0),
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75),
     slots: int = 8,
     requests: int = 48,
     input_len: int = 32,
@@ -52,7 +52,8 @@ def measure(
     names = list(ENGINES) if with_f else ["E", "static"]
     rows = []
     with ExitStack() as servers:
-        urls = {name: servers.enter_context(local_server(*ENGINES[name], *words, threads=threads)) for name in names}
+        running = {name: servers.enter_context(local_server(*ENGINES[name], *words, threads=threads)) for name in names}
+        urls = {name: server.url for name, server in running.items()}
         for url in urls.values():
             load(url, requests, input_len, longest, float("inf"), -1)  # a warm-up
         capacity = load(urls["E"], requests, input_len, longest, float("inf"), 0)["requests_per_s"]

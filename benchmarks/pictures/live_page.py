@@ -37,11 +37,11 @@ def watch(moments: Mapping[str, int], options: tuple[str, ...] = OPTIONS) -> dic
         raise RuntimeError("there is no Chromium here; install it: apt-get install chromium")
     found = {}
     with (
-        local_server("--device", "cpu", *options) as url,
+        local_server("--device", "cpu", *options) as server,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         browser.open_tab(Path(folder)) as tab,
     ):
-        tab.open(f"{url}/")
+        tab.open(f"{server.url}/")
         tab.wait("document.querySelector('#status').textContent == 'idle'")
         tab.click("#pause")
         tab.wait("document.querySelector('#status').textContent == 'paused'")
