@@ -111,7 +111,7 @@ def counted_row(work: str, batches: int) -> dict[str, object]:
 
 
 def make_llm(model: str, device: str, **options: object):
-    """An engine; the option `fused` is off, so that the three layouts run the same kernels."""
+    """An engine with all that its layout can use: one rank has graphs and the megakernel, stages have neither."""
     from beyond.scale_out import LLM
 
     dtype = "bfloat16" if device == "cuda" else "float32"
