@@ -78,5 +78,5 @@ def test_the_times_of_all_repeats_make_one_percentile():
         "longest": 8, "capacity": 10.0, "rows": rows,
     }  # fmt: skip
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
-    assert "3.0 × as long with static admission" in ttft_rate.title(result)
+    assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
     assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
