@@ -149,6 +149,14 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
     assert step_log.CACHED in picture["blocks"] and picture["num_used_blocks"] == 0
 
 
+def test_nothing_is_sent_while_nothing_changes(server):
+    with httpx.stream("GET", f"{server.url}/live/events", timeout=httpx.Timeout(30, read=1)) as response:
+        seen = pictures(response)
+        next(seen)
+        with pytest.raises(httpx.ReadTimeout):
+            next(seen)
+
+
 def test_of_a_large_pool_every_nth_block_is_drawn(server, llm, monkeypatch):
     monkeypatch.setattr(step_log, "MOST_BLOCKS", 32)
     whole = step_log.describe(llm.engine, step_log.StepLog(None))
