@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,10 +192,3 @@ def test_on_a_gpu_the_activation_is_stage_ds(rows, intermediate, dtype):
 @pytest.mark.parametrize(("rows", "size"), [(1, 896), (300, 1024), (2, 2048), (2, 20)])
 def test_on_a_gpu_the_norm_is_the_definition(rows, size, dtype):
     check_rms_norm(rows, size, CUDA, dtype)
-
-
-def test_the_lesson_shows_the_code_as_it_is():
-    folder = Path(stage_f_graph_tp.__file__).parent / "kernels"
-    code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
-    shown = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    assert len(shown) == 3 and all(block in code for block in shown)
