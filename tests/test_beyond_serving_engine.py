@@ -216,6 +216,8 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
         async with aclosing(many.stream(QUESTION, endless)) as stream:
             assert await anext(stream)
+            while many.num_unfinished < 5:  # prompts are encoded in a thread, which may be slower than the first token
+                await asyncio.sleep(0.01)
             with pytest.raises(QueueFull, match="at most 6"):
                 await many.generate([QUESTION] * 2)
             with pytest.raises(ValueError, match="empty"):
