@@ -213,10 +213,10 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
         assert pieces == expected[0]["text"]
 
-        cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
         async with aclosing(many.stream(QUESTION, endless)) as stream:
-            assert await anext(stream)
-            while many.num_unfinished < 5:  # prompts are encoded in a thread, which may be slower than the first token
+            assert await anext(stream)  # it has a batch slot; of the four that follow, one waits
+            cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
+            while many.num_unfinished < 5:
                 await asyncio.sleep(0.01)
             with pytest.raises(QueueFull, match="at most 6"):
                 await many.generate([QUESTION] * 2)
