@@ -1,8 +1,8 @@
 """Stage E's model runner with the CPU taken out: graphs for decode, fused kernels.
 
-Where there is a graph for a step, its input is padded to the graph's size, sent in one copy, and the whole step, from
-the embedding to the sampled tokens, is one replay. Everything else (steps with prefill, batches above the largest
-graph, a machine without a GPU) goes stage E's way.
+Where there is a graph for a step, its input is padded to the graph's size and sent in one copy. A decode step, from the
+embedding to the sampled tokens, is one replay. A step with prefill is a replay up to the final states, and the LM head
+and the sampler run after it. Everything else (steps above the largest graph, a machine without a GPU) runs eagerly.
 """
 
 from __future__ import annotations
@@ -171,9 +171,8 @@ class GraphModelRunner(AsyncModelRunner):
         inputs = self.buffers.send(shape)
         recorded.replay()
         count, result = len(sample_slots), recorded.result
-        if (
-            needs & ~RANDOM
-        ):  # filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler
+        # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
+        if needs & ~RANDOM:
             logits = result.logits if result.logits is not None else self.model.compute_logits(result.hidden)
             live = StepInput(*(array[:count] for array in inputs))
             sampled = self.sample(logits[:count], sample_slots, live)

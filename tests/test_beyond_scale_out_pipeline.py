@@ -28,6 +28,7 @@ from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
+from tests.test_stage_f_workers import children
 
 CPU, F32 = torch.device("cpu"), torch.float32
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -51,19 +52,6 @@ def ids(outputs) -> list[list[int]]:
 
 def staged(size: int = 2, **options: object) -> LLM:
     return LLM("random:qwen2-tiny", device="cpu", pipeline_parallel_size=size, **options)
-
-
-def children() -> set[int]:
-    """This process's living children."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # ended meanwhile
-            continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.add(int(stat.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
