@@ -364,25 +364,32 @@ class TestAllReduce:
     programs, slice_bytes = 3, 32
 
     def sums(self, monkeypatch, calls: list[tuple[int, torch.dtype, bool]], slow: int, first_call: int) -> list:
-        """What each rank has after each call; rank `slow` sleeps before each of its reads of a flag."""
+        """What each rank has after each call; rank `slow` reads a flag when the other rank can go no further."""
         monkeypatch.setattr(all_reduce, "_store_release", _plain_store)
         capacity = self.programs * self.slice_bytes
         size = 2 * capacity + 4 * 2 * self.programs
         shared = [torch.frombuffer(mmap.mmap(-1, size + 64 * len(calls) * 4), dtype=torch.uint8) for _ in range(2)]
         for memory in shared:
             memory[2 * capacity : size].view(torch.int32).fill_(first_call)
+        reads = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # [2]: how often each rank has read a flag
+        ended = 2**62
         children = [os.fork() for _ in range(1)]
         rank = 0 if children[0] else 1
 
         def load(address):
+            reads[rank] += 1
             if rank == slow:
-                time.sleep(0.002)
+                # Two reads later, the other rank has seen this rank's flag and waits for its next one.
+                enough, deadline = min(int(reads[1 - rank]) + 2, ended), time.monotonic() + 1
+                while int(reads[1 - rank]) < enough and time.monotonic() < deadline:
+                    time.sleep(0.0001)
             return _plain_load(address)
 
         monkeypatch.setattr(all_reduce, "_load_acquire", load)
         try:
             self.run(rank, calls, shared, capacity, size, first_call)
         finally:
+            reads[rank] = ended  # nobody waits for this rank any more
             if rank == 1:
                 os._exit(0)
         deadline = time.monotonic() + 20
