@@ -96,7 +96,7 @@ def next_steps(lab: Lab) -> str:
     letter, width = lab.letter, max(len(exercise.title) for exercise in lab.exercises)
     lines = [f"Lab {letter.upper()}: {lab.title}", f"Your copy is in labs/work/. Start with labs/lab_{letter}.md."]
     lines += [
-        f"  {exercise.id}  {exercise.title:{width}}  {exercise.points:3} points  "
+        f"  {exercise.id:4}  {exercise.title:{width}}  {exercise.points:3} points  "
         f"{'' if exercise.slow else f'{exercise.copy_in(WORK).relative_to(ROOT)}: {exercise.name}'}"
         for exercise in lab.exercises
     ]
