@@ -1,4 +1,4 @@
-"""int8 checkpoints as compressed-tensors writes them are taken over as they are; other methods are refused by name."""
+"""int8 checkpoints as the libraries write them are taken over as they are; other methods are refused by name."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel
 
 
 def write(directory: Path, form: str, group: int | None = None, **changes: object) -> Path:
-    """The tutor in the layout of compressed-tensors 0.20, checked against what that library writes."""
+    """The tutor in the layout of compressed-tensors 0.20 or torchao 0.18, checked against what the libraries write."""
     for file in TUTOR_PATH.iterdir():
         if file.is_file() and file.suffix == ".json":
             (directory / file.name).write_bytes(file.read_bytes())
-    weights = WEIGHTS | ({"strategy": "group", "group_size": group} if group else {})
-    scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
     config = json.loads((TUTOR_PATH / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
-    } | changes
+    config["quantization_config"] = (torchao_config(group) if form == "torchao" else compressed(form, group)) | changes
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {}
     for name, tensor in load_file(TUTOR_PATH / "model.safetensors").items():
         if "_proj.weight" not in name:
             tensors[name] = tensor
             continue
-        values, tensors[f"{name}_scale"] = quantize_matrix(tensor * 1.004, torch.int8, group)  # not what we would do
+        values, scales = quantize_matrix(tensor * 1.004, torch.int8, group)  # not what we would do
+        if form == "torchao":
+            stem = name.removesuffix("weight")
+            tensors |= {f"{stem}_weight_qdata": values, f"{stem}_weight_scale": scales,
+                        f"{stem}_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8)}  # fmt: skip
+            continue
+        tensors[f"{name}_scale"] = scales
         if form == "int-quantized":
             tensors[name] = values
         else:
@@ -50,8 +49,26 @@ def write(directory: Path, form: str, group: int | None = None, **changes: objec
     return directory
 
 
+def compressed(form: str, group: int | None) -> dict:
+    weights = WEIGHTS | ({"strategy": "group", "group_size": group} if group else {})
+    scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+def torchao_config(group: int | None, kind: str = "Int8WeightOnlyConfig") -> dict:
+    per = {"_type": "PerGroup", "_data": {"group_size": group}} if group else {"_type": "PerRow", "_data": {"dim": -1}}
+    how = {"_type": kind, "_version": 2, "_data": {"granularity": per, "group_size": None}}
+    return {
+        "quant_method": "torchao", "quant_type": {"default": how}, "modules_to_not_convert": None,
+        "include_input_output_embeddings": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("group", [None, 128])
-@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized", "torchao"])
 def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
     path = write(tmp_path, form, group)
     llm = beyond.quantization.LLM(path, device="cpu", num_kvcache_blocks=32)
@@ -76,6 +93,11 @@ def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme={'num_bits': 8}; supported: None"),
         ({"ignore": ["model.layers.0.mlp.up_proj", "lm_head"]}, "has ignore="),
         ({"config_groups": {}}, "has 0 quantization groups"),
+        (torchao_config(None, "Int4WeightOnlyConfig"), "has quant_type='Int4WeightOnlyConfig'; supported: 'Int8Weight"),
+        (torchao_config(None) | {"quant_type": "int8_weight_only"}, "has quant_type='int8_weight_only'"),
+        (torchao_config(64), "has group_size=64; supported: None, 128"),
+        (torchao_config(None) | {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert="),
+        (torchao_config(None) | {"include_input_output_embeddings": True}, "include_input_output_embeddings=True"),
     ],
 )
 def test_another_method_is_refused_by_name(tmp_path, changes, message):
@@ -115,4 +137,13 @@ def test_a_checkpoint_without_a_matrixs_scale_is_refused(tmp_path):
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ModelError, match="up_proj.weight in .* is stored as I8"):
+        beyond.quantization.LLM(path, device="cpu")
+
+
+def test_a_matrix_with_a_scale_must_be_stored_in_int8(tmp_path):
+    path = write(tmp_path, "int-quantized")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].float()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelError, match="up_proj.weight in .* is stored as F32; supported is int8"):
         beyond.quantization.LLM(path, device="cpu")

@@ -1,10 +1,12 @@
-"""int8 checkpoints in the Hugging Face layout, as the compressed-tensors library writes them.
+"""int8 checkpoints in the Hugging Face layout, as the libraries compressed-tensors and torchao write them.
 
-`config.json` has a `quantization_config` that says what was done, and beside each matrix is `weight_scale`. Two storage
-formats are read:
+`config.json` has a `quantization_config` that says what was done, and beside each matrix are its scales. Three ways to
+store them are read:
 
-    int-quantized    `weight`: int8 [rows, columns]
-    pack-quantized   `weight_packed`: four values of a row, plus 128, in one int32
+    compressed-tensors, int-quantized     weight: int8 [rows, columns]         weight_scale
+    compressed-tensors, pack-quantized    weight_packed: four values of a      weight_scale
+                                          row, plus 128, in one int32
+    torchao, Int8WeightOnlyConfig         _weight_qdata: int8 [rows, columns]  _weight_scale
 
 with a scale per row or per row and 128 columns. The values are taken over as they are, not quantised again. Every other
 method is refused by name: 4-bit formats (AWQ, GPTQ, NF4) need other kernels.
@@ -27,6 +29,11 @@ from stage_a_naive.loading import ModelSource, resolve
 from stage_a_naive.model_config import check_config, read_json_object
 
 STORAGE = ("int-quantized", "pack-quantized")
+# What is `weight` and `weight_scale` here, and what is not needed: the shape of a packed matrix follows from the file.
+RENAMED = {"weight_packed": "weight", "_weight_qdata": "weight", "_weight_scale": "weight_scale"}
+UNUSED = ("weight_shape", "_weight_zero_point")
+
+Condition = tuple[str, object, tuple[object, ...]]  # what it is called, what it is, what it may be
 
 
 def resolve_quantized(model: str | PathLike[str]) -> ModelSource:
@@ -52,34 +59,54 @@ def read_scheme(config: dict, where: object) -> int | None:
         ModelError: something other than symmetric int8 weights of all linear layers; the message names it.
     """
     method = config.get("quant_method")
-    if method != "compressed-tensors":
+    if method not in SCHEMES:
         raise ModelError(
-            f"{where} is quantised with {method!r}, which is not supported; compressed-tensors int8 is, and so is the "
-            "unquantised checkpoint with quantization='int8' or 'fp8'"
+            f"{where} is quantised with {method!r}, which is not supported; int8 of {' and '.join(SCHEMES)} is, and so "
+            "is the unquantised checkpoint with quantization='int8' or 'fp8'"
         )
+    group_size, conditions = SCHEMES[method](config, where)
+    for what, found, allowed in [*conditions, ("group_size", group_size, (None, GROUP_SIZE))]:
+        if found not in allowed:
+            supported = ", ".join(map(repr, allowed))
+            raise ModelError(f"{where}: quantization_config has {what}={found!r}; supported: {supported}")
+    return group_size
+
+
+def _compressed_tensors(config: dict, where: object) -> tuple[int | None, list[Condition]]:
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise ModelError(f"{where} has {len(groups)} quantization groups; one, of all linear layers, is supported")
     [group] = groups
     weights = group.get("weights") or {}
-    size = weights.get("group_size")
-    for what, found, allowed in (
+    return weights.get("group_size") if weights.get("strategy") == "group" else None, [
         ("format", group.get("format") or config.get("format"), STORAGE),
         ("weights.num_bits", weights.get("num_bits"), (8,)),
         ("weights.type", weights.get("type"), ("int",)),
         ("weights.symmetric", weights.get("symmetric"), (True,)),
         ("weights.strategy", weights.get("strategy"), ("channel", "group")),
-        ("weights.group_size", size if weights.get("strategy") == "group" else None, (None, GROUP_SIZE)),
         ("weights.actorder", weights.get("actorder"), (None,)),
         ("input_activations", group.get("input_activations"), (None,)),
         ("targets", group.get("targets"), (["Linear"],)),
         ("ignore", config.get("ignore"), (["lm_head"],)),
         ("kv_cache_scheme", config.get("kv_cache_scheme"), (None,)),
-    ):
-        if found not in allowed:
-            supported = ", ".join(map(repr, allowed))
-            raise ModelError(f"{where}: quantization_config has {what}={found!r}; supported: {supported}")
-    return size if weights["strategy"] == "group" else None
+    ]
+
+
+def _torchao(config: dict, where: object) -> tuple[int | None, list[Condition]]:
+    kind = config.get("quant_type")
+    kind = kind.get("default") if isinstance(kind, dict) else {"_type": kind}
+    granularity = (kind.get("_data") or {}).get("granularity") or {}
+    size = (granularity.get("_data") or {}).get("group_size")
+    return size if granularity.get("_type") == "PerGroup" else None, [
+        ("quant_type", kind.get("_type"), ("Int8WeightOnlyConfig",)),  # always symmetric: its zero points are zeros
+        ("quant_type version", kind.get("_version"), (2,)),
+        ("granularity", granularity.get("_type"), ("PerRow", "PerGroup")),
+        ("modules_to_not_convert", config.get("modules_to_not_convert"), (None, ["lm_head"])),
+        ("include_input_output_embeddings", config.get("include_input_output_embeddings"), (None, False)),
+    ]
+
+
+SCHEMES = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
 
 
 def options_of_checkpoint(source: ModelSource, options: QuantizationOptions) -> QuantizationOptions:
@@ -103,26 +130,34 @@ def options_of_checkpoint(source: ModelSource, options: QuantizationOptions) -> 
     return replace(options, quantization="int8", quantization_group_size=group_size)
 
 
-class CompressedTensors(SafetensorsDirectory):
-    """An int8 checkpoint, in either storage format, as `weight` (int8) and `weight_scale`."""
+class Int8Tensors(SafetensorsDirectory):
+    """An int8 checkpoint, however it is stored, as `weight` (int8) and `weight_scale`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._stored_as: dict[str, str] = {}
+        for stored in self._file_of:
+            module, dot, last = stored.rpartition(".")
+            if last not in UNUSED:
+                self._stored_as[f"{module}{dot}{RENAMED.get(last, last)}"] = stored
 
     def names(self) -> set[str]:
-        stored = super().names()
-        renamed = {name.replace(".weight_packed", ".weight") for name in stored}
-        return {name for name in renamed if not name.endswith(".weight_shape")}
+        return set(self._stored_as)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if f"{name}_scale" not in self._file_of:
-            return super().shape(name)
-        packed = f"{name}_packed" in self._file_of
-        stored = f"{name}_packed" if packed else name
-        rows, columns = self._files[self._file_of[stored]].get_slice(stored).get_shape()
-        return rows, columns * 4 if packed else columns
+        stored = self._stored_as[name]
+        if f"{name}_scale" not in self._stored_as:
+            return super().shape(stored)
+        part = self._files[self._file_of[stored]].get_slice(stored)
+        if part.get_dtype() not in ("I8", "I32"):
+            raise ModelError(f"{stored} in {self._file_of[stored]} is stored as {part.get_dtype()}; supported is int8")
+        rows, columns = part.get_shape()
+        return rows, columns * 4 if stored.endswith("_packed") else columns
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        if f"{name}_packed" in self._file_of:
-            return unpack(super().lazy(f"{name}_packed", shape)[:])
-        return super().lazy(name, shape)
+        stored = self._stored_as[name]
+        tensor = super().lazy(stored, shape)
+        return unpack(tensor[:]) if stored.endswith("_packed") else tensor
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from beyond.quantization.attention import use_eight_bits
-from beyond.quantization.checkpoint import CompressedTensors
+from beyond.quantization.checkpoint import Int8Tensors
 from beyond.quantization.formats import FORMATS
 from beyond.quantization.kv_cache import QuantizedRuntime
 from beyond.quantization.layers import build_quantized_model
@@ -51,7 +51,7 @@ def load_quantized_runtime(
         if options.kv_cache_dtype != "auto":
             backend = use_eight_bits(backend, device, dtype, config.head_dim)
         if quantized_checkpoint:
-            tensors = CompressedTensors(source.path)
+            tensors = Int8Tensors(source.path)
         return build(config, backend, max_model_len, tensors, dtype, device, options)
 
     runtime = load_runtime(source, options, device, dtype, seed, build_model, _choose_layers)
