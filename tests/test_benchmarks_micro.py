@@ -119,10 +119,15 @@ def test_the_fastest_kind_of_layers_stands_out() -> None:
     kinds = list(layers.KINDS)
     rows = [row(kind, 1, (10 - n) * 1e-6) for n, kind in enumerate(kinds)] + [row(kinds[1], 2, 7e-6)]
     result = {"kind": "layers", "environment": ENVIRONMENT, "ceilings": CEILINGS, "rows": rows}
-    text = "\n".join(layers.table([result])["layer-kernels"])
+    tables = layers.table([result])
+    text = "\n".join(tables["layer-kernels"])
     slowest_first = [f"{10 - n}" for n in range(len(kinds) - 1)]
     assert f"| 1 | {' | '.join(slowest_first)} | **{11 - len(kinds)}** |" in text
     assert f"| 2 | – | **7** | {' | '.join('–' * (len(kinds) - 2))} |" in text
+    [only] = [line for line in tables["layer-kernels-short"] if line[:3] in ("| 1", "| 2")]
+    assert only == f"| 1 | 10 | {10 - kinds.index('nine')} | {10 - kinds.index('five')} | **6** |"
+    [picture] = layers.draw([result]).values()
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_the_cost_of_a_step_is_measured_and_split_up() -> None:
@@ -183,6 +188,10 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:
     assert found["copies"] == 3.0 and found["sampling"] == 1.5
     assert found["waiting for the CPU"] == 3.5  # after the copy to the device
     assert found["between kernels"] == pytest.approx(sum(found.values()) - 1.5 * 5 - 5 - 3 - 1.5 - 3.5 - 1.5)
+
+
+def test_every_part_of_a_step_is_in_one_group_of_the_figure() -> None:
+    assert sorted(part for parts in kernel_spans.GROUPS.values() for part in parts) == sorted(kernel_spans.PARTS)
 
 
 def test_a_calm_soak_passes() -> None:

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.pictures.spans import draw_gaps
+from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import markdown
 from stage_a_naive.outputs import Request
@@ -22,7 +22,8 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("step-account", "decode-timeline", "prefill-timeline"), True
+README, NEEDS_GPU = "stage_f_graph_tp", True
+MARKERS = ("step-account", "step-parts", "decode-timeline", "prefill-timeline")
 STEPS = 4
 
 
@@ -70,6 +71,22 @@ PARTS = (
     "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "LM head", "sampling", "copies",
     "megakernel", "between kernels", "waiting for the CPU",
 )  # fmt: skip
+# How the figure groups them; the last group is time in which no kernel runs.
+GROUPS = {
+    "attention, its products": ("QKV", "attention", "output"),
+    "products of the MLP": ("gate-up", "down"),
+    "LM head": ("LM head",),
+    "norms, rotation, SiLU": ("norm, rotation, SiLU",),
+    "sampling, copies": ("sampling", "copies"),
+    "megakernel": ("megakernel",),
+    "idle": ("between kernels", "waiting for the CPU"),
+}
+DRAWN = {
+    "stage F, graphs only": "1 request,\nstage D's layers",
+    "stage F": "1 request,\nmegakernel",
+    "stage F, graphs only, 32 requests": "32 requests,\nstage D's layers",
+    "stage F, 32 requests": "32 requests,\nskinny GEMM",
+}
 _ATTENTION = ("_prefill_kernel", "decode_kernel", "flash", "fmha")
 _PRODUCTS = ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass")
 _SAMPLING = ("_best_of", "argmax", "reduce_kernel<512")
@@ -195,23 +212,30 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     drawn = draw(results)
     return {
         "step-account": lines,
+        "step-parts": ["![The parts of a decode step, from a graph, one after another](parts.png)"],
         "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
         "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * ("prefill.png" in drawn),
     }
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """Decode steps of one request, and the shortest recorded prompt: kernel by kernel, and from a graph."""
+    """Decode steps of one request and the shortest recorded prompt on a time axis; the parts of steps from a graph."""
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
     device = results[0]["environment"]["device"]["name"]
     decodes = [r for name, r in recordings.items() if not name.split(", ")[-1][0].isdigit() and "prompt" not in name]
-    times = decodes[0].whole / decodes[-1].whole
-    title = f"A decode step of one request takes {times:.0f} × as long in stage E as in stage F"
+    steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
+    title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
     found = {"decode.png": draw_gaps(decodes, device, title=title).png}
+    drawn = {text: account(recordings[name]) for name, text in DRAWN.items() if name in recordings}
+    if drawn:
+        grouped = {text: {group: sum(map(parts.get, names)) for group, names in GROUPS.items()}
+                   for text, parts in drawn.items()}  # fmt: skip
+        title = "Fusion removes the small kernels between the matrix products, and the gaps"
+        axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
+        found["kernels/parts.png"] = draw_parts(grouped, axis, title).png
     for name, eager in recordings.items():
         if name.startswith("stage F, eager prefill"):
             graph = recordings[name.replace(", eager prefill", "")]
-            times = eager.whole / graph.whole
-            title = f"From a graph, the same kernels need {1 / times:.0%} of the time"
+            title = "The same kernels, launched one by one and from a graph; grey is idle"
             return found | {"prefill.png": draw_gaps([eager, graph], device, "prefill", title).png}
     return found

@@ -23,7 +23,7 @@ from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels",), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels", "layer-kernels-short"), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 CONTEXT, BLOCK_SIZE = 640, 64
@@ -36,6 +36,8 @@ KINDS = {
     "five": "five launches",
     "one": "persistent megakernel",
 }
+SHORT_KINDS, SHORT_ROWS = ("stage D", "nine", "five", "one"), (1, 8, 32, 64, 96)  # in the lesson
+COLUMNS = KINDS | {"floor": "floor"}
 
 
 @torch.inference_mode()
@@ -82,22 +84,68 @@ def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per number of rows; the fastest kind in bold."""
+    """One line per number of rows, the fastest kind in bold: for the lesson the first model's, and everything."""
     result, lines = results[0], []
     copy = result["ceilings"]["copy_bytes_per_s"]
-    for name in dict.fromkeys(row["model"] for row in result["rows"]):
-        found: dict[int, dict[str, float]] = {}
-        for row in (row for row in result["rows"] if row["model"] == name):
-            found.setdefault(row["rows"], {})[row["kind"]] = statistics.median(row["samples"])
-        body = []
-        for rows, by_kind in found.items():
-            fastest = min(by_kind, key=by_kind.get)
-            shown = {kind: f"{seconds * 1e6:.0f}" for kind, seconds in by_kind.items()}
-            shown[fastest] = f"**{shown[fastest]}**"
-            floor = floor_seconds(name, rows, CONTEXT, copy)
-            body.append([rows, *(shown.get(kind, "–") for kind in KINDS), f"{floor * 1e6:.0f}"])
-        lines += [f"**{name}**, µs per step", "", *markdown(["rows", *KINDS.values(), "floor"], body), ""]
+    for name in models_of(result):
+        lines += [f"**{name}**, µs per step", "", *model_table(result, name, tuple(COLUMNS), ROWS), ""]
     note = (
         f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; medians of {REPEATS} samples of {REPLAYS} replays"
     )
-    return {"layer-kernels": [*lines, caption(result, note)]}
+    first = models_of(result)[0]
+    short = [f"![The time of a decode step of {first} by the number of rows, for each kind of layers](layers.png)", ""]
+    short += model_table(result, first, SHORT_KINDS, SHORT_ROWS)
+    below = ["", caption(result, note)]
+    return {"layer-kernels": [*lines[:-1], *below], "layer-kernels-short": [*short, *below]}
+
+
+def models_of(result: dict) -> list[str]:
+    return list(dict.fromkeys(row["model"] for row in result["rows"]))
+
+
+def medians(result: dict, model: str) -> dict[int, dict[str, float]]:
+    """Number of rows -> kind -> seconds per step."""
+    found: dict[int, dict[str, float]] = {}
+    for row in (row for row in result["rows"] if row["model"] == model):
+        found.setdefault(row["rows"], {})[row["kind"]] = statistics.median(row["samples"])
+    return found
+
+
+def model_table(result: dict, model: str, columns: tuple[str, ...], shown: tuple[int, ...]) -> list[str]:
+    """µs per step by number of rows; a column per kind of layers, the fastest in bold, and one for the floor."""
+    body = []
+    for rows, by_kind in medians(result, model).items():
+        if rows not in shown:
+            continue
+        fastest = min((kind for kind in by_kind if kind in columns), key=by_kind.get)
+        floor = floor_seconds(model, rows, CONTEXT, result["ceilings"]["copy_bytes_per_s"])
+        cells = {name: f"{seconds * 1e6:.0f}" for name, seconds in (by_kind | {"floor": floor}).items()}
+        cells[fastest] = f"**{cells[fastest]}**"
+        body.append([rows, *(cells.get(column, "–") for column in columns)])
+    return markdown(["rows", *(COLUMNS[column] for column in columns)], body)
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
+    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_figure, plain
+
+    result = results[0]
+    name = models_of(result)[0]
+    found = medians(result, name)
+    copy = result["ceilings"]["copy_bytes_per_s"]
+    figure = new_figure(10, 4)
+    axes = figure.subplots()
+    for kind, colour, marker in zip(SHORT_KINDS, (ORANGE, GREEN, BLUE, PINK), "s^oD", strict=True):
+        rows = [count for count, by_kind in found.items() if kind in by_kind]
+        axes.plot(rows, [1e6 * found[count][kind] for count in rows], marker=marker, color=colour, label=KINDS[kind])
+    floors = [1e6 * floor_seconds(name, count, CONTEXT, copy) for count in found]
+    axes.plot(list(found), floors, "--", color="black", label="floor")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(found), list(map(str, found)))
+    axes.set_ylim(0)
+    axes.set_xlabel(f"rows (one token per request); {name} on {result['environment']['device']['name']}")
+    axes.set_ylabel("µs per decode step")
+    axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
+    plain(axes)
+    return {"layers.png": finish(figure, "the time of a decode step over its rows, by the kind of its layers").png}

@@ -131,30 +131,13 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """A bar per engine on one axis: the parts of a decode step one after another, idle time at the end."""
-    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_figure, plain
+    from benchmarks.pictures.spans import draw_parts
 
     result = results[0]
     found = {row["engine"]: waterfall(row) for row in result["rows"]}
-    figure = new_figure(9, 0.5 * len(found) + 1.7)
-    axes = figure.subplots()
-    left = [0.0] * len(found)
-    for part, colour in zip(PARTS, (BLUE, ORANGE, GREEN, PINK, "#EEEEEE"), strict=True):
-        values = [parts[part] / 1e3 for parts in found.values()]
-        look = {"color": colour, "edgecolor": "#888888", "linewidth": 0.4, "height": 0.6}
-        axes.barh(list(found), values, left=left, label=part, **look)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    for y, (total, parts) in enumerate(zip(left, found.values(), strict=True)):
-        text = f"{number(total)} ms, {parts['idle'] / 1e3 / total:.0%} idle"
-        axes.annotate(text, (total, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(left))
-    axes.set_xlabel(f"ms per decode step; {result['model']} on {result['environment']['device']['name']}")
-    axes.legend(frameon=False, ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     first, *_, fastest = sorted(found, key=lambda name: -sum(found[name].values()))
     idle = found[first]["idle"] / sum(found[first].values())
     step = sum(found[fastest].values()) / 1e3
-    figure.suptitle(
-        f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
-    )
-    plain(axes, "x")
-    return {"waterfall.png": finish(figure, "the parts of a decode step, by engine").png}
+    title = f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
+    axis = f"ms per decode step; {result['model']} on {result['environment']['device']['name']}"
+    return {"waterfall.png": draw_parts(found, axis, title).png}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, Picture, finish, new_figure, plain
 from benchmarks.recording import Recording, from_rows
 from benchmarks.results import of_kind
+from benchmarks.text import number
 
 # The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
 KINDS = (
@@ -67,11 +69,41 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
             f"at work {r.busy / r.whole:.0%} of the time"
         )
         axes.annotate(text, (0, lane - 0.36), va="bottom", fontsize=9)
-    axes.set_ylim(len(recordings) - 0.5, -0.75)
+    axes.set_ylim(len(recordings) - 0.5, -0.65)
     axes.set_xlim(0, longest / scale)
     axes.set_yticks([])
-    axes.set_xlabel(f"{unit}; {recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)} on {device}")
-    axes.set_title(title, fontsize=11, pad=18)
+    counted = f"{recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)}"
+    axes.set_xlabel(f"{unit}; {counted} on {device}, under the profiler, which slows the CPU down")
+    axes.set_title(title, fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(colors=GREY, labelcolor="black")
     return finish(figure, f"when kernels run during each {what}, and the gaps between them")
+
+
+def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) -> Picture:
+    """A bar per step on one time axis: its parts one after another, the idle time at the end.
+
+    Args:
+        steps: name -> part -> µs; the same parts in the same order for each, the last one idle time.
+        axis: what the axis shows.
+    """
+    [parts] = {tuple(found) for found in steps.values()}
+    figure = new_figure(10, 0.5 * len(steps) + 1.8)
+    axes = figure.subplots()
+    left = [0.0] * len(steps)
+    colours = (*(BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)[: len(parts) - 1], "#EEEEEE")
+    for part, colour in zip(parts, colours, strict=True):
+        values = [found[part] / 1e3 for found in steps.values()]
+        look = {"color": colour, "edgecolor": "#888888", "linewidth": 0.4, "height": 0.6}
+        axes.barh(list(steps), values, left=left, label=part, **look)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for y, (total, found) in enumerate(zip(left, steps.values(), strict=True)):
+        text = f"{number(total)} ms, {found[parts[-1]] / 1e3 / total:.0%} idle"
+        axes.annotate(text, (total, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(left))
+    axes.set_xlabel(axis)
+    axes.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    plain(axes, "x")
+    return finish(figure, "the parts of a decode step, one after another")
