@@ -22,7 +22,8 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("ray.serve", reason="replicas: pip install -e .[ray]")
 
-from beyond.scale_out.replicas import PREFIX_CHARACTERS, merge_metrics, session_of  # noqa: E402
+from beyond.scale_out.replicas import merge_metrics  # noqa: E402
+from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 150  # for anything that Ray does; the machine may be busy

@@ -22,7 +22,7 @@ from benchmarks.pictures.pipeline import draw_stages
 from benchmarks.text import markdown
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
-from beyond.scale_out.spans import idle_share, read_spans
+from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -46,17 +46,6 @@ def measure(
     if device == "cpu" and two_hosts.missing() is None:
         rows += [bytes_row(model, name) for name in ("TP 2", "PP 2")]
     return {"rows": rows, "model": model}
-
-
-def theory(work: str, batches: int, stages: int = STAGES) -> float:
-    """The idle share that is to be expected of equal stages.
-
-    decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: a prompt in chunks that
-    follow one another, with the pipeline filling and emptying once (GPipe, Huang et al., 2019).
-    """
-    if work == "prefill":
-        return (stages - 1) / (batches + stages - 1)
-    return 1 - min(1.0, batches / stages)
 
 
 class UnitStages:
@@ -107,7 +96,7 @@ def counted_spans(work: str, batches: int, stages: int = STAGES) -> list[list[di
 
 def counted_row(work: str, batches: int) -> dict[str, object]:
     return {"study": "counted", "work": work, "batches": batches, "idle": idle_share(counted_spans(work, batches)),
-            "theory": theory(work, batches)}  # fmt: skip
+            "theory": idle_in_theory(work, batches, STAGES)}  # fmt: skip
 
 
 def make_llm(model: str, device: str, **options: object):
@@ -145,7 +134,7 @@ def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
         finally:
             llm.close()
     return {"study": "measured", "work": "decode", "batches": batches, "samples": samples[1:],
-            "theory": theory("decode", batches), "spans": shown}  # fmt: skip
+            "theory": idle_in_theory("decode", batches, STAGES), "spans": shown}  # fmt: skip
 
 
 def speed_rows(model: str, device: str, name: str) -> list[dict[str, object]]:
@@ -236,11 +225,11 @@ def median(samples: list[float]) -> float:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The classical picture, of the counted stages."""
-    idle = theory("decode", 1, 3)
+    idle, at_the_ends = idle_in_theory("decode", 1, 3), idle_in_theory("prefill", 4, 3)
     panels = {
         f"one batch in flight: the stages are idle for {idle:.0%} of their time": counted_spans("decode", 1, stages=3),
         "three batches in flight: they are idle only until all have begun": counted_spans("decode", 3, stages=3),
-        f"a prompt in four chunks: they are idle for {theory('prefill', 4, 3):.0%}, at its beginning and its end":
+        f"a prompt in four chunks: they are idle for {at_the_ends:.0%}, at its beginning and its end":
             counted_spans("prefill", 4, stages=3),
     }  # fmt: skip
     return {"stages.png": draw_stages(panels, "As many batches as stages keep all stages busy").png}

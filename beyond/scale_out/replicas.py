@@ -13,9 +13,7 @@ An engine's API is called as what it is, an ASGI application: its messages trave
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib
-import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -28,12 +26,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from beyond.scale_out.sessions import session_of
 from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.protocol import Limits
 
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
-PREFIX_CHARACTERS = 256  # requests that begin with the same ones go to the same replica
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -137,24 +135,6 @@ async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, ob
     finally:
         with suppress(Exception):
             messages.cancel()
-
-
-def session_of(body: bytes) -> str:
-    """What requests have in common that should meet the same prefix cache: the beginning of their prompt.
-
-    Of a conversation that is everything up to the first question, so that its next turns go to the same replica; a
-    long system prompt is shared by all conversations that begin with it. At most `PREFIX_CHARACTERS` count.
-    """
-    try:
-        fields = json.loads(body)
-        prompt = fields.get("prompt")
-        if prompt is None:
-            roles = [message["role"] for message in fields["messages"]]
-            prompt = fields["messages"][: roles.index("user") + 1]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ""  # the API says what is wrong with it; it may do so on any replica
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    return hashlib.sha256(text[:PREFIX_CHARACTERS].encode()).hexdigest()
 
 
 def merge_metrics(texts: dict[str, str]) -> str:

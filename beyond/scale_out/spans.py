@@ -70,3 +70,19 @@ def idle_share(stages: list[list[dict[str, object]]]) -> float:
     end = max(span["end"] for spans in stages for span in spans)
     busy = sum(span["end"] - span["start"] for spans in stages for span in spans)
     return 1 - busy / ((end - start) * len(stages))
+
+
+def idle_in_theory(work: str, batches: int, stages: int) -> float:
+    """The idle share that is to be expected of stages which take equally long.
+
+    decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: the chunks of a prompt
+    follow one another, and the pipeline fills and empties once: (p - 1) / (m + p - 1) (GPipe, Huang et al., 2019).
+
+    Args:
+        work: "decode" or "prefill".
+        batches: micro-batches in flight, or chunks of the prompt.
+        stages: of the pipeline.
+    """
+    if work == "prefill":
+        return (stages - 1) / (batches + stages - 1)
+    return 1 - min(1.0, batches / stages)

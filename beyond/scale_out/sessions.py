@@ -1,0 +1,36 @@
+"""Which requests belong to one session: those that a replica answers faster if it answered the others.
+
+A replica has in its prefix cache what it has computed, and nothing of what the others have. The router of `replicas.py`
+therefore sends the requests of one session to one replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+PREFIX_CHARACTERS = 256  # requests that begin with the same ones go to the same replica
+
+
+def session_of(body: bytes) -> str:
+    """The name of the session that a request belongs to: a hash of the beginning of its prompt.
+
+    Of a conversation the beginning is all up to and with the first question, so that its next turns go to the same
+    replica. At most `PREFIX_CHARACTERS` count, so that all conversations with one long system prompt are one session.
+
+    Args:
+        body: a request of the API, as JSON: `prompt` (a text, or token ids) or else `messages`.
+
+    Returns:
+        Hexadecimal digits, or "" for what is no such request: the API says what is wrong with it, on any replica.
+    """
+    try:
+        fields = json.loads(body)
+        prompt = fields.get("prompt")
+        if prompt is None:
+            roles = [message["role"] for message in fields["messages"]]
+            prompt = fields["messages"][: roles.index("user") + 1]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    return hashlib.sha256(text[:PREFIX_CHARACTERS].encode(errors="surrogatepass")).hexdigest()

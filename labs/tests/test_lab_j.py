@@ -1,0 +1,374 @@
+"""Judges lab J. Nothing waits for a clock: what is started, waited for and scheduled is noted and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import socket
+import weakref
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import beyond.scale_out.links as links
+import beyond.scale_out.sessions as sessions
+import beyond.scale_out.spans as spans
+import beyond.scale_out.stages as stages
+from beyond.scale_out.llm import LLM
+from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from labs.exercises import WORK, load_labs
+from labs.judge import WORK_VARIABLE
+from labs.mutants import assert_catches
+from labs.tests.support import check_whole_stage, completion_of
+from stage_e_batching.engine import Sampled
+from stage_e_batching.step import ScheduledStep, State
+from stage_f_graph_tp.overlap import AheadSequence
+from stage_f_graph_tp.tensor_parallel import Rendezvous, workers
+from stage_f_graph_tp.tensor_parallel.worker_loop import run_worker
+
+
+class TestLayersOf:
+    @pytest.mark.parametrize("num_layers", [1, 2, 7, 24, 29])
+    def test_the_stages_have_all_layers_in_order_and_each_about_as_many(self, num_layers):
+        for num_stages in range(1, num_layers + 1):
+            parts = [list(stages.layers_of(stage, num_stages, num_layers)) for stage in range(num_stages)]
+            case = f"{num_layers} layers on {num_stages} stages, got {parts}"
+            assert sum(parts, []) == list(range(num_layers)), f"every layer once, in order: {case}"
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1, f"equal shares, or one layer more: {case}"
+            assert sizes[0] == min(sizes), f"stage 0 has the LM head too, so it has no more than another: {case}"
+
+    def test_they_are_a_range(self):
+        assert stages.layers_of(1, 2, 24) == range(12, 24)
+
+
+class NotedLink(links.Link):
+    """A link on which nothing arrives before it is waited for."""
+
+    def __init__(self, max_unsent: int) -> None:
+        self.max_unsent, self.num_bytes, self._unsent = max_unsent, 0, deque()
+        self.sent: list[Tensor] = []  # copies, as they were when they were sent
+        self.held: list[weakref.ref] = []  # the tensors themselves
+        self.waited: list[int] = []
+
+    def _start(self, operation: str, *args: object) -> SimpleNamespace:
+        [tensor], to, tag = args
+        assert (operation, to, tag) == ("send", links.RECEIVER, 0), f"got {operation!r} to rank {to} with tag {tag}"
+        assert tensor.is_contiguous(), "a link sends contiguous memory: the rows of a transposed tensor are not"
+        self.sent.append(tensor.clone())
+        self.held.append(weakref.ref(tensor))
+        return SimpleNamespace(number=len(self.sent) - 1)
+
+    def _wait(self, work: SimpleNamespace) -> None:
+        self.waited.append(work.number)
+
+
+def states(number: int) -> Tensor:
+    return torch.full((2, 3), float(number))
+
+
+class TestSend:
+    def test_what_is_sent_arrives_also_if_its_memory_is_not_contiguous(self):
+        link = NotedLink(max_unsent=4)
+        x = torch.arange(6.0).view(2, 3)
+        link.send(x)
+        link.send(x.t())
+        assert torch.equal(link.sent[0], x) and torch.equal(link.sent[1], x.t())
+
+    @pytest.mark.parametrize("max_unsent", [1, 3])
+    def test_it_waits_for_the_oldest_when_too_many_are_unsent_and_never_before(self, max_unsent):
+        link = NotedLink(max_unsent)
+        for number in range(8):
+            link.send(states(number))
+            expected = list(range(max(0, number + 1 - max_unsent)))
+            assert link.waited == expected, f"{number + 1} sent, {max_unsent} may be unsent: waited for {link.waited}"
+
+    def test_a_tensor_is_kept_until_it_was_sent_and_no_longer(self):
+        link = NotedLink(max_unsent=2)
+        for number in range(5):
+            link.send(states(number))  # nobody else holds it
+        alive = [held() is not None for held in link.held]
+        assert alive[3:] == [True, True], "the memory of a tensor that is under way must not be used for another one"
+        assert alive[:3] == [False] * 3, "what was sent takes memory no more"
+
+    def test_bytes_are_counted(self):
+        link = NotedLink(max_unsent=2)
+        link.send(states(0))
+        link.send(states(1).bfloat16())
+        assert link.num_bytes == 6 * 4 + 6 * 2
+
+
+class TestIdleInTheory:
+    @pytest.mark.parametrize(
+        ("batches", "num_stages", "expected"), [(1, 2, 1 / 2), (2, 2, 0), (1, 4, 3 / 4), (3, 4, 1 / 4), (9, 4, 0)]
+    )
+    def test_decodes_keep_as_many_stages_busy_as_there_are_batches(self, batches, num_stages, expected):
+        assert math.isclose(spans.idle_in_theory("decode", batches, num_stages), expected, abs_tol=1e-9)
+
+    @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+    @pytest.mark.parametrize("chunks", [1, 2, 8])
+    def test_a_prompt_in_chunks_fills_and_empties_the_pipeline_once(self, chunks, num_stages):
+        ends = [stage + chunks for stage in range(num_stages)]  # chunk c is on stage s in step s + c
+        idle = 1 - num_stages * chunks / (num_stages * ends[-1])
+        assert math.isclose(spans.idle_in_theory("prefill", chunks, num_stages), idle, abs_tol=1e-9)
+
+
+def timeline(*times: tuple[float, float]) -> list[dict[str, object]]:
+    return [{"step": i, "work": "layers", "start": start, "end": end} for i, (start, end) in enumerate(times)]
+
+
+class TestIdleShare:
+    def test_one_stage_that_always_works_is_never_idle(self):
+        assert math.isclose(spans.idle_share([timeline((5, 6), (6, 8))]), 0, abs_tol=1e-9)
+
+    def test_the_time_is_that_of_all_stages_from_the_first_start_to_the_last_end(self):
+        found = spans.idle_share([timeline((100, 101), (102, 103)), timeline((101, 102))])
+        assert math.isclose(found, 0.5), f"3 of 2 x 3 seconds are busy: 0.5 expected, got {found}"
+        found = spans.idle_share([timeline((10, 11)), timeline((11, 12)), timeline((12, 16))])
+        assert math.isclose(found, 1 - 6 / 18), f"6 of 3 x 6 seconds are busy, got {found}"
+
+    def test_what_it_counts_for_chunks_is_the_theory(self):
+        for chunks in (1, 2, 8):
+            picture = [timeline(*((stage + c, stage + c + 1) for c in range(chunks))) for stage in range(3)]
+            assert math.isclose(spans.idle_share(picture), 2 / (chunks + 2)), f"{chunks} chunks on 3 stages"
+
+
+def scheduler_of(num_micro_batches: int, count: int, **options: object) -> PipelineScheduler:
+    """A scheduler with `count` sequences, whose prompts of one token have run and been answered."""
+    options = {"num_blocks": 400, "block_size": 4, "max_num_seqs": 64, "max_num_batched_tokens": 64} | options
+    scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
+    scheduler.watermark = lambda sequence: 0  # whoever fits comes in
+    for number in range(count):
+        scheduler.add(AheadSequence(completion_of([1000 + number], max_tokens=min(50, scheduler.capacity))))
+    step = scheduler.schedule()
+    assert len(step) == count
+    for sequence in step.sequences:
+        sequence.token_ids.append(7)
+    return scheduler
+
+
+def decodes(scheduler: PipelineScheduler) -> ScheduledStep:
+    """A step of the scheduler's decodes, which are in flight from now on."""
+    step = ScheduledStep(0, 0.0)
+    scheduler._schedule_decodes(step)
+    for sequence in step.sequences:
+        sequence.num_in_flight += 1
+    return step
+
+
+def arrive(step: ScheduledStep) -> None:
+    for sequence in step.sequences:
+        sequence.num_in_flight -= 1
+        sequence.token_ids.append(7)
+
+
+def numbers(step: ScheduledStep) -> list[int]:
+    return [sequence.request_id for sequence in step.sequences]
+
+
+class TestScheduleDecodes:
+    @pytest.mark.parametrize(
+        ("count", "batches", "sizes"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (5, 1, [5]), (1, 4, [1]), (3, 4, [1, 1, 1])]
+    )
+    def test_a_step_takes_its_share_and_the_next_one_others(self, count, batches, sizes):
+        scheduler = scheduler_of(batches, count)
+        found = [numbers(decodes(scheduler)) for _ in range(batches)]
+        assert [len(part) for part in found if part] == sizes, f"{count} decodes in {batches} batches, got {found}"
+        assert sum(found, []) == list(range(count)), f"the oldest first, and none twice: got {found}"
+
+    def test_a_sequence_runs_again_when_its_token_is_there(self):
+        scheduler = scheduler_of(2, 4)
+        first, second = decodes(scheduler), decodes(scheduler)
+        assert numbers(decodes(scheduler)) == [], "all four are in flight"
+        arrive(first)
+        assert numbers(decodes(scheduler)) == [0, 1], "the first two are not in flight any more"
+        arrive(second)
+        assert numbers(decodes(scheduler)) == [2, 3], "and now the other two"
+
+    def test_the_share_is_of_all_that_decode_and_not_of_those_that_are_ready(self):
+        scheduler = scheduler_of(2, 8)
+        decodes(scheduler)
+        assert len(decodes(scheduler)) == 4, "half of 8, although only 4 are ready"
+
+    def test_the_columns_of_the_step_say_what_runs(self):
+        scheduler = scheduler_of(2, 4)
+        for step in [decodes(scheduler), decodes(scheduler)]:
+            arrive(step)
+        step = decodes(scheduler)
+        assert (step.num_decodes, step.starts, step.num_tokens, step.samples) == (2, [2, 2], [1, 1], [True, True])
+        assert [sequence.num_computed_tokens for sequence in step.sequences] == [3, 3]
+        others = [sequence for sequence in scheduler.decoding if sequence not in step.sequences]
+        assert [sequence.num_computed_tokens for sequence in others] == [2, 2], "they did not run"
+
+    def test_a_block_that_is_full_is_followed_by_another(self):
+        scheduler = scheduler_of(1, 2, block_size=2)
+        for expected in (1, 2, 2, 3):
+            step = decodes(scheduler)
+            assert [len(sequence.block_table) for sequence in step.sequences] == [expected] * 2
+            arrive(step)
+
+    def test_a_sequence_that_was_preempted_for_another_one_does_not_run(self):
+        scheduler = scheduler_of(1, 3, num_blocks=4, block_size=1, enable_prefix_caching=False)
+        step = decodes(scheduler)  # three need a block, and one is free: the third goes for the second
+        assert numbers(step) == [0, 1] and step.num_decodes == 2, f"got {numbers(step)}"
+        assert [p.sequence.request_id for p in step.preempted] == [2]
+        assert [sequence.state for sequence in scheduler.waiting] == [State.WAITING]
+
+    def test_a_sequence_that_finds_no_block_goes_itself(self):
+        scheduler = scheduler_of(2, 3, num_blocks=3, block_size=1, enable_prefix_caching=False)
+        step = decodes(scheduler)  # the first takes the third's block; the second finds none, and is the last now
+        assert numbers(step) == [0] and step.num_decodes == len(step.samples) == 1, f"got {numbers(step)}"
+
+
+class NotingEngine:
+    """What `run_step` uses, with batches of these sizes; it notes the calls."""
+
+    def __init__(self, num_micro_batches: int, sizes: list[int]) -> None:
+        self.log: list[str] = []
+        self._launched: deque = deque()
+        self._sizes = list(enumerate(sizes))
+        self.scheduler = SimpleNamespace(
+            num_micro_batches=num_micro_batches, release_slots=lambda: self.log.append("release")
+        )
+        self.runner = self
+
+    def schedule(self) -> ScheduledStep:
+        number, size = self._sizes.pop(0)
+        return ScheduledStep(number, 0.0, sequences=[object()] * size)
+
+    def launch(self, step: ScheduledStep) -> SimpleNamespace:
+        assert step.sequences, "an empty step has nothing to launch"
+        self.log.append(f"launch {step.number}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"wait {step.number}") or Sampled([step.number]))
+
+    def _count_in_flight(self, step: ScheduledStep) -> None:
+        self.log.append(f"count {step.number}")
+
+    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
+        assert sampled.token_ids == [step.number], f"step {step.number} got the tokens of step {sampled.token_ids}"
+        self.log.append(f"take {step.number}")
+
+    def postprocess(self, step: ScheduledStep, sampled: Sampled) -> None:
+        assert sampled.token_ids == [], "an empty step has no tokens"
+        self.log.append(f"post {step.number}")
+
+    def run(self) -> list[list[str]]:
+        """The calls of each `run_step`."""
+        found = []
+        while self._sizes:
+            self.log.clear()
+            PipelineEngine.run_step(self)
+            found.append(list(self.log))
+        return found
+
+
+def taken(number: int) -> list[str]:
+    return [f"wait {number}", f"take {number}", "release"]
+
+
+def begun(number: int) -> list[str]:
+    return [f"launch {number}", f"count {number}"]
+
+
+class TestRunStep:
+    @pytest.mark.parametrize("batches", [1, 2, 3])
+    def test_as_many_batches_are_in_flight_as_the_scheduler_says(self, batches):
+        found = NotingEngine(batches, [4] * 6).run()
+        for number, calls in enumerate(found):
+            oldest = number + 1 - batches
+            expected = begun(number) + (taken(oldest) if oldest >= 0 else [])
+            assert calls == expected, f"step {number} with {batches} batches: {expected} expected, got {calls}"
+
+    def test_without_a_new_batch_the_oldest_is_waited_for(self):
+        found = NotingEngine(3, [4, 4, 0, 0]).run()
+        assert found[0] + found[1] == begun(0) + begun(1), f"nothing is waited for, got {found[:2]}"
+        for number, calls in enumerate(found[2:]):
+            assert sorted(calls) == sorted([f"post {number + 2}", *taken(number)]), f"got {calls}"
+
+    def test_with_nothing_to_do_it_only_postprocesses(self):
+        assert NotingEngine(2, [0]).run() == [["post 0"]]
+
+
+def chat(*contents: str, **fields: object) -> bytes:
+    roles = ("system", *("user", "assistant") * len(contents))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return json.dumps({"messages": messages} | fields).encode()
+
+
+class TestSessionOf:
+    def test_the_next_turn_of_a_conversation_is_of_the_same_session(self):
+        first = sessions.session_of(chat("Be brief.", "What is a block?"))
+        assert sessions.session_of(chat("Be brief.", "What is a block?", "Memory.", "And a slot?")) == first
+        assert sessions.session_of(chat("Be brief.", "What is a block?", temperature=0.5)) == first
+        assert sessions.session_of(chat("Be brief.", "What is a token?", "Memory.", "And a slot?")) != first
+
+    def test_one_long_system_prompt_is_one_session(self):
+        long = "x" * sessions.PREFIX_CHARACTERS
+        assert sessions.session_of(chat(long, "one")) == sessions.session_of(chat(long, "two"))
+        assert sessions.session_of(chat(long[:40], "one")) != sessions.session_of(chat(long[:40], "two"))
+
+    def test_a_prompt_counts_by_its_beginning(self):
+        def session(prompt: object) -> str:
+            return sessions.session_of(json.dumps({"prompt": prompt}).encode())
+
+        long = "x" * sessions.PREFIX_CHARACTERS
+        assert session(long + "one") == session(long + "two") != session("one")
+        assert session([1, 2, 3]) == session([1, 2, 3]) != session([1, 2, 4])
+
+    def test_it_is_the_same_in_every_process_and_short(self, monkeypatch):
+        found = set()
+        for salt in range(3):  # Python's hash() of a text has another salt in every process
+            monkeypatch.setattr(sessions, "hash", lambda x, salt=salt: hash((salt, x)), raising=False)
+            found.add(sessions.session_of(chat("Be brief.", "What is a block?" * 100)))
+        assert len(found) == 1, f"one session in three processes, got {found}"
+        [name] = found
+        assert 8 <= len(name) <= 128 and set(name) <= set("0123456789abcdef"), f"hexadecimal digits, got {name!r}"
+
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": []}', b"\xff"])
+    def test_what_is_no_request_has_no_session(self, body):
+        assert sessions.session_of(body) == ""
+
+
+class TestBreakIt:
+    def test_your_test_tells_the_broken_scheduler_from_the_reference(self):
+        assert_catches(load_labs()["j"].exercises[-1], Path(os.environ.get(WORK_VARIABLE, WORK)))
+
+
+class Fork(multiprocessing.get_context("fork").Process):
+    """A process that is asked as `subprocess.Popen` is."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+
+def fork_worker(rendezvous: Rendezvous, rank: int, build: workers.Build) -> tuple[Fork, Connection]:
+    """Start a stage as a fork of this process, so that it has the learner's functions too."""
+    own, other = socket.socketpair()
+
+    def run() -> None:
+        own.close()
+        run_worker(build, other.detach(), rendezvous.store.port, rank, rendezvous.size)
+
+    process = Fork(target=run, daemon=True)
+    with other:
+        process.start()
+    return process, Connection(own.detach())
+
+
+class TestWholeStage:
+    def test_the_tutor_answers_on_two_stages(self, monkeypatch):
+        monkeypatch.setattr(workers, "_start_worker", fork_worker)
+        variants = {}, {"max_num_seqs": 2, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "num_micro_batches": 3}
+        check_whole_stage(LLM, *variants, num_kvcache_blocks=64, pipeline_parallel_size=2)
