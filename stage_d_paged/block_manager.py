@@ -24,14 +24,13 @@ No tensor is touched here: a block is a number. Cost: O(1) for a token that fits
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import xxhash
 
-from stage_d_paged.sequence import Sequence
+from stage_d_paged.sequence import Sequence, pack
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +193,7 @@ class BlockManager:
         keys = sequence.block_keys
         while len(keys) <= i:
             first = len(keys) * self.block_size
-            tokens = array("i", sequence.token_ids[first : first + self.block_size]).tobytes()
+            tokens = pack(sequence.token_ids[first : first + self.block_size])
             keys.append((block_key(keys[-1][0] if keys else 0, tokens), tokens))
         return keys[i]
 

@@ -103,10 +103,16 @@ class Sampler:
 
     def fill(
         self, batch_slots: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray
-    ) -> None:
-        """Write the temperature and the noise key (`noise_key(seed, step)`) of each row into a step's input."""
-        np.take(self._temperatures, batch_slots, out=temperatures)
-        noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
+    ) -> int:
+        """Write the temperature and the noise key (`noise_key(seed, step)`) of each row into a step's input.
+
+        Where every row is greedy, no noise key is read, and none is made. Returns `needs(batch_slots)`.
+        """
+        needs = self.needs(batch_slots)
+        temperatures[:] = self._temperatures[batch_slots]
+        if needs & RANDOM:
+            noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
+        return needs
 
     def sample(self, logits: Tensor, sequences: list[BatchSequence]) -> SampledTokens:
         """Choose a token for each of `sequences`, from its row of `logits [rows, vocab]`."""

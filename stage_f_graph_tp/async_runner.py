@@ -69,18 +69,8 @@ class AsyncModelRunner(ModelRunner):
 
     def launch(self, step: ScheduledStep) -> InFlight:
         """Launch a step's work and the copy of its tokens to the host."""
-        shape, host = self.prepare(step)
-        return InFlight(None) if shape is None else self.execute(shape, host.sample_slots)
-
-    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
-        """The host's part: bring the batch slots up to date and build the step's input in a host buffer."""
         self.admit(step)
-        if not step.sequences:
-            return None, None
-        shape = self.batch.shape_of(step)
-        host = self.buffers.next_host(shape)
-        self.fill(step, host)
-        return shape, host
+        return self.execute_step(*self.prepare(step)) if step.sequences else InFlight(None)
 
     def admit(self, step: ScheduledStep) -> None:
         """Record the admitted sequences and the block tables that have grown."""
@@ -88,10 +78,27 @@ class AsyncModelRunner(ModelRunner):
             self.sampler.admit(sequence)
         self.batch.update(step)
 
-    def fill(self, step: ScheduledStep, host: StepInput) -> None:
-        """Write a step's input into host views."""
+    def prepare(self, step: ScheduledStep) -> tuple[StepShape, np.ndarray, int]:
+        """Build a step's input in a host buffer.
+
+        Returns:
+            its shape, the batch slots of its sampled rows, and what these need of the sampler.
+        """
+        exact = self.batch.shape_of(step)
+        shape, host = self.next_host(exact)
         steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_slots, steps, host.temperatures, host.noise_keys)
+        samples = exact.num_samples
+        sample_slots = host.sample_slots[:samples]
+        needs = self.sampler.fill(sample_slots, steps, host.temperatures[:samples], host.noise_keys[:samples])
+        return shape, sample_slots, needs
+
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
+        """A host buffer for a step of shape `exact`, and the shape to run it in."""
+        return exact, self.buffers.next_host(exact)
+
+    def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
+        """Execute a prepared step."""
+        return self.execute(shape, sample_slots)
 
     @torch.inference_mode()
     def execute(self, shape: StepShape, sample_slots: np.ndarray) -> InFlight:

@@ -1,14 +1,16 @@
-"""From a scheduled step to the model's input, with no loop over the requests.
+"""From a scheduled step to the model's input, with no loop over tokens or decodes.
 
 What a request brings with it (its block table, its prompt's length) is kept in numpy tables with a row for each batch
-slot. A row is filled when a sequence is admitted, and written again only when the sequence gets a block. A step gathers
-the rows of its sequences with whole-array operations; Python's part is proportional to what changed.
+slot. A row is filled when a sequence is admitted, and written again only when the sequence gets a block. The rows of
+all decodes are gathered with whole-array operations, and a chunk of a prompt is a slice of each array; Python's part is
+proportional to what changed.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from stage_d_paged.sequence import pack
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
@@ -27,6 +29,7 @@ class InputBatch:
         self._tables = np.full((max_num_seqs, self.max_blocks), -1, np.int32)
         self._table_lens = [0] * max_num_seqs
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
+        self._positions = np.arange(self.max_blocks * block_size)
 
     def update(self, step: ScheduledStep) -> None:
         """Take over what the step changed: the admitted sequences, and the block tables that have grown."""
@@ -54,41 +57,49 @@ class InputBatch:
         )
 
     def fill(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
-        """Write a step's input, all but the sampler's part, into host views of the right shape.
+        """Write a step's input, all but the sampler's part, into host views of its size or larger.
 
         Returns:
             how many tokens each sampling sequence has generated before, int64 [samples].
         """
+        seqs = len(step.sequences)
         batch_slots = np.array([sequence.batch_slot for sequence in step.sequences])  # [seqs]
-        starts, counts = np.array(step.starts), np.array(step.num_tokens)
-        ends = starts + counts
-        out.batch_slots[:] = batch_slots
-        out.context_lens[:] = ends
-        out.cu_seqlens_q[0] = 0
-        np.cumsum(counts, out=out.cu_seqlens_q[1:])
-        out.block_tables[:] = self._tables[batch_slots, : out.block_tables.shape[1]]
-        if len(out.positions) == len(batch_slots):  # one token each
-            owners, positions = batch_slots, starts  # [tokens]
-        else:
-            owners = np.repeat(batch_slots, counts)
-            positions = np.arange(len(out.positions)) + np.repeat(starts - out.cu_seqlens_q[:-1], counts)
-        out.positions[:] = positions
-        pages = self._tables[owners, positions // self.block_size]
-        np.multiply(pages, self.block_size, out=out.slot_mapping, casting="unsafe", dtype=np.int64)
-        np.add(out.slot_mapping, positions % self.block_size, out=out.slot_mapping)
-        self._fill_prompt_tokens(step, out)
-        if len(out.sample_slots) == len(batch_slots):
-            sampling, sampling_ends = slice(None), ends
-        else:
-            sampling = np.flatnonzero(step.samples)
-            sampling_ends = ends[sampling]
-        out.sample_slots[:] = batch_slots[sampling]
-        out.sample_tokens[:] = out.cu_seqlens_q[1:][sampling] - 1
-        return sampling_ends - self._prompt_lens[out.sample_slots]
+        starts = np.array(step.starts)
+        ends = starts + step.num_tokens
+        out.batch_slots[:seqs] = batch_slots
+        out.context_lens[:seqs] = ends
+        out.block_tables[:seqs] = self._tables[:, : out.block_tables.shape[1]][batch_slots]
+        self._fill_decodes(step, batch_slots, starts, out)
+        self._fill_prompts(step, out)
+        sampling = slice(seqs) if all(step.samples) else np.flatnonzero(step.samples)
+        sampling_slots = batch_slots[sampling]
+        samples = len(sampling_slots)
+        out.sample_slots[:samples] = sampling_slots
+        out.sample_tokens[:samples] = out.cu_seqlens_q[1:][sampling] - 1
+        return ends[sampling] - self._prompt_lens[sampling_slots]
 
-    def _fill_prompt_tokens(self, step: ScheduledStep, out: StepInput) -> None:
-        out.input_ids[: step.num_decodes] = 0
-        for i in range(step.num_decodes, len(step)):
-            start, count = step.starts[i], step.num_tokens[i]
-            first = out.cu_seqlens_q[i]
-            out.input_ids[first : first + count] = step.sequences[i].token_ids[start : start + count]
+    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
+        """Write the sequences that run one token. Which token it is, is known on the device."""
+        decodes = step.num_decodes
+        out.cu_seqlens_q[: decodes + 1] = np.arange(decodes + 1)
+        if decodes:
+            positions = starts[:decodes]
+            blocks = self._tables[batch_slots[:decodes], positions // self.block_size]
+            out.input_ids[:decodes] = 0
+            out.positions[:decodes] = positions
+            out.slot_mapping[:decodes] = blocks * np.int64(self.block_size) + positions % self.block_size
+
+    def _fill_prompts(self, step: ScheduledStep, out: StepInput) -> None:
+        """Write the chunks of prompts, each by slices of what is there."""
+        block_size, first = self.block_size, step.num_decodes
+        for i in range(step.num_decodes, len(step.sequences)):
+            sequence, start, count = step.sequences[i], step.starts[i], step.num_tokens[i]
+            end, last = start + count, first + count
+            out.cu_seqlens_q[i + 1] = last
+            out.input_ids[first:last] = np.frombuffer(pack(sequence.token_ids[start:end]), np.int32)
+            out.positions[first:last] = self._positions[start:end]
+            block = start // block_size
+            blocks = self._tables[sequence.batch_slot, block : -(-end // block_size)]
+            slots = np.add.outer(blocks * np.int64(block_size), self._positions[:block_size]).ravel()
+            out.slot_mapping[first:last] = slots[start - block * block_size :][:count]
+            first = last

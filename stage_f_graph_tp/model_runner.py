@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,6 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.sampler import RANDOM, SampledTokens
-from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.cuda_graph import (
     Body,
@@ -102,7 +101,7 @@ class GraphModelRunner(AsyncModelRunner):
         """The model on a step of this shape, on inputs that are all padding while it is recorded."""
         host = self.buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0
-        graphs.pad(host, StepShape(0, 0, 0, shape.table_width, 0, 0, 0))
+        graphs.pad(host, 0, 0)
         inputs = self.buffers.send(shape)
         return partial(super().run_model, inputs, shape)
 
@@ -134,31 +133,18 @@ class GraphModelRunner(AsyncModelRunner):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def launch(self, step: ScheduledStep) -> InFlight:
-        """Launch a step's work and the copy of its tokens to the host."""
-        shape, host = self.prepare(step)
-        if shape is None:
-            return InFlight(None)
-        batch_slots = host.sample_slots
-        needs = self.sampler.needs(batch_slots) if len(batch_slots) else 0
-        return self.execute_step(shape, batch_slots, needs)
-
-    def prepare(self, step: ScheduledStep) -> tuple[StepShape | None, StepInput | None]:
-        """Stage E's, padded to a graph's size where there is one. The views returned leave the padding out."""
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
+        """A host buffer for a step of shape `exact`, padded to a graph's size where there is one."""
         graphs, prefill_graphs = self.graphs, self.prefill_graphs  # a thread that closes the engine takes them away
-        if graphs is None or not step.sequences:
-            return super().prepare(step)
-        self.admit(step)
-        exact = self.batch.shape_of(step)
-        shape = graphs.padded(exact)
-        if shape is not exact:
-            host = graphs.pad(self.buffers.next_host(shape), exact.num_seqs)
-        elif prefill_graphs is not None and (shape := prefill_graphs.padded(exact)) is not exact:
-            host = prefill_graphs.pad(self.buffers.next_host(shape), exact)
-        else:
-            host = self.buffers.next_host(exact)
-        self.fill(step, host)
-        return shape, host
+        if graphs is not None and (shape := graphs.padded(exact)) is not exact:
+            host = self.buffers.next_host(shape)
+            graphs.pad(host, exact.num_seqs)
+            return shape, host
+        if prefill_graphs is not None and (shape := prefill_graphs.padded(exact)) is not exact:
+            host = self.buffers.next_host(shape)
+            prefill_graphs.pad(host, exact.num_tokens, exact.num_seqs)
+            return shape, host
+        return super().next_host(exact)
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """Execute a prepared step: by replaying its graph, or eagerly."""
@@ -190,7 +176,7 @@ class GraphModelRunner(AsyncModelRunner):
     def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """Run all layers: in a step with prefill by replaying its graph, if it has one."""
         graphs = self.prefill_graphs
-        recorded = graphs and graphs.find(replace(shape, num_decodes=0))
+        recorded = graphs and graphs.find(shape._replace(num_decodes=0))
         if not recorded:
             return super().run_model(inputs, shape)
         recorded.replay()

@@ -18,7 +18,6 @@ needs for the launches, and the step runs eagerly.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 
 from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.step_input import StepInput, StepShape
@@ -59,26 +58,12 @@ class PrefillGraphs(StepGraphs):
             return shape
         recorded = self._alone if shape.num_seqs == 1 and shape.num_tokens > 1 else self._mixed
         size = self._sizes[bisect_left(self._sizes, shape.num_tokens)]
-        return replace(recorded[size], num_decodes=shape.num_decodes)
+        return recorded[size]._replace(num_decodes=shape.num_decodes)
 
-    def pad(self, host: StepInput, shape: StepShape) -> StepInput:
-        """Make everything beyond `shape` padding; returns views of the rest, for the step to fill in."""
-        tokens, seqs, samples = shape.num_tokens, shape.num_seqs, shape.num_samples
+    def pad(self, host: StepInput, tokens: int, seqs: int) -> None:
+        """Make everything after the first `tokens` tokens and `seqs` sequences padding."""
         host.input_ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.slot_mapping[tokens:] = -1
         host.context_lens[seqs:] = 0
         host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
-        return StepInput(
-            input_ids=host.input_ids[:tokens],
-            positions=host.positions[:tokens],
-            slot_mapping=host.slot_mapping[:tokens],
-            batch_slots=host.batch_slots[:seqs],
-            sample_slots=host.sample_slots[:samples],
-            sample_tokens=host.sample_tokens[:samples],
-            cu_seqlens_q=host.cu_seqlens_q[: seqs + 1],
-            context_lens=host.context_lens[:seqs],
-            temperatures=host.temperatures[:samples],
-            noise_keys=host.noise_keys[:samples],
-            block_tables=host.block_tables[:seqs],
-        )

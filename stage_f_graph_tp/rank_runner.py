@@ -137,7 +137,7 @@ class StepCommand:
     _HEADER = struct.Struct("<9q")
 
     def encode(self) -> bytes:
-        return self._HEADER.pack(*vars(self.shape).values(), self.num_live, self.needs) + self.data
+        return self._HEADER.pack(*self.shape, self.num_live, self.needs) + self.data
 
     @classmethod
     def decode(cls, message: bytes) -> StepCommand:

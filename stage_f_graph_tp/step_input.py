@@ -7,8 +7,6 @@ sizes (`StepShape`), so the other side, a GPU or another process, needs no more 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,11 +16,10 @@ from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
 
-MAX_VIEWS = 1024  # remembered, of eleven arrays each
+MAX_VIEWS = 1024  # remembered, of eleven arrays each, on the host and on the device
 
 
-@dataclass(frozen=True)
-class StepShape:
+class StepShape(NamedTuple):
     """The sizes of a step: they determine the layout of its input."""
 
     num_tokens: int
@@ -47,7 +44,7 @@ class StepShape:
     @property
     def layout(self) -> tuple[int, ...]:
         """Equal for steps whose arrays have the same offsets."""
-        return self.num_tokens, self.num_seqs, self.num_samples, self.table_width
+        return self[:4]
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +112,15 @@ def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata
     )
 
 
+class InputViews(NamedTuple):
+    """The views of one host buffer and of the device's for a step's input: of its arrays, and of all its bytes."""
+
+    host: StepInput
+    device: StepInput
+    host_bytes: Tensor
+    device_bytes: Tensor
+
+
 class StepBuffers:
     """The memory that inputs travel in: two buffers on the host, used in turn, and one on the device.
 
@@ -134,14 +140,14 @@ class StepBuffers:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
-        # The views made so far, by buffer and layout: steps repeat the layouts of the graphs, and making the views is a
-        # large part of the host's work for a small step.
-        self._views: dict[tuple[str, tuple[int, ...]], StepInput] = {}
+        # The views made so far, by host buffer and layout: steps repeat the layouts of the graphs, and making the views
+        # is a large part of the host's work for a small step.
+        self._views: dict[tuple[int, tuple[int, ...]], InputViews] = {}
 
     def next_host(self, shape: StepShape) -> StepInput:
         """Host views to fill in."""
         self._take_turn()
-        return self._remembered(f"host{self._turn}", host_views, self._arrays[self._turn], shape)
+        return self._views_of(shape).host
 
     def packed(self, shape: StepShape) -> bytes:
         """What was filled in, for another process."""
@@ -154,30 +160,27 @@ class StepBuffers:
 
     def send(self, shape: StepShape) -> StepInput:
         """Copy what was filled in to the device, in one go, and return its views there."""
-        host = self._host[self._turn]
-        self._device[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
+        views = self._views_of(shape)
+        views.device_bytes.copy_(views.host_bytes, non_blocking=True)
         if self._copied[self._turn] is not None:
             self._copied[self._turn].record()
-        return self._remembered("device", device_views, self._device, shape)
+        return views.device
 
     def _take_turn(self) -> None:
         self._turn ^= 1
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
 
-    def _remembered(
-        self,
-        key: str,
-        make_views: Callable[[object, StepShape], StepInput],
-        buffer: np.ndarray | Tensor,
-        shape: StepShape,
-    ) -> StepInput:
-        views = self._views.get((key, shape.layout))
-        if views is None:
+    def _views_of(self, shape: StepShape) -> InputViews:
+        key = self._turn, shape.layout
+        if key not in self._views:
             if len(self._views) == MAX_VIEWS:  # eager steps have any number of layouts
                 self._views.clear()
-            views = self._views[key, shape.layout] = make_views(buffer, shape)
-        return views
+            size, host = shape.num_bytes, self._host[self._turn]
+            self._views[key] = InputViews(
+                host_views(host.numpy(), shape), device_views(self._device, shape), host[:size], self._device[:size]
+            )
+        return self._views[key]
 
 
 def largest_input(num_tokens: int, max_num_seqs: int, table_width: int) -> int:

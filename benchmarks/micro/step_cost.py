@@ -54,7 +54,6 @@ class NullRunner:
         steps = self.batch.fill(step, host)
         self.sampler.fill(host.sample_slots, steps, host.temperatures, host.noise_keys)
         self.buffers.send(shape)
-        self.sampler.needs(host.sample_slots)
         return Sampled(self.ids[: shape.num_samples].tolist())
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
+import numpy as np
 import torch
 
 from stage_d_paged.kv_cache import KVCache
@@ -58,10 +58,10 @@ class DraftBatch(RegrownBatch):
     def shape_of(self, step: ScheduledStep) -> StepShape:
         """The sizes of a step's input; no decodes, where no token has to be taken from the device."""
         shape = super().shape_of(step)
-        return replace(shape, num_decodes=0) if _is_known(step) else shape
+        return shape._replace(num_decodes=0) if _is_known(step) else shape
 
-    def _fill_prompt_tokens(self, step: ScheduledStep, out: StepInput) -> None:
-        super()._fill_prompt_tokens(step, out)
+    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
+        super()._fill_decodes(step, batch_slots, starts, out)
         if _is_known(step):
             decodes = zip(step.sequences[: step.num_decodes], step.starts, strict=False)
             out.input_ids[: step.num_decodes] = [sequence.token_at(start) for sequence, start in decodes]
@@ -83,7 +83,7 @@ class VerificationGraphs(DecodeGraphs):
 
     def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
         super().__init__(sizes, *limits)
-        self.shapes = [replace(shape, num_decodes=0) for shape in self.shapes]
+        self.shapes = [shape._replace(num_decodes=0) for shape in self.shapes]
         self._decode_graphs = decode_graphs
 
     def padded(self, shape: StepShape) -> StepShape:
