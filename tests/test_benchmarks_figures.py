@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.micro import coalescing, no_cache, waterfall
+from benchmarks.pictures.reads import naive_read, sectors, warp_read
 from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +82,11 @@ def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
         assert picture.startswith(b"\x89PNG")
         [lines] = module.table([result]).values()
         assert cell in lines
+
+
+def test_a_read_is_delivered_in_whole_sectors() -> None:
+    assert sectors([(0, 30, 4)]) == {(0, 0), (0, 32)}
+    assert len(sectors(naive_read())) == 32 and len(sectors(warp_read())) == 16
 
 
 def test_the_answer_without_a_cache_is_measured_step_by_step() -> None:

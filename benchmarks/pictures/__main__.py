@@ -5,10 +5,11 @@ python -m benchmarks.pictures            # all of them, beside the lessons that 
 
 from __future__ import annotations
 
-from benchmarks.pictures import attention, decoder, pages
+from benchmarks.pictures import attention, decoder, pages, reads, shards
 from benchmarks.results import ROOT
 
 FIGURES = {
+    "stage_c_fused_mlp/reads.png": reads.draw_reads,
     "stage_d_paged/figures/fragmentation.png": pages.draw_fragmentation,
     "stage_d_paged/figures/cached_blocks.png": pages.draw_cached_blocks,
     "stage_d_paged/figures/layer.png": decoder.draw_layer,
@@ -18,6 +19,7 @@ FIGURES = {
     "stage_d_paged/figures/swiglu.png": decoder.draw_swiglu,
     "stage_d_paged/attention/online_softmax.png": attention.draw_online_softmax,
     "stage_d_paged/attention/splits.png": attention.draw_splits,
+    "stage_f_graph_tp/tensor_parallel/ranks.png": shards.draw_ranks,
 }
 
 

@@ -66,13 +66,15 @@ def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, tit
             text = "·" if owners and not filled else ""
             if filled:
                 text = f"{''.join(filled).lower()}{first[filled[0], block] + slot}"
-            axes.text(x + slot + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
+            on_blue = bool(filled) and colour[filled[0]] == BLUE
+            look = {"color": "white" if on_blue else "black", "fontsize": 9}
+            axes.text(x + slot + 0.5, y + 0.5, text, ha="center", va="center", **look)
         if not owners and manager.is_cached(block):
             axes.add_patch(Rectangle((x, y), block_size, 1, facecolor=GREY, alpha=0.45, linewidth=0))
             axes.text(x + block_size / 2, y + 0.5, "free, cached", ha="center", va="center", fontsize=9)
         line = {"edgecolor": "black", "linewidth": 1.4} if owners else {"edgecolor": GREY, "linewidth": 0.8}
         axes.add_patch(Rectangle((x, y), block_size, 1, fill=False, **line))
-        axes.text(x, y - 0.08, f"block {block}", fontsize=8, va="bottom", color="black" if owners else GREY)
+        axes.text(x, y - 0.08, f"block {block}", fontsize=9, va="bottom")
     below = rows * 1.7
     for i, (name, sequence) in enumerate(sequences.items()):
         text = f"{name}: {sequence.num_computed_tokens} tokens, block table {sequence.block_table}"
@@ -89,8 +91,10 @@ def draw_cached_blocks() -> Picture:
     """A pool after one of two sequences has ended: its full blocks are free, and can be found."""
     manager = BlockManager(num_blocks=8, block_size=4)
     ended, running = computed(manager, range(14)), computed(manager, range(50, 57))
+    table, tokens = list(ended.block_table), ended.num_computed_tokens
     manager.free(ended)
-    return draw_pool({"B": running}, manager, "A has ended: its blocks are free, and its full ones are still found")
+    title = f"A ({tokens} tokens in blocks {table}) has ended: all four are free, and the full ones are still found"
+    return draw_pool({"B": running}, manager, title)
 
 
 def draw_fragmentation() -> Picture:
@@ -123,7 +127,7 @@ def draw_fragmentation() -> Picture:
     axes.text(0, -0.12, text, fontsize=11, va="bottom")
     text = f"in blocks of {block_size}: G takes {new // block_size} free blocks, wherever they are"
     axes.text(0, 1.48, text, fontsize=11, va="bottom")
-    axes.set_xlim(0, total)
+    axes.set_xlim(-0.2, total + 0.2)
     axes.set_ylim(2.5, -0.5)
     axes.axis("off")
     axes.set_title("B, D and F have ended: the same free memory serves G only in blocks", fontsize=13)

@@ -87,12 +87,14 @@ def draw_roofline(group: Group) -> bytes | None:
         at = (column[0].intensity, column[0].rate / 1e12)
         axes.annotate(phase, at, xytext=(0, -18), textcoords="offset points", ha="center", style="italic")
     bandwidth, arithmetic = ceilings.copy_bytes_per_s, ceilings.matmul_operations_per_s
+    memory = f"{bandwidth / 1e12:.3g} TB/s" if bandwidth > 1e12 else f"{bandwidth / 1e9:.3g} GB/s"
+    slope = (ridge * left) ** 0.5  # where its label is: half-way up
     roofs = (
-        (f"memory: {bandwidth / 1e12:.3g} TB/s", ridge / 12, ridge / 12 * bandwidth, "right"),
-        (f"arithmetic: {arithmetic / 1e12:.3g} TFLOP/s", ridge, arithmetic, "left"),
+        (f"memory: {memory}", slope, slope * bandwidth, (8, -10)),
+        (f"arithmetic: {arithmetic / 1e12:.3g} TFLOP/s", ridge, arithmetic, (0, 8)),
     )
-    for text, x, y, side in roofs:
-        axes.annotate(text, (x, y / 1e12), xytext=(0, 8), textcoords="offset points", fontsize=9, ha=side)
+    for text, x, y, offset in roofs:
+        axes.annotate(text, (x, y / 1e12), xytext=offset, textcoords="offset points", fontsize=9)
     axes.set_ylim(min(point.rate for point in found) / 4e12, 3 * ceilings.matmul_operations_per_s / 1e12)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Picture, finish, new_figure
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Picture, finish, new_figure, plain
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
@@ -103,9 +103,36 @@ def draw_split(parts: list[Part]) -> Picture:
 
     Lengths are roots of sizes, and no side is drawn longer than `LONGEST` times the hidden size's.
     """
-    ranks = 1 + max(part.rank for part in parts)
     figure = new_figure(10, 3.1)
-    axes = figure.subplots()
+    ranks = _draw_matrices(figure.subplots(), parts)
+    return finish(figure, f"the matrices of a layer and which of {ranks} ranks holds which part")
+
+
+def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2, 4)) -> Picture:
+    """Which part of each matrix two ranks hold, and the bytes of weights that a rank reads per decode step."""
+    figure = new_figure(10, 5)
+    above, below = figure.subplots(2, height_ratios=(3, 1.3))
+    _draw_matrices(above, split(model, 2))
+    config = ModelConfig.from_hf(resolve(model).config)
+    read = {size: 2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes}
+    sums = 2 * config.num_layers + 1  # two per layer, and the embedding's
+    kilobytes = sums * config.hidden_size * 2 / 1e3
+    labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
+    below.barh(labels, read.values(), color=BLUE, height=0.6)
+    for y, (size, megabytes) in enumerate(read.items()):
+        text = f"{megabytes:,.0f} MB" + (f", and {sums} all-reduces of together {kilobytes:.0f} KB" if size > 1 else "")
+        below.annotate(text, (megabytes, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    below.invert_yaxis()
+    below.set_xlim(0, 1.1 * max(read.values()))
+    below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
+    plain(below, "x")
+    figure.suptitle("Each rank reads its share of every matrix; what the ranks add up is small", fontsize=12)
+    return finish(figure, "which rank holds which part of a layer, and the bytes that a rank reads per step")
+
+
+def _draw_matrices(axes: Axes, parts: list[Part]) -> int:
+    """Draws the embedding and one layer's matrices side by side; returns the number of ranks."""
+    ranks = 1 + max(part.rank for part in parts)
     found = {name: [part for part in parts if part.name == full] for name, full in ROWS_FULL.items()}
     hidden = found["self_attn.q_proj"][0].shape[1]
     x = 0.0
@@ -117,7 +144,7 @@ def draw_split(parts: list[Part]) -> Picture:
     axes.set_ylim(LONGEST + 0.1, -0.8)
     axes.set_aspect("equal")
     axes.axis("off")
-    return finish(figure, f"the matrices of a layer and which of {ranks} ranks holds which part")
+    return ranks
 
 
 def _draw_matrix(axes: Axes, x: float, label: str, parts: list[Part], hidden: int) -> float:
