@@ -17,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN = 8192  # logits a program looks at, held in registers
+# Any higher temperature leaves the noise alone to decide, as this one does; but minus infinity (no token) divided by an
+# infinite one is no number.
+HOTTEST = tl.constexpr(1e30)
 
 
 @triton.jit
@@ -36,7 +39,7 @@ def _log2(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(token, key, NATIVE: tl.constexpr):
+def gumbel(token, key, NATIVE: tl.constexpr):
     """Compute `-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
 
     That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
@@ -68,7 +71,7 @@ def _best_of_stretch_kernel(
     first = stretch * SPAN
     token = first + tl.arange(0, SPAN)
     logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
     noise = 0.0
@@ -77,9 +80,9 @@ def _best_of_stretch_kernel(
     else:
         # A stretch may be filtered out entirely: -inf minus -inf would be no number.
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        score = (logit - shift) * (1.0 / temperature) + _gumbel(token, key, NATIVE)
+        score = (logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE)
         best = first + tl.argmax(score, 0, tie_break_left=True)
-        noise = _gumbel(best, key, NATIVE)
+        noise = gumbel(best, key, NATIVE)
     place = row * stretches + stretch
     plane = tl.num_programs(0).to(tl.int64) * stretches
     tl.store(winners + place, tl.load(logits + row * row_stride + best).to(tl.float32))
@@ -105,7 +108,7 @@ def _best_of_row_kernel(
     logit = tl.load(winners + place, mask=inside, other=float("-inf"))
     noise = tl.load(winners + plane + place, mask=inside, other=0.0)
     highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
     greedy = temperature == 0.0
     score = tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
     best = tl.argmax(score, 0, tie_break_left=True)

@@ -98,10 +98,10 @@ class AsyncModelRunner(ModelRunner):
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """Execute a prepared step."""
-        return self.execute(shape, sample_slots)
+        return self.execute(shape, sample_slots, needs)
 
     @torch.inference_mode()
-    def execute(self, shape: StepShape, sample_slots: np.ndarray) -> InFlight:
+    def execute(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """The device's part: send the input that `prepare` built, run the model, sample the tokens."""
         inputs = self.buffers.send(shape)
         hidden = self.forward(inputs, shape)
@@ -110,13 +110,16 @@ class AsyncModelRunner(ModelRunner):
             return InFlight(None)
         if samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens[:samples])
-        logits = self.model.compute_logits(hidden)  # [samples, vocab]
-        sampled = self.sample(logits, sample_slots, inputs)
+        sampled = self.sample(hidden, sample_slots, inputs, needs)
         self.last_tokens.index_copy_(0, inputs.sample_slots[:samples], sampled.ids)
         return self.fetch(sampled)
 
-    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
-        """Choose a token for every row of `logits`."""
+    def sample(self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, needs: int) -> SampledTokens:
+        """Choose a token for every row of the final states `[samples, hidden]`."""
+        return self.sample_logits(self.model.compute_logits(hidden), sample_slots, inputs)
+
+    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
+        """Choose a token for every row of `logits [samples, vocab]`."""
         samples = len(sample_slots)
         return self.sampler(logits, sample_slots, inputs.temperatures[:samples], inputs.noise_keys[:samples])
 

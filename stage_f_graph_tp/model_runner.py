@@ -110,8 +110,9 @@ class GraphModelRunner(AsyncModelRunner):
 
     def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         hidden = self.forward(inputs, shape)
-        logits = self.model.compute_logits(hidden)
-        return DecodeResult(self._sample_to_slots(logits, inputs), hidden=hidden)
+        ids = self.sample_plain(hidden, inputs)
+        self.last_tokens.index_copy_(0, inputs.sample_slots, ids)
+        return DecodeResult(ids, hidden=hidden)
 
     def _decode_megakernel(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         torch.index_select(self.last_tokens, 0, inputs.batch_slots, out=inputs.input_ids)
@@ -120,16 +121,13 @@ class GraphModelRunner(AsyncModelRunner):
             inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
             self.kv_cache.tensor, logits,
         )  # fmt: skip
-        return DecodeResult(self._sample_to_slots(logits, inputs), logits=logits)
-
-    def _sample_to_slots(self, logits: Tensor, inputs: StepInput) -> Tensor:
-        ids = self.sample_plain(logits, inputs)
+        ids = self.sampler.sample_plain(logits, inputs.temperatures, inputs.noise_keys)
         self.last_tokens.index_copy_(0, inputs.sample_slots, ids)
-        return ids
+        return DecodeResult(ids, logits=logits)
 
-    def sample_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
+    def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
         """Sample rows that are greedy or at a plain temperature, from what the input says alone."""
-        return self.sampler.sample_plain(logits, inputs.temperatures, inputs.noise_keys)
+        return self.sampler.sample_plain(self.model.compute_logits(hidden), inputs.temperatures, inputs.noise_keys)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -150,7 +148,8 @@ class GraphModelRunner(AsyncModelRunner):
         """Execute a prepared step: by replaying its graph, or eagerly."""
         graphs = self.graphs
         recorded = graphs and graphs.find(shape)
-        return self._replay(recorded, shape, sample_slots, needs) if recorded else self.execute(shape, sample_slots)
+        execute = partial(self._replay, recorded) if recorded else self.execute
+        return execute(shape, sample_slots, needs)
 
     @torch.inference_mode()
     def _replay(self, recorded: Recorded, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
@@ -159,9 +158,11 @@ class GraphModelRunner(AsyncModelRunner):
         count, result = len(sample_slots), recorded.result
         # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
         if needs & ~RANDOM:
-            logits = result.logits if result.logits is not None else self.model.compute_logits(result.hidden)
             live = StepInput(*(array[:count] for array in inputs))
-            sampled = self.sample(logits[:count], sample_slots, live)
+            if result.logits is None:
+                sampled = self.sample(result.hidden[:count], sample_slots, live, needs)
+            else:
+                sampled = self.sample_logits(result.logits[:count], sample_slots, live)
             self.last_tokens.index_copy_(0, live.sample_slots, sampled.ids)
         else:
             ids = result.ids[:count]
@@ -182,10 +183,10 @@ class GraphModelRunner(AsyncModelRunner):
         recorded.replay()
         return recorded.result
 
-    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
-        """Choose a token for every row of `logits`."""
+    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
+        """Choose a token for every row of `logits [samples, vocab]`."""
         try:
-            return super().sample(logits, sample_slots, inputs)
+            return super().sample_logits(logits, sample_slots, inputs)
         except Exception:
             if self.megakernel is not None:
                 self.megakernel.check()  # the sampler may have been handed what a step that gave up left

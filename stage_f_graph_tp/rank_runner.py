@@ -1,7 +1,9 @@
 """The runner of an engine on several ranks, and how each rank builds its own.
 
-Rank 0 prepares each step, sends its packed input to the other ranks, and all execute it alike. Only rank 0 samples
-tokens, because it alone knows the requests; the sampled ids are broadcast on the device, inside the graph too.
+Rank 0 prepares each step, sends its packed input to the other ranks, and all execute it alike. Greedy and at a plain
+temperature, all ranks sample together, each among its own tokens (`tensor_parallel/shard_sampling.py`), inside the
+graph too. A step that needs whole rows of logits is sampled by rank 0, which alone knows the requests, and the ids are
+broadcast on the device.
 
 Ranks, collectives and the model's shards are those of `tensor_parallel/`.
 """
@@ -26,7 +28,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import SampledTokens
+from stage_e_batching.sampler import RANDOM, SampledTokens
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs
 from stage_f_graph_tp.kernels import choose_layers
@@ -37,6 +39,7 @@ from stage_f_graph_tp.tensor_parallel import (
     Build,
     RankGroup,
     Rendezvous,
+    ShardSampler,
     Workers,
     build_sharded_model,
     check_divisible,
@@ -169,6 +172,7 @@ class RankRunner(GraphModelRunner):
         self.group = group
         self.workers = workers
         self._sampling_failed = False  # in this step, on rank 0
+        self._sample_shards = ShardSampler(runtime.model.lm_head) if group.size > 1 else None
         super().__init__(runtime, kv_cache, options)
 
     def execute_command(self, message: bytes) -> None:
@@ -201,12 +205,19 @@ class RankRunner(GraphModelRunner):
                 self.workers.check()
                 raise
 
-    def sample(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
+    def sample(self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, needs: int) -> SampledTokens:
+        """Choose a token for every row of the final states `[samples, hidden]`, the same on all ranks."""
+        if needs & ~RANDOM or self._sample_shards is None:
+            return super().sample(hidden, sample_slots, inputs, needs)
+        count = len(sample_slots)
+        return SampledTokens(self._sample_shards(hidden, inputs.temperatures[:count], inputs.noise_keys[:count]))
+
+    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
         """Sample on rank 0 and broadcast the ids."""
         sampled = SampledTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
         try:
             if self.group.rank == 0:
-                sampled = super().sample(logits, sample_slots, inputs)
+                sampled = super().sample_logits(logits, sample_slots, inputs)
         except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
             self._sampling_failed = True
             raise
@@ -214,10 +225,8 @@ class RankRunner(GraphModelRunner):
             self.group.broadcast(sampled.ids)
         return sampled
 
-    def sample_plain(self, logits: Tensor, inputs: StepInput) -> Tensor:
-        ids = super().sample_plain(logits, inputs)
-        self.group.broadcast(ids)
-        return ids
+    def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
+        return self._sample_shards(hidden, inputs.temperatures, inputs.noise_keys)
 
     def release(self) -> None:
         super().release()

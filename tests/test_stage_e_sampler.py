@@ -272,7 +272,7 @@ from stage_e_batching.step import BatchSequence
 Sampler.sample_plain = lambda self, *inputs: sampler_kernels.sample_rows(*inputs)
 params = [
     SamplingParams(temperature=t, top_p=p, top_k=k, min_p=0.1 if k else 0)
-    for t in (0.0, 5e-324, 1e-45, 1e-40, 0.8) for p in (1.0, 5e-324, 0.5) for k in (0, 3)
+    for t in (0.0, 5e-324, 1e-45, 1e-40, 0.8, 1e300) for p in (1.0, 5e-324, 0.5) for k in (0, 3)
 ]
 rows, vocab, device = len(params), 101, torch.device("{device}")
 logits = torch.tensor([[i * 7 % vocab / 8 for i in range(vocab)]] * rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,24 +12,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_stage_f_graphs import EagerRecorder
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
+from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.model_runner import GraphModelRunner
-from stage_f_graph_tp.rank_runner import StepCommand, WatchedInFlight
+from stage_f_graph_tp.rank_runner import Job, StepCommand, WatchedInFlight, build_rank
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
-from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
 from stage_f_graph_tp.tensor_parallel.workers import WorkerError, Workers, interrupts_held
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,10 +69,24 @@ def one_rank() -> stage_e_batching.LLM:
     return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
 
 
+SIZES = [1, 2, 4]  # batch sizes with a recorded step; larger ones run eagerly
+RECORDER = EagerRecorder()
+
+
+def build_recording_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Stage F's `build_worker`, with steps recorded as on a GPU."""
+    runner = build_rank(Job(**json.loads(message)), rendezvous)[1]
+    runner.capture(RECORDER, SIZES)
+    return runner.execute_command
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
-    """Small chunks and a pool that is too small for all requests at once."""
-    llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
+    """Small chunks, a pool that is too small for all requests at once, and a recorded step for some sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_runner, "build_worker", build_recording_worker)
+        llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
+    llm.runner.capture(RECORDER, SIZES)
     llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     yield llm
     llm.close()
@@ -95,6 +112,17 @@ def test_sampled_tokens_are_those_of_one_rank(one_rank, two_ranks):
     found, expected = (engine.generate(PROMPTS, params, False) for engine in (two_ranks, one_rank))
     assert ids(found) == ids(expected)
     assert [list(top) for top in found[3]["logprobs"]] == [list(top) for top in expected[3]["logprobs"]]
+
+
+def test_greedy_and_plainly_sampled_tokens_need_no_gathered_logits_and_no_broadcast(one_rank, two_ranks, monkeypatch):
+    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=10 - i, ignore_eos=True) for i in range(6)]
+    replays = RECORDER.replays.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(two_ranks.runner.group, "all_gather", None)
+        patch.setattr(two_ranks.runner.group, "broadcast", None)
+        found = ids(two_ranks.generate(PROMPTS, params, False))
+    assert found == ids(one_rank.generate(PROMPTS, params, False))
+    assert set(RECORDER.replays - replays) == set(SIZES)
 
 
 def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks, monkeypatch):

@@ -39,6 +39,7 @@ class Unsampled(NamedTuple):
     number: int
     sample_slots: np.ndarray
     inputs: StepInput
+    needs: int
 
 
 class PipelineRunner(RankRunner):
@@ -74,7 +75,7 @@ class PipelineRunner(RankRunner):
         return Returning(None, runner=self if any(step.samples) else None)
 
     @torch.inference_mode()
-    def execute(self, shape: StepShape, sample_slots: np.ndarray) -> InFlight:
+    def execute(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """Run this stage's layers, and hand on what comes of them."""
         inputs, links, count = self.buffers.send(shape), self.links, len(sample_slots)
         if links.spans and links.stage == 0:
@@ -84,7 +85,7 @@ class PipelineRunner(RankRunner):
         if count and links.is_last:
             links.send(hidden.index_select(0, inputs.sample_tokens[:count]))
         elif count and links.stage == 0:
-            self._unsampled.append(Unsampled(self._num_steps, sample_slots.copy(), _kept(inputs, count)))
+            self._unsampled.append(Unsampled(self._num_steps, sample_slots.copy(), _kept(inputs, count), needs))
         self._num_steps += 1
         return InFlight(None)
 
@@ -121,8 +122,7 @@ class PipelineRunner(RankRunner):
     def _sample(self, step: Unsampled) -> InFlight:
         """Receive the hidden states of a step's last tokens and sample, as `AsyncModelRunner.execute` does."""
         hidden = self.links.receive(len(step.sample_slots))
-        logits = self.model.compute_logits(hidden)  # [samples, vocab]
-        sampled = self.sample(logits, step.sample_slots, step.inputs)
+        sampled = self.sample(hidden, step.sample_slots, step.inputs, step.needs)
         self.last_tokens.index_copy_(0, step.inputs.sample_slots, sampled.ids)
         self._end_span("head", len(step.sample_slots), step.number)
         return self.fetch(sampled)

@@ -96,11 +96,19 @@ class RankGroup:
         self._run("allreduce", [x])
         return x if residual is None else residual.add_(x)
 
+    def stack(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, in the order of the ranks: `[size, *x.shape]`."""
+        parts = x.new_empty(self.size, *x.shape)
+        if self.one_shot is not None and self.one_shot.supports(parts):
+            parts.zero_()  # adding zeros to another rank's part is exact
+            parts[self.rank] = x
+            return self.one_shot(parts, None)
+        self._run("allgather", [list(parts.unbind(0))], [x.contiguous()])
+        return parts
+
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x [rows, columns]` side by side: `[rows, size * columns]`."""
-        parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        self._run("allgather", [list(parts.unbind(0))], [x.contiguous()])
-        return parts.transpose(0, 1).flatten(1)
+        return self.stack(x).transpose(0, 1).flatten(1)
 
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's `x`, written over everybody else's, if there is anybody else."""

@@ -11,8 +11,8 @@ https://arxiv.org/abs/1909.08053):
 Attention is split by heads (QKV column-parallel, output row-parallel) and the MLP by intermediate features (gate and up
 column-parallel, down row-parallel): two all-reduces per layer. Where there are more ranks than KV heads, several ranks
 hold a copy of the same KV head. The embedding is split by vocabulary: a rank looks up the ids that it holds, zeros for
-the others, and an all-reduce puts them together. As the LM head, each rank scores its part of the vocabulary and the
-parts are gathered.
+the others, and an all-reduce puts them together. As the LM head, each rank scores its part of the vocabulary. The
+parts are gathered only for requests that need them all (`shard_sampling.py`).
 
 So a rank's share of stage D's model is stage D's model, built from a smaller config (`shard_config`), filled with
 slices (`ShardedWeightLoader`), with a collective behind every row-parallel linear and every embedding.
@@ -153,6 +153,10 @@ class VocabParallelEmbedding(nn.Module):
         rows = F.embedding((input_ids - self.first).masked_fill_(elsewhere, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Score this rank's part of the vocabulary: `[rows, ceil(vocab / ranks)]`, zeros beyond the last token."""
+        return F.linear(hidden, self.weight)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        scores = F.linear(hidden, self.weight)  # [rows, ceil(vocab / ranks)]: of this rank's part of the vocabulary
-        return self.group.all_gather(scores)[:, : self.vocab_size]
+        """Score all of it, on all ranks: `[rows, vocab]`."""
+        return self.group.all_gather(self.own_logits(hidden))[:, : self.vocab_size]

@@ -1,0 +1,97 @@
+"""Sampling without gathering the logits: each rank finds the best of its own tokens, and the winners are compared.
+
+A greedy token is an argmax, and so is one sampled at a temperature: of `logits / temperature + noise` (Gumbel-max,
+stage A). A maximum can be found in parts, and a token's noise is a hash of the request's seed, the step and the token's
+id, so every rank can make its own tokens' noise:
+
+    rank 0   logits of tokens 0 … n/2 ─► its winner's (logit, noise, highest logit, id) ─┐
+                                                                                         ├► exchange ─► the same
+    rank 1   logits of the others     ─► its winner's (logit, noise, highest logit, id) ─┘             token on both
+
+So a few numbers per row are exchanged instead of the vocabulary's logits, and no rank has to tell the others what was
+sampled. What needs a whole row (top-k, top-p, min-p, penalties, logprobs, another sampler) still gathers it.
+
+Of equal logits the smallest id wins, as with one rank. Noise is added to the distance from the highest logit that the
+rank has, and only the winners' to the highest of all. So a sampled token can be another than one rank's only where two
+of a rank's tokens differ by no more than the rounding of a float32, which the all-reduce's sums do to logits anyway.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stage_a_naive.noise import gumbel_from_bits, mix32
+from stage_e_batching.sampler import draw_reference
+from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
+
+HOTTEST = 1e30  # any higher temperature does the same, but minus infinity divided by an infinite one is no number
+
+
+class ShardSampler:
+    """Samples rows that are greedy or at a plain temperature, on all ranks together.
+
+    Args:
+        head: the LM head, of which this rank has a part.
+    """
+
+    def __init__(self, head: VocabParallelEmbedding) -> None:
+        self._head = head
+        self._count = head.last - head.first  # of this rank's tokens; what its table holds beyond them is padding
+        device = head.weight.device
+        tokens = torch.arange(head.weight.shape[0], device=device)
+        self._mixed_ids = mix32(head.first + tokens) if device.type == "cpu" else None
+
+    def __call__(self, hidden: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
+        """Choose a token for every row of the final states `[rows, hidden]`: int64 `[rows]`, the same on all ranks.
+
+        Args:
+            temperatures: float32 `[rows]`.
+            noise_keys: int32 `[rows]`, the bits of `noise_key(seed, step)`.
+        """
+        scores = self._head.own_logits(hidden)  # [rows, columns]
+        scores[:, self._count :] = -math.inf
+        if scores.device.type == "cuda":
+            # Here, because only GPUs need Triton.
+            from stage_f_graph_tp.tensor_parallel import shard_sampling_kernels as kernels
+
+            winners = kernels.find_winners(scores, temperatures, noise_keys, self._head.first)
+            return kernels.compare_winners(self._head.group.stack(winners), temperatures)
+        temperatures = temperatures.clamp(max=HOTTEST)
+        winners = find_winners(scores, temperatures, noise_keys, self._head.first, self._mixed_ids)
+        return compare_winners(self._head.group.stack(winners), temperatures)
+
+
+def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first: int, mixed_ids: Tensor) -> Tensor:
+    """Find the best token of every row.
+
+    Args:
+        scores: `[rows, columns]`, the logits of tokens `first`, `first + 1`, …; -inf where there is no token.
+        temperatures: float32 `[rows]`.
+        noise_keys: int32 `[rows]`.
+        mixed_ids: `mix32` of these tokens' ids, int64 `[columns]`.
+
+    Returns:
+        float32 `[4, rows, 1]`: the winner's logit, its noise, the row's highest logit, and the winner's id, which a
+        float32 holds exactly below 2**24.
+    """
+    best = draw_reference(scores, temperatures, noise_keys, mixed_ids)
+    noise = gumbel_from_bits(mix32(mixed_ids[best] ^ (noise_keys.long() & 0xFFFFFFFF)))
+    logit = scores.gather(1, best[:, None])[:, 0].float()
+    return torch.stack([logit, noise, scores.amax(-1).float(), (first + best).float()])[..., None]
+
+
+def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
+    """Find the best token of every row among the winners of its parts.
+
+    Args:
+        winners: float32 `[ranks, 4, rows, parts]`, as `find_winners` returns them; ids ascend with ranks and parts.
+        temperatures: float32 `[rows]`.
+    """
+    logits, noise, highest, ids = winners.permute(1, 2, 0, 3).flatten(2)  # each [rows, ranks * parts]
+    greedy = (temperatures == 0)[:, None]
+    shifted = (logits - highest.amax(-1, keepdim=True)) / temperatures[:, None].masked_fill(greedy, 1)
+    best = torch.where(greedy, logits, shifted + noise).argmax(-1, keepdim=True)  # of equals the first
+    return ids.gather(1, best)[:, 0].long()

@@ -1,0 +1,120 @@
+"""Tokens sampled by shard are those of the whole row: on the CPU, and by the Triton kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_stage_f_parallel import CPU, F32, on_ranks
+
+from stage_a_naive.noise import mix32, noise_key
+from stage_d_paged.layers import Embedding
+from stage_e_batching.sampler import SMALLEST, draw_reference
+from stage_f_graph_tp.tensor_parallel import RankGroup, ShardSampler
+from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(1000, 2), (1003, 4), (5, 4)])
+def test_all_ranks_choose_the_token_of_the_whole_row(vocab, ranks):
+    torch.manual_seed(0)
+    rows, share = 60, -(-vocab // ranks)
+    logits = torch.randn(rows, vocab) * 3
+    logits[0] = -logits[0].abs() - 1  # greedy, and all below 0, which is what padding scores
+    logits[6, [share - 1, share, vocab - 1]] = 60.0  # greedy, and equal on both sides of a border between two ranks
+    logits[1, :share] = -torch.inf
+    temperatures = torch.tensor([(0.0, 0.6, 1.0, 1e-3, SMALLEST, float("inf"))[i % 6] for i in range(rows)])
+    keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
+
+    def work(group: RankGroup) -> torch.Tensor:
+        head = VocabParallelEmbedding(Embedding(share, 1, F32, CPU), vocab, group)
+        own = logits[:, head.first : head.last]
+        head.own_logits = lambda hidden: F.pad(own, (0, share - own.shape[1]))
+        return ShardSampler(head)(logits, temperatures, keys)
+
+    expected = draw_reference(logits, temperatures, keys, mix32(torch.arange(vocab)))
+    assert expected[6] == share - 1
+    for ids in on_ranks(ranks, work):
+        assert torch.equal(ids, expected)
+
+
+def test_stacking_by_the_one_shot_all_reduce_is_exact():
+    class OneShot:
+        """Stands in for the GPUs': adds up by gloo what fits."""
+
+        def __init__(self, group: RankGroup) -> None:
+            self.group, self.calls = group, 0
+
+        def supports(self, x: torch.Tensor) -> bool:
+            return x.nbytes <= 200
+
+        def __call__(self, x: torch.Tensor, residual: None) -> torch.Tensor:
+            self.calls += 1
+            self.group._run("allreduce", [x])
+            return x
+
+    values = torch.tensor([[1 / 3, -torch.inf, 151_935.0], [1e-38, 3e38, -0.1]])
+
+    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
+        group.one_shot = OneShot(group)
+        own = values * (group.rank + 1)
+        return group.stack(own), group.stack(own.repeat(1, 9)), group.one_shot.calls
+
+    expected = torch.stack([values, values * 2, values * 3])
+    for few, many, calls in on_ranks(3, work):
+        assert torch.equal(few, expected)
+        assert torch.equal(many, expected.repeat(1, 1, 9))
+        assert calls == 1
+
+
+KERNEL_PARITY = """
+import torch
+from stage_a_naive.noise import mix32, noise_key
+from stage_e_batching.sampler import draw_reference
+from stage_f_graph_tp.tensor_parallel import shard_sampling as reference, shard_sampling_kernels as kernels
+device = "{device}"
+torch.manual_seed(0)
+for rows, share, ranks, dtype in {cases}:
+    scores = (torch.randn(rows, ranks * share) * 3).to(dtype)
+    scores[0, [share - 1, share, -1]] = 60.0  # greedy, and equal
+    scores[1, :share] = float("-inf")  # a rank without tokens
+    scores[:, -20:] = float("-inf")
+    temperatures = torch.tensor([(0.0, 0.6, 1.0, 1e-3, float("inf"))[i % 5] for i in range(rows)])
+    cool = temperatures.clamp(max=1e30)  # as the kernels do: -inf / inf is no number
+    keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
+    mixed = mix32(torch.arange(ranks * share))
+    found, expected = [], []
+    for first in range(0, ranks * share, share):
+        part = scores[:, first : first + share]
+        expected.append(reference.find_winners(part, cool, keys, first, mixed[first : first + share]))
+        found.append(kernels.find_winners(part.to(device), temperatures.to(device), keys.to(device), first))
+    ids = kernels.compare_winners(torch.stack(found), temperatures.to(device)).cpu()
+    assert torch.equal(ids, reference.compare_winners(torch.stack(expected), cool)), (rows, share, ranks)
+    assert torch.equal(ids, draw_reference(scores, cool, keys, mixed))
+    assert ids[0] == share - 1
+print("equal")
+"""
+
+
+def test_the_kernels_choose_the_same_tokens_in_the_interpreter():
+    pytest.importorskip("triton")
+    script = KERNEL_PARITY.format(device="cpu", cases="[(3, 8200, 2, torch.bfloat16), (6, 300, 3, torch.float32)]")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["equal"], done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_the_kernels_choose_the_same_tokens_on_the_gpu(capsys):
+    cases = [(256, 75_968, 2, torch.bfloat16), (7, 37_984, 4, torch.bfloat16), (64, 64_128, 2, torch.float32)]
+    exec(KERNEL_PARITY.format(device="cuda", cases=cases), {})
+    assert capsys.readouterr().out.split() == ["equal"]
