@@ -139,7 +139,7 @@ lab: $(READY) ## open the notebooks in JupyterLab (ARGS= goes to it)
 	  { echo "JupyterLab is missing: pip install jupyterlab" >&2; exit 1; })
 	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
-soak: $(READY) ## random load on stage E for MINUTES=, watching memory
+soak: $(READY) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
 	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove what was built or cached, and the virtual environment

@@ -40,7 +40,11 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     pictures = {root / "benchmarks" / "plots" / f"{g.slug}.png": plot_rates(g) for g in groups if not g.study}
     for group in (group for group in groups if not group.study):
         pictures[root / "benchmarks" / "plots" / f"{group.slug}-roof.png"] = draw_roofline(group)
-    bodies = engine_tables(groups) | {"soak": soak_table([f for f in files if f["kind"] == "soak"])}
+    soaks = [file for file in files if file["kind"] == "soak"]
+    bodies = engine_tables(groups) | {
+        "soak": soak_table([file for file in soaks if not file["options"].get("http")]),
+        "soak-http": soak_table([file for file in soaks if file["options"].get("http")]),
+    }
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
         results.sort(key=lambda result: result["environment"]["date"], reverse=True)
@@ -127,8 +131,10 @@ def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[
 
 
 def soak_table(results: list[dict]) -> list[str]:
-    """What the soaks of stage E did, and whether anything grew from the first quarter of the time to its end."""
+    """What the soaks did, and whether anything grew from the first quarter of the time to its end."""
     body = []
+    if not results:
+        return body
     for result in results:
         tally, samples, minutes = result["tally"], result["rows"], result["options"]["minutes"]
         first, last = samples[len(samples) // 4], samples[-1]
@@ -136,9 +142,13 @@ def soak_table(results: list[dict]) -> list[str]:
             f"{name} {first[key] / 2**20:.1f} → {last[key] / 2**20:.1f}"
             for name, key in (("host", "resident_bytes"), ("device", "device_allocated_bytes")) if last[key]
         )  # fmt: skip
+        if result["options"].get("http"):
+            ends = f"{tally['finished']} answered, {tally['aborted']} left by their client, {tally['refused']} refused"
+        else:
+            ends = f"{tally['finished']} finished, {tally['aborted']} aborted"
+            ends += f", {tally['errors']} steps failed on purpose"
         body.append([
-            f"{result['options']['model']}, {result['options']['device']}, {minutes:g} minutes",
-            f"{tally['finished']} finished, {tally['aborted']} aborted, {tally['errors']} steps failed on purpose",
+            f"{result['options']['model']}, {result['options']['device']}, {minutes:g} minutes", ends,
             f"{tally['different']} of {tally['compared']}", grown, last["used_blocks"],
         ])  # fmt: skip
     return markdown(["soak", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"], body)

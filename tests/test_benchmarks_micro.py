@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from soak import HOST_GROWTH, Sample, Tally, verdict
+from soak.tally import HOST_GROWTH, Sample, Tally, verdict
 
 from benchmarks import micro
 from benchmarks.micro import attention, batching, block_waste, kernel_spans, layers, scheduling, step_cost

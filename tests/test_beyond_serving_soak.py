@@ -1,0 +1,41 @@
+"""The soak over HTTP, for seconds: strangers who leave, who are wrong or too many, and right answers for all others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import assert_idle, running  # noqa: E402
+from soak.over_http import HttpSoak, questions  # noqa: E402
+from soak.tally import verdict  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+
+
+def test_random_clients_get_right_answers_or_a_reason_and_leave_nothing_behind():
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": 160, "kvcache_block_size": 8}
+    llm = stage_e_batching.LLM("tutor", device="cpu", dtype="float32", num_kvcache_blocks=48, **options)
+    try:
+        asked = questions(llm, seed=0, most_tokens=24)
+        with running(llm, max_queue=16) as server:
+            soak = HttpSoak(server.url, os.getpid(), 48, asked, seed=0)
+
+            async def load() -> None:
+                await soak.send(60)
+                await soak.note(0.0)
+                await soak.ask_all()
+                await soak.note(1.0)
+
+            asyncio.run(load())
+            assert server.llm.num_unfinished == 0
+        tally = soak.tally
+        assert verdict(tally) == [] and tally.compared > len(asked) and tally.refused
+        assert_idle(llm)
+    finally:
+        llm.close()
