@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--http", action="store_true", help="load a server instead of an engine")
     parser.add_argument("--publish", metavar="MACHINE", help="also write benchmarks/results/soak[-http]-MACHINE.json")
     arguments = parser.parse_args()
+    where = environment()  # now: the tree may change while the soak runs
     # In float32, because random prompts give narrow margins: in bfloat16 the batch's size alone may change an answer.
     llm = LLM(arguments.model, device=arguments.device, dtype="float32", **OPTIONS)
     tally, counters = (over_http if arguments.http else on_engine)(llm, arguments)
@@ -55,7 +56,7 @@ def main() -> int:
     counted = asdict(tally)
     kind = "soak-http" if arguments.http else "soak"
     result = {
-        "kind": "soak", "environment": environment(), "tally": counted, "wrong": wrong, "rows": counted.pop("samples"),
+        "kind": "soak", "environment": where, "tally": counted, "wrong": wrong, "rows": counted.pop("samples"),
         "options": {"minutes": arguments.minutes, "model": llm.source.name, "device": str(llm.device),
                     "http": arguments.http, **OPTIONS},
         "counters": counters,

@@ -1,0 +1,106 @@
+"""The Grafana dashboard against a real Prometheus that reads a real server under load: every question has an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+
+from serving import running, wait_until  # noqa: E402
+
+import stage_e_batching  # noqa: E402
+
+if not (shutil.which("prometheus") and shutil.which("promtool")):
+    pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
+
+DASHBOARD = json.loads((Path(__file__).parents[1] / "beyond/serving/grafana.json").read_text(encoding="utf-8"))
+ASK = {"prompt": [7] * 40, "max_tokens": 60, "ignore_eos": True, "n": 3}  # more at a time than the pool can hold
+CONFIG = """
+global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
+scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{port}"]}}]}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    options = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "kvcache_block_size": 8}
+    llm = stage_e_batching.LLM("tutor", device="cpu", **options)
+    with running(llm) as server:
+        yield server
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(server, tmp_path_factory):
+    """A client of a Prometheus that reads the server, which answers one request after another meanwhile."""
+    folder, enough = tmp_path_factory.mktemp("prometheus"), threading.Event()
+    (folder / "prometheus.yml").write_text(CONFIG.format(port=server.port))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    command += [f"--web.listen-address={address}", "--log.level=error"]
+
+    def keep_asking() -> None:
+        while not enough.is_set():
+            assert httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).status_code == 200
+
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(command) as process:
+        load = pool.submit(keep_asking)
+        try:
+            with httpx.Client(base_url=f"http://{address}/api/v1", timeout=60) as client:
+                yield client
+        finally:
+            enough.set()
+            process.kill()
+        load.result(60)
+
+
+def ask(prometheus, path: str, **parameters: str) -> list:
+    """What Prometheus finds; nothing while it starts."""
+    try:
+        response = prometheus.get(path, params=parameters)
+    except httpx.ConnectError:
+        return []
+    if response.status_code == 503:  # it reads its storage
+        return []
+    answer = response.json()
+    assert answer["status"] == "success", answer
+    return answer["data"]["result"] if isinstance(answer["data"], dict) else answer["data"]
+
+
+@pytest.mark.parametrize(
+    "expression", [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+)
+def test_every_panel_has_data_while_the_server_answers(prometheus, expression):
+    filled_in = expression.replace("$model", ".*").replace("$__rate_interval", "1m")
+    assert "$" not in filled_in
+
+    def has_data() -> bool:
+        found = ask(prometheus, "query", query=filled_in)
+        return bool(found) and all(math.isfinite(float(series["value"][1])) for series in found)
+
+    wait_until(has_data, seconds=60)
+
+
+def test_the_choice_of_models_offers_the_one_that_is_served(prometheus):
+    [_, variable] = DASHBOARD["templating"]["list"]
+    metric, label = variable["query"].removeprefix("label_values(").removesuffix(")").split(", ")
+    wait_until(lambda: ask(prometheus, f"label/{label}/values", **{"match[]": metric}) == ["tutor"], seconds=60)
+
+
+def test_promtool_finds_nothing_wrong_but_vllms_colons(server):
+    text = httpx.get(f"{server.url}/metrics").text
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    complaints = (checked.stdout + checked.stderr).splitlines()
+    assert [line for line in complaints if "should not contain ':'" not in line] == []
