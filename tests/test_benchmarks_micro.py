@@ -9,8 +9,18 @@ import pytest
 import torch
 from soak.tally import HOST_GROWTH, Sample, Tally, verdict
 
+import beyond.quantization
 from benchmarks import micro
-from benchmarks.micro import attention, batching, block_waste, kernel_spans, layers, scheduling, step_cost
+from benchmarks.micro import (
+    attention,
+    batching,
+    block_waste,
+    kernel_spans,
+    layers,
+    quantized_bytes,
+    scheduling,
+    step_cost,
+)
 from benchmarks.micro.__main__ import main
 from benchmarks.micro.kernel_spans import record_engine
 from benchmarks.micro.profile_step import kind_of as kind_of_operator
@@ -249,3 +259,15 @@ def test_a_row_of_batching_counts_the_steps_and_rows_of_the_model() -> None:
     rows = [row | {"temperature": temperature} for temperature in batching.TEMPERATURES]
     result = {"kind": "batching", "environment": ENVIRONMENT, "model": "m", "slots": 1, "workload": "w", "tokens": 10}
     assert "| E | 5 | 8 | 5.00 | 5.00 |" in batching.table([result | {"rows": rows}])["batching"]
+
+
+def test_sequences_that_fit_are_counted_from_the_bytes_of_a_loaded_engine() -> None:
+    options = {"quantization": "int8", "kv_cache_dtype": "int8"}
+    shapes = quantized_bytes.load_shapes("random:qwen2-tiny", options)
+    llm = beyond.quantization.LLM("random:qwen2-tiny", device="cpu", dtype="bfloat16", num_kvcache_blocks=1, **options)
+    weights = quantized_bytes.weight_bytes(shapes)
+    assert weights == quantized_bytes.weight_bytes(llm.runtime)
+    assert shapes.bytes_per_token == llm.runtime.bytes_per_token
+    three = weights + 3 * quantized_bytes.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
+    fits = [quantized_bytes.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
+    assert fits == [3, 2, 0]

@@ -1,17 +1,33 @@
-"""What one decode step reads in 16 and in 8 bits, by model and by what fills it; counted, nothing is timed.
+"""What one decode step reads in 16 and in 8 bits, and how many sequences fit; counted, nothing is timed.
 
-From the shapes of the models alone: matrices with their scales, the LM head, keys and values. A decode step at short
-contexts with few requests is nearly all weights; with many requests and long contexts it is nearly all KV cache.
+*Read*: from the shapes of the models alone: matrices with their scales, the LM head, keys and values. A decode step at
+short contexts with few requests is nearly all weights; with many requests and long contexts it is nearly all KV cache.
+
+*Fit*: the engine loads each model for a device that has shapes and no memory (PyTorch's `meta`), so the bytes of
+weights and of KV cache are those of its own tensors. The pool is the engine's share of the memory less the weights, in
+whole blocks. A GPU also needs room for the activations of the largest step. The engine measures them there; they are
+not counted here, so somewhat fewer sequences fit.
 """
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.text import markdown
 from beyond.quantization.floor import QuantizedBytes
+from beyond.quantization.layers import empty_model
 from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.runtime import load_quantized_runtime
+from stage_a_naive.loading import resolve
 from stage_a_naive.presets import preset_config
+from stage_d_paged.attention import AttentionBackend
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import blocks_that_fit
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.runtime import Runtime
+from stage_d_paged.weights import TensorSource
 
-README, MARKERS = "beyond/quantization", ("quantized-bytes",)
+README, MARKERS = "beyond/quantization", ("quantized-bytes", "quantized-fits")
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-7b")
 BATCHES = {"1 × 640": (1, 640), "32 × 4096": (32, 4096)}  # requests × context
 KINDS: dict[str, dict[str, object]] = {
@@ -20,32 +36,88 @@ KINDS: dict[str, dict[str, object]] = {
     "weights and head": {"quantization": "int8", "quantize_lm_head": True},
     "KV cache": {"kv_cache_dtype": "int8"},
     "all": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
+    "all, fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
 }
+READ_KINDS = ("weights and head", "KV cache", "all")  # columns of the first table; fp8 takes the bytes of int8
+MEMORIES = {"16 GB": 16 * 10**9, "141 GB": 141 * 10**9}  # of a small GPU, and of an H200
+SEQUENCE = 4096  # tokens of the sequences that should fit
+FITS_SHOWN = ("qwen2.5-0.5b", "qwen2.5-7b")
+BLOCK_SIZE = 64  # what the Triton backend prefers
 
 
 def measure() -> dict:
-    """Bytes of a step of every model, for both batches, in every combination."""
-    rows = []
+    """Bytes of a step of every model, for both batches, in every combination; sequences that fit beside the weights."""
+    rows, fits = [], []
     for model in MODELS:
-        for batch, (requests, context) in BATCHES.items():
-            for kind, options in KINDS.items():
-                cost = QuantizedBytes(preset_config(model), 2, QuantizationOptions(**options))
+        for kind, options in KINDS.items():
+            cost = QuantizedBytes(preset_config(model), 2, QuantizationOptions(**options))
+            for batch, (requests, context) in BATCHES.items():
                 kv_bytes = requests * context * cost.kv_bytes_per_token
                 rows.append({"model": model, "batch": batch, "kind": kind, "weight_bytes": cost.weight_bytes,
                              "kv_bytes": kv_bytes})  # fmt: skip
-    return {"rows": rows}
+            runtime = load_shapes(f"random:{model}", options)
+            sequences = {name: sequences_that_fit(runtime, size) for name, size in MEMORIES.items()}
+            fits.append({"model": model, "kind": kind, "weight_bytes": weight_bytes(runtime),
+                         "kv_bytes_per_token": runtime.bytes_per_token, "sequences": sequences})  # fmt: skip
+    return {"rows": rows, "fits": fits}
+
+
+def load_shapes(model: str, options: dict[str, object]) -> Runtime:
+    """The engine's model and pool of a GPU, without memory."""
+    chosen = QuantizationOptions(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
+    return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), torch.bfloat16, build=build_shapes)
+
+
+def build_shapes(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    max_model_len: int,
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: QuantizationOptions,
+) -> DecoderModel:
+    """`build_quantized_model` without the weights."""
+    return empty_model(config, backend, max_model_len, dtype, device, options)
+
+
+def weight_bytes(runtime: Runtime) -> int:
+    """Memory of all weights with their scales; a tied embedding once."""
+    return sum(parameter.nbytes for parameter in runtime.model.parameters())
+
+
+def sequences_that_fit(runtime: Runtime, memory: int) -> int:
+    """How many sequences get blocks at the same time in what the weights leave of the engine's share of the memory."""
+    share = QuantizationOptions.gpu_memory_utilization
+    budget = int(memory * share) - weight_bytes(runtime)
+    try:
+        blocks = blocks_that_fit(budget, runtime.make_pool(1).num_bytes, memory, share)
+    except MemoryError:
+        return 0
+    return blocks // -(-SEQUENCE // runtime.block_size)
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per model and batch: gigabytes in bfloat16, and what share of them each combination reads."""
+    """Gigabytes in bfloat16 by model and batch, and what share of them each combination reads; sequences that fit."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for row in results[0]["rows"]:
         found.setdefault((row["model"], row["batch"]), {})[row["kind"]] = row["weight_bytes"] + row["kv_bytes"]
-    kinds = [kind for kind in KINDS if kind not in ("bfloat16", "weights")]
     body = [
         [model, batch, f"{by_kind['bfloat16'] / 1e9:.2f} GB",
-         *(f"{by_kind[kind] / by_kind['bfloat16']:.0%}" for kind in kinds)]
+         *(f"{by_kind[kind] / by_kind['bfloat16']:.0%}" for kind in READ_KINDS)]
         for (model, batch), by_kind in found.items()
     ]  # fmt: skip
-    head = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in kinds)]
-    return {"quantized-bytes": [*markdown(head, body), "", "Counted by `python -m benchmarks.micro quantized_bytes`."]}
+    head = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in READ_KINDS)]
+    counted = ["", "Counted by `python -m benchmarks.micro quantized_bytes`."]
+    return {"quantized-bytes": [*markdown(head, body), *counted], "quantized-fits": [*fits_table(results[0]), *counted]}
+
+
+def fits_table(result: dict) -> list[str]:
+    """One line per model and kind: memory of the weights, of a token, and sequences that fit."""
+    head = ["model, int8 of", "weights", "KV per token", *(f"sequences in {name}" for name in MEMORIES)]
+    body = [
+        [f"{row['model']}, {row['kind']}", f"{row['weight_bytes'] / 1e9:.2f} GB", f"{row['kv_bytes_per_token']:,} B",
+         *(f"{row['sequences'][name]:,}" for name in MEMORIES)]
+        for row in result["fits"] if row["model"] in FITS_SHOWN and row["kind"] in ("bfloat16", *READ_KINDS)
+    ]  # fmt: skip
+    return markdown(head, body)
