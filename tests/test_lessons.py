@@ -10,8 +10,8 @@ import pytest
 from benchmarks.pictures.__main__ import FIGURES
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = sorted(ROOT.glob("stage_*/**/*.md"))
-PARTS = ("stage_d_paged/attention", "stage_f_graph_tp/kernels")  # of a stage, with a lesson of their own
+LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md")])
+PARTS = ("stage_d_paged/attention", "stage_f_graph_tp/kernels", "beyond/quantization")  # with lessons of their own
 
 
 def anchors(text: str) -> set[str]:

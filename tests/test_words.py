@@ -13,7 +13,7 @@ STAGES = sorted(path for path in ROOT.glob("stage_*") if path.is_dir())
 LESSONS = [
     ROOT / "README.md",
     *(path for stage in STAGES for path in sorted(stage.rglob("*.md"))),
-    ROOT / "beyond" / "quantization" / "README.md",
+    *sorted((ROOT / "beyond" / "quantization").glob("*.md")),
     *sorted((ROOT / "beyond" / "scale_out").glob("*.md")),
     *sorted((ROOT / "beyond" / "serving").glob("*.md")),
     *sorted((ROOT / "labs").glob("lab_?.md")),

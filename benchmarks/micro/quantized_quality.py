@@ -30,7 +30,7 @@ from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.runtime import Runtime
 
-README, MARKERS = "beyond/quantization", ("quantized-quality",)
+README, MARKERS = "beyond/quantization", ("quantized-quality", "quantized-quality-all")
 MODELS = ("tutor", "random:qwen2.5-0.5b")
 RANDOM_TEXTS = 4  # answers that a `random:` model reads
 START = 16  # tokens of an answer to an unseen wording that must be right, as in the tutor's model card
@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, object]] = {
     "all fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
 }
 
-SHOWN_OF_RANDOM = ("bfloat16", "weights int8", "KV int8", "all int8", "all fp8")  # in the lesson
+SHOWN = ("bfloat16", "weights int8", "KV int8", "all int8", "all fp8")  # in the lesson, and of a `random:` model
 
 
 @dataclass(frozen=True)
@@ -150,25 +150,36 @@ def matrix_bytes(runtime: Runtime) -> int:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """A table per model: memory, then quality."""
-    result, lines = results[0], []
-    for name in dict.fromkeys(row["model"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["model"] == name]
-        trained = "exact" in rows[0]
-        rows = rows if trained else [row for row in rows if row["kind"] in SHOWN_OF_RANDOM]
-        head = ["format", "matrices", "largest logit error", "KL, nats"]
-        body = [
-            [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}",
-             *([f"{row['exact']:.1%}, {row['unseen']:.1%}"] if trained else [])]
-            for row in rows
-        ]  # fmt: skip
-        head += ["answers exact, unseen wordings"] if trained else []
-        lines += [f"**{name}**", "", *markdown(head, body), ""]
+    """The tutor in the formats that the lesson shows; every model and format."""
+    result = results[0]
+    models = {row["model"]: [] for row in result["rows"]}
+    for row in result["rows"]:
+        models[row["model"]].append(row)
+    everything = []
+    for name, rows in models.items():
+        shown = rows if "exact" in rows[0] else [row for row in rows if row["kind"] in SHOWN]
+        everything += [f"**{name}**", "", *lines_of(shown), ""]
+    short = [row for row in models.get("tutor", ()) if row["kind"] in SHOWN]
+    unquantised = f"unquantised is {result['dtype']}"
     perplexities = [row["perplexity"] for row in result["rows"] if "perplexity" in row]
-    note = f"unquantised is {result['dtype']}; KV cache of the tutor: " + ", ".join(
-        f"{r['kv_bytes_per_token']} bytes per token ({r['kind']})"
-        for r in result["rows"] if r["model"] == "tutor" and r["kind"] in ("unquantised", "KV int8")
-    )  # fmt: skip
+    more = [f"{r['kv_bytes_per_token']} bytes of KV cache per token of the {r['model']} ({r['kind']})"
+            for r in result["rows"] if r["model"] == "tutor" and r["kind"] in ("unquantised", "KV int8")]  # fmt: skip
     if perplexities:
-        note += f"; its perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}"
-    return {"quantized-quality": [*lines, caption(result, note)]}
+        more.append(f"perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}")
+    return {
+        "quantized-quality": [*lines_of(short), "", caption(result, unquantised)] if short else [],
+        "quantized-quality-all": [*everything, caption(result, unquantised, *more)],
+    }
+
+
+def lines_of(rows: list[dict]) -> list[str]:
+    """Memory, then quality, a line per format."""
+    trained = "exact" in rows[0]
+    head = ["format", "matrices", "largest logit error", "KL, nats"]
+    head += ["answers exact, unseen wordings"] if trained else []
+    body = [
+        [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}",
+         *([f"{row['exact']:.1%}, {row['unseen']:.1%}"] if trained else [])]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, body)

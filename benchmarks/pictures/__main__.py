@@ -5,7 +5,7 @@ python -m benchmarks.pictures            # all of them, beside the lessons that 
 
 from __future__ import annotations
 
-from benchmarks.pictures import attention, decoder, pages, reads, shards
+from benchmarks.pictures import attention, decoder, pages, quantization, reads, shards
 from benchmarks.results import ROOT
 
 FIGURES = {
@@ -20,6 +20,7 @@ FIGURES = {
     "stage_d_paged/attention/online_softmax.png": attention.draw_online_softmax,
     "stage_d_paged/attention/splits.png": attention.draw_splits,
     "stage_f_graph_tp/tensor_parallel/ranks.png": shards.draw_ranks,
+    "beyond/quantization/figures/outlier.png": quantization.draw_outlier,
 }
 
 

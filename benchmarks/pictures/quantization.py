@@ -1,0 +1,147 @@
+"""What 8 bits do to numbers: errors and their bound, scales of stored keys, answers at fewer bits, bytes of a step."""
+
+from __future__ import annotations
+
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from benchmarks.micro.quantized_quality import Text, load, logits_of, read_texts
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, finish, new_figure, plain
+from beyond.quantization.floor import QuantizedBytes
+from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
+from beyond.quantization.llm import LLM
+from beyond.quantization.options import QuantizationOptions
+from stage_a_naive.presets import preset_config
+from stage_d_paged.runtime import Runtime
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "bfloat16": {},
+    "int8 weights": {"quantization": "int8", "quantize_lm_head": True},
+    "int8 KV cache": {"kv_cache_dtype": "int8"},
+    "both": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
+}
+
+
+def row_with_outlier(length: int = 1024, outlier: float = 50.0) -> Tensor:
+    """Normally distributed numbers, and one that is not: `[1, length]`."""
+    row = torch.randn(1, length, generator=torch.Generator().manual_seed(0))
+    row[0, 300] = outlier
+    return row
+
+
+def draw_errors(row: Tensor, group_sizes: tuple[int | None, ...] = (None, 128)) -> Picture:
+    """The error of each number of `row [1, length]` in int8, a panel per way to share scales."""
+    figure = new_figure(10, 2.6)
+    panels = figure.subplots(1, len(group_sizes), sharey=True, squeeze=False)[0]
+    for axes, group in zip(panels, group_sizes, strict=True):
+        quantized = quantize_matrix(row, torch.int8, group)
+        error = (dequantize_matrix(quantized, torch.float32, group) - row).abs()[0]
+        bound = error_bound(quantized).repeat_interleave(group or row.shape[1], 1)[0, : row.shape[1]]
+        axes.plot(error, ".", color=GREY, markersize=3)
+        axes.step(range(len(bound)), bound, color=BLUE, where="mid", linewidth=1.5, label="bound: half a step")
+        per = f"a scale per {group} columns" if group else "one scale"
+        axes.set_title(f"{per}: mean error {error.mean():.3f}", fontsize=11, loc="left")
+        axes.set_xlabel("column")
+        plain(axes)
+    panels[0].set_ylabel("error")
+    panels[0].set_ylim(0, 1.35 * max(line.get_ydata().max() for axes in panels for line in axes.lines))
+    panels[0].legend(frameon=False, fontsize=9, loc="upper right")
+    return finish(figure, "the error of every number of a row in int8, below its bound", dpi=90)
+
+
+def draw_outlier() -> Picture:
+    """One outlier in a row, with one scale and with a scale per 128 columns."""
+    return draw_errors(row_with_outlier())
+
+
+def share_exact(largest: int, group_size: int | None, texts: list[Text]) -> float:
+    """The share of the tutor's answers that stay exact when its layers have integers from -largest to largest."""
+    runtime = load("tutor", "cpu", "float32", {})
+    make_coarse(runtime, largest, group_size)
+    exact = [logits_of(runtime, text).argmax(-1).tolist() == text.ids[text.first :] for text in texts]
+    return sum(exact) / len(exact)
+
+
+def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
+    """Round the layers' matrices as if they were stored in integers from -largest to largest."""
+    for layer in runtime.model.layers:
+        for weight in (p for p in layer.parameters() if p.dim() == 2):
+            runs = weight.data.view(-1, group_size or weight.shape[1])
+            scales = runs.abs().amax(1, keepdim=True) / largest
+            weight.data.copy_(((runs / scales).round() * scales).view_as(weight))
+
+
+def exact_by_bits(bits: tuple[int, ...] = (8, 4, 3), count: int = 16) -> dict[str, dict[int, float]]:
+    """The share of the first `count` answers that stay exact, by bits per weight, with both ways to share scales."""
+    texts = read_texts()[:count]
+    ways = {"a scale per row": None, "a scale per 64 columns": 64}
+    return {way: {b: share_exact(2 ** (b - 1) - 1, group, texts) for b in bits} for way, group in ways.items()}
+
+
+def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
+    """Exact answers by bits per weight."""
+    figure = new_figure(8, 2.8)
+    axes = figure.subplots()
+    width = 0.8 / len(shares)
+    for i, ((way, by_bits), colour) in enumerate(zip(shares.items(), (BLUE, ORANGE), strict=True)):
+        positions = [place + i * width for place in range(len(by_bits))]
+        bars = axes.bar(positions, by_bits.values(), width, color=colour, label=way)
+        axes.bar_label(bars, [f"{share:.0%}" for share in by_bits.values()], fontsize=9)
+    axes.set_xticks([place + width / 2 for place in range(len(by_bits))], [f"{b} bits" for b in by_bits])
+    axes.set_ylabel("answers word for word")
+    axes.set_ylim(0, 1.4)
+    axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
+    by_bits = zip(*(by_bits.items() for by_bits in shares.values()), strict=True)
+    enough = min(pairs[0][0] for pairs in by_bits if all(share == 1 for _, share in pairs))
+    axes.set_title(f"Every answer is exact down to {enough} bits", fontsize=11, loc="left")
+    plain(axes)
+    return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
+
+
+def draw_key_scales(llm: LLM, layer: int, num_tokens: int) -> Picture:
+    """The scales of a layer's keys, by token and head, in the pool's first blocks."""
+    scales = llm.kv_cache.scales[0, layer]  # [blocks, kv_heads, block_size]
+    scales = scales.permute(1, 0, 2).flatten(1)[:, :num_tokens]
+    figure = new_figure(10, 2.6)
+    axes = figure.subplots()
+    for head, (by_token, colour) in enumerate(zip(scales, (BLUE, ORANGE), strict=False)):
+        axes.plot(by_token, color=colour, linewidth=1.2, label=f"head {head}")
+    block_size = llm.runtime.block_size
+    for edge in range(0, num_tokens, block_size):
+        axes.axvline(edge - 0.5, color=GREY, linewidth=0.6)
+    axes.set_ylim(0)
+    axes.set_xlabel(f"token (a line begins each block of {block_size})")
+    axes.set_ylabel("scale of the key")
+    axes.legend(frameon=False, ncols=2, fontsize=9, loc="lower right")
+    ratio = max((part.amax(1) / part.amin(1)).max().item() for part in scales.split(block_size, 1))
+    axes.set_title(f"Within one block the scales of a head differ by up to {ratio:.1f} ×", fontsize=11, loc="left")
+    plain(axes)
+    return finish(figure, "the scale of each token's key, by head", dpi=90)
+
+
+def draw_bytes(model: str, batches: dict[str, tuple[int, int]]) -> Picture:
+    """What a decode step reads of weights and KV cache, for `{name: (requests, tokens of each)}`."""
+    figure = new_figure(10, 2.4)
+    panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axes, (name, (requests, context)) in zip(panels, batches.items(), strict=True):
+        draw_batch(axes, model, requests * context)
+        axes.set_title(name, fontsize=11, loc="left")
+    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+    for axes in panels[1:]:
+        axes.set_yticklabels([])
+    return finish(figure, f"bytes of weights and KV cache that a decode step of {model} reads", dpi=90)
+
+
+def draw_batch(axes: Axes, model: str, tokens: int) -> None:
+    costs = {k: QuantizedBytes(preset_config(model), 2, QuantizationOptions(**o)) for k, o in OPTIONS.items()}
+    weights = [cost.weight_bytes / 1e9 for cost in costs.values()]
+    keys_values = [tokens * cost.kv_bytes_per_token / 1e9 for cost in costs.values()]
+    axes.barh(list(costs), weights, color=BLUE, label="weights")
+    bars = axes.barh(list(costs), keys_values, left=weights, color=ORANGE, label="KV cache")
+    axes.bar_label(bars, [f"{a + b:.2f} GB" for a, b in zip(weights, keys_values, strict=True)], padding=3, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * (weights[0] + keys_values[0]))
+    axes.set_xlabel("GB per decode step")
+    plain(axes, "x")
