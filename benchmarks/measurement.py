@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.engines import REFERENCE, Engine
 from benchmarks.floor import Ceilings, ModelCost, floors
-from benchmarks.process import run_job
 from benchmarks.results import write
+from benchmarks.worker import run_job
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import resolve
 

@@ -101,9 +101,8 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
-    files = [root / "README.md", root / "README.zh-CN.md", root / "benchmarks" / "README.md"]
-    files += sorted([*root.glob("stage_*/**/*.md"), *root.glob("beyond/**/*.md")])
-    return [file for file in files if file.is_file()]
+    front = [file for file in (root / "README.md", root / "README.zh-CN.md") if file.is_file()]
+    return front + sorted(file for part in ("benchmarks", "stage_*", "beyond") for file in root.glob(f"{part}/**/*.md"))
 
 
 def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
@@ -151,7 +150,8 @@ def soak_table(results: list[dict]) -> list[str]:
             f"{result['options']['model']}, {result['options']['device']}, {minutes:g} minutes", ends,
             f"{tally['different']} of {tally['compared']}", grown, last["used_blocks"],
         ])  # fmt: skip
-    return markdown(["soak", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"], body)
+    heads = ["model, device, time", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"]
+    return markdown(heads, body)
 
 
 def main(argv: list[str] | None = None) -> int:

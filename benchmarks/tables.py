@@ -32,14 +32,18 @@ class Column:
         return show(values)
 
 
+# What a table calls a workload.
+WORDS = {
+    "single": "one request", "decode32": "batch", "mixed": "load", "prefix": "shared prefix", "ttft": "first token",
+}  # fmt: skip
 START = Column("start-up, s", "single", "startup_seconds")
-STEP = Column("single: ms per token", "single", "tpot_ms")
+STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
-LAUNCHES = Column("launches per step", "single", "launches")
-BATCH = Column("decode32: ms per step", "decode32", "step_ms")
-LOAD = Column("mixed: tokens/s", "mixed", "output_tokens_per_s")
-LOAD_SHARE = Column("of the floor's", "mixed", "output_tokens_per_s", of_floor=True)
-PREFIX = Column("prefix: s", "prefix", "seconds")
+LAUNCHES = Column("kernel launches per step", "single", "launches")
+BATCH = Column("batch: ms per step", "decode32", "step_ms")
+LOAD = Column("load: tokens/s", "mixed", "output_tokens_per_s")
+LOAD_SHARE = Column("of the floor's tokens/s", "mixed", "output_tokens_per_s", of_floor=True)
+PREFIX = Column("shared prefix: s", "prefix", "seconds")
 # What a stage's lesson is about; at most five columns with the engine's.
 STAGE_COLUMNS = {
     "stage_a_naive": (STEP, FAR, LAUNCHES), "stage_b_decode_step": (STEP, FAR, LAUNCHES, START),
@@ -49,7 +53,8 @@ STAGE_COLUMNS = {
 FRONT_ROWS = ("transformers", "A", "B", "B compiled", "C", "C compiled", "D", "E", "F")
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
 FRONT_TEXT = {  # language: the heads, and what each row adds
-    "en": (("stage", "adds", "ms per token, one request", "tokens/s under load", "× the stage before"), {
+    "en": (("stage", "adds", "ms per token, one request", "tokens/s under load",
+            "× the stage before: one request · load"), {
         "transformers": "(`generate` of the library, for comparison)",
         "A": "prefill and decode with a KV cache",
         "B": "static cache, SDPA, fewer synchronisations",
@@ -62,7 +67,7 @@ FRONT_TEXT = {  # language: the heads, and what each row adds
         "elsewhere": "(measured elsewhere, same workload)",
         "floor": "(weights and KV cache read once)",
     }),
-    "zh": (("阶段", "增加了什么", "单个请求，毫秒/token", "高负载，token/秒", "× 前一阶段"), {
+    "zh": (("阶段", "增加了什么", "单个请求，毫秒/token", "高负载，token/秒", "× 前一阶段：单个请求 · 高负载"), {
         "transformers": "（库自带的 `generate`，作对比）",
         "A": "带 KV cache 的预填充与解码",
         "B": "静态缓存、SDPA、更少的同步",
@@ -82,7 +87,7 @@ def overview_columns(group: Group) -> list[Column]:
     """The table that compares the engines at a glance."""
     ttft = (group.workload("ttft") or {"floor": {}})["floor"]
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
-    columns += [Column(f"TTFT of {figure.split('_')[1]}, ms", "ttft", figure) for figure in ttft]
+    columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
     return [column for column in columns if group.workload(column.workload)]
 
 
@@ -155,7 +160,7 @@ def study_table(group: Group) -> list[str]:
     first, single = group.engines[0], {e: group.rows.get((e, "single"), {}) for e in group.engines}
     columns = [column for column in (STEP, LOAD) if group.workload(column.workload)]
     is_counted = any("launches" in row for row in single.values())
-    last = "kernels, launches per step" if is_counted else "start-up, s"
+    last = "kernels run, and launches by the CPU, per step" if is_counted else "start-up, s"
     body = []
     for engine in group.engines:
         cells = [engine]
@@ -168,7 +173,8 @@ def study_table(group: Group) -> list[str]:
         started = number(group.median(engine, "single", "startup_seconds"))
         first_prefill = number(single[engine].get("first_prefill_ms"))
         body.append([*cells, f"{prefill} ({first_prefill})", counted if is_counted else started])
-    heads = ["", *(f"{column.heading}, × {first}" for column in columns), "prefill, ms (the first)", last]
+    heads = ["", *(f"{column.heading}, and × *{first}*" for column in columns)]
+    heads += ["prefill, ms (the process's first)", last]
     lines = markdown(heads, body) + (launch_cost(group) if is_counted else [])
     return [*caption(group), *lines, *notes(group, group.engines), ""]
 
@@ -196,9 +202,9 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = ()) -
                 reasons.setdefault((engine, f"{words}: {row[outcome].splitlines()[0]}"), []).append(name)
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
-            lines.append(f"- {engine}, {name}: {number(again)} ms per token at lengths that came up before, "
-                         f"{number(first)} ms at their first visit")  # fmt: skip
-    lines += [f"- {engine}, {', '.join(names)}: {text}" for (engine, text), names in reasons.items()]
+            lines.append(f"- {engine}, {WORDS[name]}: {number(first)} ms per token the first time that a process "
+                         f"serves requests of these lengths, {number(again)} ms from then on")  # fmt: skip
+    lines += [f"- {engine}, {', '.join(map(WORDS.get, names))}: {text}" for (engine, text), names in reasons.items()]
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
             lines.append(f"- † measured elsewhere, same workload: {file['source']}")
@@ -211,7 +217,7 @@ def details(group: Group, name: str) -> list[str]:
     found = {e: group.rows[e, name] for e in group.engines if group.rows.get((e, name), {}).get("samples")}
     figures = dict.fromkeys(figure for row in found.values() for sample in row["samples"] for figure in sample)
     figures = [figure for figure in figures if figure not in ("repeat", "file")]
-    summary = f"<details><summary>{name}: {workload['description']}</summary>"
+    summary = f"<details><summary>{WORDS[name]} ({name}): {workload['description']}</summary>"
     lines = [summary, "", f"Hash `{workload['hash'][:12]}`.", ""]
     heads = ["engine", *map(_heading, figures), "peak memory, GiB", "samples"]
     rows: list[list[object]] = [["*floor*", *(number(group.floor(name, f)) for f in figures), "", ""]]
@@ -228,7 +234,8 @@ def details(group: Group, name: str) -> list[str]:
 
 def _heading(figure: str) -> str:
     words = figure.replace("_per_s", "/s").removesuffix("_ms").replace("_", " ")
-    return f"{words}, ms" if figure.endswith("_ms") else words.replace("seconds", "s")
+    words = words.replace("ttft", "TTFT").replace("tpot", "TPOT").replace("seconds", "time, s")
+    return f"{words}, ms" if figure.endswith("_ms") else words
 
 
 def caption(group: Group, full: bool = False) -> list[str]:

@@ -1,21 +1,58 @@
-"""One engine in one process: the part of the benchmark that holds the model.
+"""One engine in one process: the part of the benchmark that holds the model, and how it is started and ended.
 
-    python -m benchmarks.worker JOB.json
-
-`run.py` starts this module afresh for every engine and repeat, so that no engine inherits another's memory, compiled
-programs or caches. The result goes into a JSON file that is rewritten after each workload, so that a crash or a timeout
-costs the rest and not what was already measured. The engine is built before anything else is imported: its start-up
-time holds what the engine imports, and not what the benchmark does.
+`run_job` starts `python -m benchmarks.worker JOB.json` afresh for every engine and repeat, so that no engine inherits
+another's memory, compiled programs or caches. The result goes into a JSON file that is rewritten after each workload,
+so that a crash or a timeout costs the rest and not what was already measured. The engine is built before anything else
+is imported: its start-up time holds what the engine imports, and not what the benchmark does.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.engines import Engine
+
+LOG_LINES = 12  # of a failed process's last words
+
+
+def run_job(job: Mapping[str, object], timeout: float) -> dict:
+    """Do a job in a process of its own, and end it within a limit, whatever happens to it.
+
+    Returns:
+        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
+        job_file, result_file, log_file = (Path(name) / part for part in ("job.json", "result.json", "log.txt"))
+        job = {**job, "result": str(result_file), "started": time.time()}
+        job_file.write_text(json.dumps(job), encoding="utf-8")
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker", str(job_file)],
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+            try:
+                how = f"the process ended with exit status {process.wait(timeout)}"
+            except subprocess.TimeoutExpired:
+                how = f"the process was stopped after {timeout:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):  # it leads a group of its own: its workers end with it, nothing else
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
+        if not result.get("complete"):
+            lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+            result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
+        return result
 
 
 def timing(job: dict, write: Path) -> dict:
@@ -34,21 +71,20 @@ def timing(job: dict, write: Path) -> dict:
     return result
 
 
-def main(path: str) -> int:
+def main(path: str) -> None:
     """Do the job in the file and write its result where the job says."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     write = Path(job["result"])
-    if job["kind"] not in ("timing", "look"):
-        raise ValueError(f"no job is called {job['kind']!r}")
     if job["kind"] == "timing":
         result = timing(job, write)
-    else:
+    elif job["kind"] == "look":
         from benchmarks.measure import look
 
         result = look(job, write)
+    else:
+        raise ValueError(f"no job is called {job['kind']!r}")
     write.write_text(json.dumps({**result, "complete": True}))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    main(sys.argv[1])

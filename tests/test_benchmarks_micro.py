@@ -33,8 +33,8 @@ from stage_f_graph_tp import LLM
 
 CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
 ENVIRONMENT = {
-    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef",
-    "dirty": False, "date": "2030-01-01T00:00:00",
+    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU", "type": "cuda"},
+    "commit": "0123456789abcdef", "dirty": False, "date": "2030-01-01T00:00:00",
 }  # fmt: skip
 CEILINGS = {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14}
 

@@ -124,7 +124,7 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on Test CPU\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
     assert "| [A](stage_a_naive/README.md) |" in text and "| [B](" in text and "B[x=1]" not in text
-    assert "- A, mixed: not run: would take about 99 s" in text
+    assert "- A, load: not run: would take about 99 s" in text
     assert "0123456789" in text and "torch 2.11.0" in text
     assert "](benchmarks/plots/cpu-tutor-test-cpu.png)" in text
     stage = (tree / "stage_b_decode_step" / "README.md").read_text()
@@ -194,7 +194,7 @@ def test_a_first_visit_that_was_much_slower_is_said() -> None:
     found = payload()
     next(row for row in found["rows"] if row["engine"] == "A")["first_visit"] = {"tpot_ms": 54.6}
     [group] = group_results(named(found))
-    assert any("54.6 ms at their first visit" in line for line in front_table(group, "en"))
+    assert any("54.6 ms per token the first time" in line for line in front_table(group, "en"))
 
 
 def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:

@@ -17,8 +17,8 @@ from benchmarks.figures import TimedCall
 from benchmarks.measure import expected_seconds, run_workload, timed_call
 from benchmarks.measurement import Measurement, difference, in_alternating_order
 from benchmarks.peers import TransformersEngine
-from benchmarks.process import run_job
 from benchmarks.results import ROOT
+from benchmarks.worker import run_job
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
 from stage_b_decode_step import LLM as StageB

@@ -78,6 +78,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
              f"{times[1] * result['calls_per_step'] * 1e3:.3f}"]
             for (ranks, library), times in found.items()
         ]  # fmt: skip
-        heads = ["ranks", *(f"{rows} row{'s' * (rows > 1)}, µs" for rows in ROWS), "all of a step of one row, ms"]
+        heads = ["ranks, by", *(f"{rows} row{'s' * (rows > 1)}, µs" for rows in ROWS)]
+        heads.append("all those of a decode step of one row, ms")
         lines += [f"**{result['model']}**", "", *markdown(heads, body), "", caption(result), ""]
     return {"all-reduce": lines[:-1] or ["No results files yet."]}

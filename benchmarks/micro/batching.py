@@ -29,7 +29,7 @@ from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 
 README, MARKERS = "stage_e_batching", ("batching",)
-TEMPERATURES = (0.0, 0.6)
+TEMPERATURES, HOW = (0.0, 0.6), ("greedy", "temperature 0.6")
 
 
 class StaticAdmission(Scheduler):
@@ -112,8 +112,9 @@ def table(results: list[dict]) -> dict[str, list[str]]:
                 cells.append(f"{rate}, {gain}" if gain else rate)
             row = next(r for r in result["rows"] if r["engine"] == name)
             body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
-        heads = ["engine", "steps", "rows computed", "greedy: tokens/s, × the row above", "temperature 0.6: the same"]
-        work = f"{result['model']}, {result['slots']} batch slots; {result['workload']}"
+        unit = "tokens/s of CPU time" if result["environment"]["device"]["type"] == "cpu" else "tokens/s"
+        heads = ["engine", "steps", "rows computed", *(f"{how}: {unit}, × the row above" for how in HOW)]
+        work = f"{result['model']}, {result['slots']} batch slots; {result['workload'].partition(', temp')[0]}"
         repeats = f"medians of {len(result['rows'][0]['seconds'])}"
         lines += [*markdown(heads, body), "", caption(result, work, repeats), ""]
     return {"batching": lines}

@@ -140,6 +140,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         phases = [[phase, f"{seconds * 1e6:.2f}"] for phase, seconds in result["phases"][model].items()]
         lines += [f"**{model}**", "", *markdown(["rows", "context", "µs per step", "floor, µs", "× the floor"], steps)]
         lines += ["", *markdown(["phase (one row, context 640)", "µs"], phases)]
-        lines += ["", *markdown(["a step with", "µs"], variants), ""]
+        lines += ["", *markdown(["a step of one row, context 640", "µs"], variants), ""]
     note = f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
     return {"decode-kernel": [*lines, caption(result, note)]}

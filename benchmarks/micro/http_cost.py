@@ -108,8 +108,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             ratios = [a / b for a, b in zip(found, rates["generate"], strict=True)]
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             body.append([way, number(statistics.median(found)), shown if way != "generate" else "1"])
-        on_cpu = result["environment"]["device"]["type"] == "cpu"
-        heads = ["the same answers from", f"output tokens/s{' of CPU time' * on_cpu}", "of `generate`'s (range)"]
+        unit = "output tokens/s" + " of CPU time" * (result["environment"]["device"]["type"] == "cpu")
+        heads = ["the same answers from", unit, "share of `generate`'s rate (range)"]
         work = (
             f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} requests at once, "
             f"{result['input_len']} in, {result['output_len']} out; medians of {len(rates['generate'])}, "

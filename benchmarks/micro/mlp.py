@@ -125,7 +125,7 @@ def model_table(result: dict, model: str, shown: tuple[int, ...] = ()) -> list[s
     for rows in sorted({rows for rows, _ in found if not shown or rows in shown}):
         times = [found.get((rows, variant)) for variant in VARIANTS]
         body.append([rows, *(f"{t * 1e6:.1f}, {number(t / floor)} ×" if t else "–" for t in times)])
-    heads = ["rows", *("library (unfused)" if name == "library" else name for name in VARIANTS)]
+    heads = ["rows", *(f"{'library (unfused)' if name == 'library' else name}: µs, × floor" for name in VARIANTS)]
     size = f"hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor {floor * 1e6:.1f} µs"
     return [f"**{model}**: {size}", "", *markdown(heads, body)]
 

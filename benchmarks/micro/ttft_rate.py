@@ -113,7 +113,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
                 shown = (statistics.median(ttft), percentile(ttft, 99), statistics.median(tpot))
                 cells.append(" / ".join(map(number, shown)))
             body.append(cells)
-        heads = ["requests/s, of E's most", *(f"{NAMES[name]}: TTFT p50 / p99, TPOT p50, ms" for name in names)]
+        heads = ["requests/s, share of the most that E serves"]
+        heads += [f"{NAMES[name]}: TTFT p50 / p99, TPOT p50, ms" for name in names]
         repeats = len({row["repeat"] for row in result["rows"]})
         work = (
             f"{result['model']}, {result['slots']} batch slots; {result['input_len']} in, 1–{result['longest']} out; "
