@@ -1,0 +1,195 @@
+"""What a lesson says in words about a measurement is what the committed results say.
+
+Tables are written by `python -m benchmarks.report`; sentences are not. Here a sentence's number is put in from the
+results, so that a new measurement shows which sentences it makes wrong; a sentence with a rough figure ("a third") has
+the range in which it may be said.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.floor import ModelCost
+from benchmarks.groups import Group
+from benchmarks.micro import kernel_spans, layers, mlp
+from benchmarks.recording import Recording, from_rows
+from benchmarks.results import RESULTS, load
+from benchmarks.tables import recorded_groups
+from stage_a_naive.presets import preset_config
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "qwen2.5-0.5b"
+
+
+@cache
+def results(name: str) -> dict:
+    return load(RESULTS / f"{name}.json")
+
+
+@cache
+def group() -> Group:
+    """The engines on the GPU, with the model of the front page."""
+    return next(g for g in recorded_groups() if g.size == "gpu" and g.model.endswith(MODEL) and not g.study)
+
+
+def step(engine: str, workload: str = "single", figure: str = "tpot_ms") -> float:
+    found = group().median(engine, workload, figure)
+    assert found
+    return found
+
+
+def far(engine: str) -> float:
+    return step(engine) / group().floor("single", "tpot_ms")
+
+
+def launches(engine: str) -> float:
+    return step(engine, figure="launches")
+
+
+def layer_step(kind: str, rows: int) -> float:
+    """µs per decode step by the kind of its layers."""
+    return 1e6 * layers.medians(results("layers-h200"), MODEL)[rows][kind]
+
+
+def layer_floor(rows: int) -> float:
+    copy = results("layers-h200")["ceilings"]["copy_bytes_per_s"]
+    return 1e6 * layers.floor_seconds(MODEL, rows, layers.CONTEXT, copy)
+
+
+@cache
+def recording(name: str) -> Recording:
+    return next(r for r in from_rows(results("kernel_spans-h200")["rows"]) if r.name == name)
+
+
+def part(name: str, *parts: str) -> float:
+    """Share of a recorded step."""
+    found = kernel_spans.account(recording(name))
+    return sum(found[p] for p in parts) / sum(found.values())
+
+
+def mlp_time(variant: str, rows: int) -> float:
+    key = (MODEL, rows, variant)
+    [row] = [r for r in results("mlp-h200")["rows"] if (r["model"], r["rows"], r["variant"]) == key]
+    return statistics.median(row["samples"])
+
+
+def mlp_far(variant: str) -> float:
+    floor = mlp.sizes(MODEL)[-1] / results("mlp-h200")["ceilings"]["copy_bytes_per_s"]
+    return mlp_time(variant, 1) / floor
+
+
+def tried(variant: str) -> float:
+    """µs of a step of 32 rows with a variant of the skinny GEMMs that was not kept; the first of several series."""
+    rows = results("skinny_gemm_history_h200")["rows"]
+    return next(r["microseconds"] for r in rows if (r["variant"], r["model"], r["rows"]) == (variant, MODEL, 32))
+
+
+def qkv_bytes() -> float:
+    cost = preset_config(MODEL)
+    return 2 * cost.hidden_size * (cost.num_attention_heads + 2 * cost.num_key_value_heads) * 64
+
+
+F32, D32 = "stage F, 32 requests", "stage F, graphs only, 32 requests"
+IDLE = ("between kernels", "waiting for the CPU")
+A, B, C = "stage_a_naive/README.md", "stage_b_decode_step/README.md", "stage_c_fused_mlp/README.md"
+D, F, KERNELS = "stage_d_paged/README.md", "stage_f_graph_tp/README.md", "stage_f_graph_tp/kernels/README.md"
+EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights before the wait"
+ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
+# (lesson, sentence with {} where numbers are, the numbers as text)
+EXACT = {
+    "kernels: the floor": (KERNELS, "must read bytes that take {} µs", lambda: [f"{layer_floor(32):.0f}"]),
+    "kernels: stage D's layers": (
+        KERNELS, "graph it takes {} µs, {} × as long",
+        lambda: [f"{layer_step('stage D', 32):.0f}", f"{layer_step('stage D', 32) / layer_floor(32):.1f}"],
+    ),
+    "kernels: 32 requests": (
+        KERNELS, "For 32 requests a step takes {} µs with stage D's layers, {} with element-wise fusion and {} with",
+        lambda: [f"{layer_step(kind, 32):.0f}" for kind in ("stage D", "nine", "five")],
+    ),
+    "kernels: one request": (
+        KERNELS, "For one request: {}, {} and {}.",
+        lambda: [f"{layer_step(kind, 1):.0f}" for kind in ("stage D", "nine", "five")],
+    ),
+    "kernels: 96 tokens": (
+        KERNELS, "a step takes {} µs, with the library's products and element-wise fusion {}.",
+        lambda: [f"{layer_step(kind, 96):.0f}" for kind in ("five", "nine")],
+    ),
+    "kernels: QKV": (
+        KERNELS, "QKV {} µs per layer for weights that are read in {}.",
+        lambda: [
+            f"{kernel_spans.account(recording(F32))['QKV'] / 24:.1f}",
+            f"{1e6 * qkv_bytes() / results('layers-h200')['ceilings']['copy_bytes_per_s']:.1f}",
+        ],
+    ),
+    "kernels: prefetch": (
+        KERNELS, "{} µs without it, {} with a prefetch of every cache line and {} with one prefetch per weight row",
+        lambda: [f"{tried(variant):.0f}" for variant in ("five launches", EVERY_LINE, ONE_PER_ROW)],
+    ),
+    "F: stage E's kernels": (
+        F, "in stage E is {} kernels, which together run for {} ms",
+        lambda: [
+            f"{len(recording('stage E: kernel by kernel').spans) / 4:.0f}",
+            f"{recording('stage E: kernel by kernel').busy / 4e3:.1f}",
+        ],
+    ),
+}  # fmt: skip
+# (lesson, sentence, the number behind it, the least and the most for which it may be said)
+ROUGH = {
+    "A: floor": (A, "takes about sixty times its floor", lambda: far("A"), 57, 63),
+    "A: launches": (A, "A step of A makes about a thousand launches", lambda: launches("A"), 950, 1050),
+    "B: launches": (B, "Compiled, it launches 6 times per step", lambda: launches("B compiled"), 5.5, 6.5),
+    "B: time": (B, "the step takes a sixth of the time", lambda: step("B") / step("B compiled"), 5.5, 6.5),
+    "B: floor": (B, "What is left is 9 × the floor", lambda: far("B compiled"), 8.5, 9.5),
+    "C: library": (C, "takes more than three times that on an H200", lambda: mlp_far("library"), 3, 4),
+    "C: fused": (
+        C, "the fused kernel takes half of the library's time",
+        lambda: mlp_time("fused", 1) / mlp_time("library", 1), 0.45, 0.55,
+    ),
+    "C: launches": (C, "C needs two thirds of B's launches", lambda: launches("C") / launches("B"), 0.64, 0.7),
+    "C: time": (C, "about three quarters of its time", lambda: step("C") / step("B"), 0.7, 0.8),
+    "C: compiled": (C, "C's lead shrinks to 2 %", lambda: step("B compiled") / step("C compiled"), 1.015, 1.025),
+    "D: 32 requests": (
+        D, "step of 32 requests takes one and a half times as long as a step of one",
+        lambda: step("D", "decode32", "step_ms") / step("D"), 1.4, 1.6,
+    ),
+    "F: prefill": (
+        F, "is about one millisecond of GPU work",
+        lambda: recording("stage F, prompt of 128 tokens").busy / 1e3, 0.9, 1.1,
+    ),
+    "F: floor": (
+        F, "takes [more than four times its floor]", lambda: layer_step("stage D", 32) / layer_floor(32), 4, 5,
+    ),
+    "kernels: small ones": (
+        KERNELS, "The small kernels (pink) are a quarter of a step",
+        lambda: part(D32, "norm, rotation, SiLU"), 0.22, 0.28,
+    ),
+    "kernels: idle": (
+        KERNELS, "the idle time (grey) shrinks to a third",
+        lambda: part(F32, *IDLE) * recording(F32).whole / (part(D32, *IDLE) * recording(D32).whole), 0.28, 0.38,
+    ),
+}  # fmt: skip
+
+
+def text_of(lesson: str) -> str:
+    return " ".join((ROOT / lesson).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("claim", EXACT)
+def test_a_sentence_has_the_number_of_the_results(claim: str) -> None:
+    lesson, sentence, numbers = EXACT[claim]
+    assert sentence.format(*numbers()) in text_of(lesson)
+
+
+@pytest.mark.parametrize("claim", ROUGH)
+def test_a_rough_figure_is_true_of_the_results(claim: str) -> None:
+    lesson, sentence, number, least, most = ROUGH[claim]
+    assert sentence in text_of(lesson)
+    assert least <= number() <= most
+
+
+def test_the_cache_of_the_reference_model_has_the_size_that_stage_a_says() -> None:
+    assert f"= {ModelCost(preset_config(MODEL), 2).kv_bytes_per_token:,} bytes" in text_of(A)
