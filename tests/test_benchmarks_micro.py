@@ -18,6 +18,7 @@ from benchmarks.micro import (
     kernel_spans,
     layers,
     quantized_bytes,
+    rank_message,
     scheduling,
     step_cost,
 )
@@ -30,6 +31,7 @@ from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.workloads import Call, make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
+from stage_f_graph_tp.step_input import StepShape
 
 CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
 ENVIRONMENT = {
@@ -271,3 +273,10 @@ def test_sequences_that_fit_are_counted_from_the_bytes_of_a_loaded_engine() -> N
     three = weights + 3 * quantized_bytes.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
     fits = [quantized_bytes.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
     assert fits == [3, 2, 0]
+
+
+def test_a_ranks_command_is_counted_with_its_padding() -> None:
+    row = rank_message.measure_row(num_sequences=3, steps=4, repeats=2)
+    shape = StepShape(4, 4, 4, 64, 4, 1, 4096)  # three decodes in a graph of four, and tables for the longest context
+    assert row["bytes"] == 72 + shape.num_bytes and row["table_bytes"] == 4 * 64 * 4
+    assert all(0 < sample["send"] < sample["step"] for sample in row["samples"])

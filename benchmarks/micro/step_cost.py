@@ -57,15 +57,17 @@ class NullRunner:
         return Sampled(self.ids[: shape.num_samples].tolist())
 
 
-def make_engine(num_sequences: int, prompt_len: int, temperature: float) -> Engine:
+def make_engine(
+    num_sequences: int, prompt_len: int, temperature: float, runner: NullRunner | None = None
+) -> Engine:
     """An engine with `num_sequences` decoding sequences."""
     scheduler = Scheduler(
         num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_seqs=512,
         max_num_batched_tokens=16384,
     )  # fmt: skip
     engine = Engine(
-        scheduler, NullRunner(512, 16384), tokenizer=load_tokenizer(resolve("tutor")), eos_token_ids=frozenset({0}),
-        max_model_len=MAX_MODEL_LEN,
+        scheduler, runner or NullRunner(512, 16384), tokenizer=load_tokenizer(resolve("tutor")),
+        eos_token_ids=frozenset({0}), max_model_len=MAX_MODEL_LEN,
     )  # fmt: skip
     params = SamplingParams(temperature=temperature, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     rng = np.random.default_rng(0)
