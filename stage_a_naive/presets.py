@@ -89,6 +89,28 @@ PRESETS: dict[str, dict] = {
         },
         "tie_word_embeddings": True,
     },
+    # https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
     # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
     # Llama-3 rope scaling.
     "qwen2-tiny": {

@@ -159,7 +159,7 @@ def test_a_random_preset_is_the_same_model_for_the_same_seed(preset: str) -> Non
 
 def test_the_real_presets_have_the_published_sizes() -> None:
     counts = {}
-    for name in ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b"):
+    for name in ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(preset_config(name))
         counts[name] = sum(p.numel() for p in model.parameters())
@@ -168,6 +168,7 @@ def test_the_real_presets_have_the_published_sizes() -> None:
         "qwen2.5-7b": 7_615_616_512,
         "qwen3-0.6b": 596_049_920,
         "llama-3.2-1b": 1_235_814_400,
+        "llama-3.1-8b": 8_030_261_248,
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,25 @@ def test_a_rank_reads_only_its_slices_of_the_files(checkpoint, ranks):
     for logits, count in on_ranks(ranks, work):
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
         assert count == norms + (total - norms - kv) // ranks + kv * copies // ranks
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("qwen2.5-7b", 2), ("qwen2.5-7b", 4), ("llama-3.1-8b", 8)])
+def test_ranks_hold_a_large_model_once_but_for_its_norms(preset, ranks):
+    config, meta = config_of(preset), torch.device("meta")
+
+    class Shapes(RandomWeights):
+        def lazy(self, name, shape):
+            return torch.empty(shape, device=meta)
+
+    def build(size: int, rank: int) -> int:
+        group = SimpleNamespace(size=size, rank=rank)
+        tensors, backend = Shapes("shapes", 0, meta, F32), pick_backend("reference", CPU, F32, config.head_dim)
+        model = build_sharded_model(config, backend, 64, tensors, F32, meta, group)
+        return sum(weight.numel() for weight in model.parameters())
+
+    norms = config.hidden_size * (2 * config.num_layers + 1)
+    whole = build(1, 0)
+    assert {build(ranks, rank) for rank in range(ranks)} == {norms + (whole - norms) // ranks}
 
 
 @pytest.mark.parametrize(
