@@ -156,6 +156,10 @@ ROUGH = {
         D, "step of 32 requests takes one and a half times as long as a step of one",
         lambda: step("D", "decode32", "step_ms") / step("D"), 1.4, 1.6,
     ),
+    "F: gaps": (
+        F, "kernels still fill less than a fifth of E's step",
+        lambda: recording("stage E: kernel by kernel").busy / 4e3 / step("E"), 0.17, 0.2,
+    ),
     "F: prefill": (
         F, "is about one millisecond of GPU work",
         lambda: recording("stage F, prompt of 128 tokens").busy / 1e3, 0.9, 1.1,

@@ -5,7 +5,7 @@ stage A). A maximum can be found in parts, and a token's noise is a hash of the 
 id, so every rank can make its own tokens' noise:
 
     rank 0   logits of tokens 0 … n/2 ─► its winner's (logit, noise, highest logit, id) ─┐
-                                                                                         ├► exchange ─► the same
+                                                                                         ├► all-gather ─► the same
     rank 1   logits of the others     ─► its winner's (logit, noise, highest logit, id) ─┘             token on both
 
 So a few numbers per row are exchanged instead of the vocabulary's logits, and no rank has to tell the others what was

@@ -1,4 +1,4 @@
-"""Sampling by shard on a GPU: stage E's two sampler kernels, with the exchange between the ranks in the middle.
+"""Sampling by shard on a GPU: stage E's two sampler kernels, with an all-gather between the ranks in the middle.
 
 A program finds the best of a stretch of this rank's logits. All stretches' winners are exchanged as they are (with two
 ranks and 152 thousand tokens 10 each), and the second kernel compares those of all ranks.
