@@ -5,6 +5,7 @@ One Ray cluster serves all of it; starting one takes many seconds.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -14,15 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("ray.serve", reason="replicas: pip install -e .[ray]")
 
-from beyond.scale_out.replicas import merge_metrics  # noqa: E402
+from starlette.requests import Request  # noqa: E402
+
+from beyond.scale_out.replicas import merge_metrics, read_body  # noqa: E402
+from beyond.scale_out.serve_replicas import reason  # noqa: E402
 from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,23 +107,25 @@ def wait_for(ready: Callable[[], bool]) -> None:
 
 
 def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(server):
-    """Twelve long answers, which are not streamed: nothing has reached the client when the replica dies."""
+    """Long answers that are not streamed: nothing has reached the client when the replica dies."""
     url, _ = server
-    long = {"max_tokens": 400, "ignore_eos": True}
+    answers: list[Future[httpx.Response]] = []
 
     def ask(number: int) -> httpx.Response:
-        return httpx.post(f"{url}/v1/chat/completions", json=chat(f"Question {number}", **long), timeout=SECONDS)
+        body = chat(f"Question {number}", max_tokens=400, ignore_eos=True)
+        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=SECONDS)
 
     def both_run() -> bool:
+        if all(answer.done() for answer in answers):  # at first; or they were faster than this look at them
+            answers.extend(pool.submit(ask, len(answers) + i) for i in range(12))
         running = re.findall(r"num_requests_running\{[^}]*\} (\d+)", httpx.get(f"{url}/metrics", timeout=SECONDS).text)
         return len(running) == 2 and min(map(int, running)) > 0
 
     with ThreadPoolExecutor(12) as pool:
-        answers = pool.map(ask, range(12))
         wait_for(both_run)
         os.kill(victim := min(engines()), signal.SIGKILL)
-        found = [answer.json() for answer in answers]
-    assert [answer["usage"]["completion_tokens"] for answer in found] == [400] * 12
+        found = [answer.result().json() for answer in answers]
+    assert {answer["usage"]["completion_tokens"] for answer in found} == {400}
     wait_for(lambda: len(engines() - {victim}) == 2)
 
 
@@ -153,6 +160,23 @@ def test_a_rolling_restart_under_load_fails_no_request(server):
     assert set(answers) == {200}
 
 
+def test_a_stream_that_has_begun_breaks_with_its_replica_and_does_not_look_complete(server):
+    """The last test that uses the replicas: it ends all of them."""
+    url, _ = server
+    body = chat("Once", max_tokens=4000, ignore_eos=True, stream=True)
+    lines = []
+    with (
+        pytest.raises(httpx.RemoteProtocolError, match="incomplete"),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=SECONDS) as answer,
+    ):
+        for line in answer.iter_lines():
+            lines.append(line)
+            if len(lines) == 3:
+                for process in engines():  # it is not known which of them answers
+                    os.kill(process, signal.SIGKILL)
+    assert lines[0].startswith("data: {") and "data: [DONE]" not in lines
+
+
 def test_what_begins_alike_is_one_session():
     def session(*contents: str) -> str:
         return session_of(httpx.Request("POST", "http://x", json=chat(*contents)).content)
@@ -162,7 +186,30 @@ def test_what_begins_alike_is_one_session():
     assert session(long + "one") == session(long + "two")
     prompt = session_of(b'{"prompt": "' + long.encode() + b'one"}')
     assert prompt == session_of(b'{"prompt": "' + long.encode() + b'two"}') != session_of(b'{"prompt": [1, 2]}')
-    assert {session_of(body) for body in (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": []}')} == {""}
+    broken = (b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": []}', b"[" * 10**6)
+    assert {session_of(body) for body in broken} == {""}
+    assert session_of(b'{"prompt": "\\ud800"}') != session_of(b'{"prompt": "\\ud801"}')  # the API refuses them
+
+
+def test_a_body_is_read_no_further_than_the_limit():
+    async def receive() -> dict[str, object]:
+        parts.append(b"x" * 10)
+        assert len(parts) < 10
+        return {"type": "http.request", "body": parts[-1], "more_body": True}
+
+    parts: list[bytes] = []
+    body = asyncio.run(read_body(Request({"type": "http"}, receive), 25))
+    assert len(body) == 30
+
+
+def test_why_replicas_do_not_start_is_the_last_line_of_the_first_message():
+    def status(**messages: str) -> SimpleNamespace:
+        deployments = {name: SimpleNamespace(message=message) for name, message in messages.items()}
+        return SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
+
+    trace = "It failed. Error:\n  File 1\nValueError: max_num_seqs must be at least 1, got 0\n"
+    assert reason(status(Router="", Engine=trace)) == "ValueError: max_num_seqs must be at least 1, got 0"
+    assert reason(status(Router="", Engine="")) == "Ray gives no reason"
 
 
 def test_metrics_of_replicas_stay_together_by_metric():

@@ -103,7 +103,7 @@ class Router:
             return await self.metrics()
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers", "scheme")
         scope = {name: request.scope[name] for name in names if name in request.scope} | {"asgi": {"version": "3.0"}}
-        body = await request.body()
+        body = await read_body(request, Limits().body_bytes)
         session = request.headers.get("x-session-id") or session_of(body)
         for left in reversed(range(ATTEMPTS)):
             engine = self.engines.options(method_name="answer", stream=True, session_id=session)
@@ -135,6 +135,16 @@ async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, ob
     finally:
         with suppress(Exception):
             messages.cancel()
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """A request's body, read no further than just past the limit: the API refuses it then."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            break
+    return bytes(body)
 
 
 def merge_metrics(texts: dict[str, str]) -> str:
@@ -176,7 +186,9 @@ def application(
         num_replicas=replicas,
         max_ongoing_requests=options["max_num_seqs"] + max_queue,
         graceful_shutdown_timeout_s=deadline,
+        graceful_shutdown_wait_loop_s=0.2,  # how often a replica that is replaced looks whether it has answered all
         health_check_period_s=1,
+        max_constructor_retry_count=1,  # an option that is wrong is wrong again
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )

@@ -8,12 +8,17 @@ makes one.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import queue
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from beyond.serving.__main__ import STAGES, parse
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeStatus
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"error: replicas need Ray Serve: pip install 'ray[serve]' ({error})", file=sys.stderr)
         return 2
+    print(f"[replicas] starting Ray and {own.replicas} engines", flush=True)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
     serve.start(http_options={"host": options.host, "port": options.port})
     uses_gpu = engine_options["device"] != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
@@ -53,14 +60,28 @@ def main(argv: list[str] | None = None) -> int:
             deadline=options.deadline,
             release=release,
         )
-        serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
-        what = f"{own.replicas} engines at http://{options.host}:{options.port}/v1, release {release}"
-        print(f"[replicas] {what}", flush=True)
+        try:
+            serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
+        except RuntimeError:
+            print(f"error: the replicas of release {release} do not start: {reason(serve.status())}", file=sys.stderr)
+            if release == 0:
+                serve.shutdown()
+                return 2
+        else:
+            what = f"{own.replicas} engines at http://{options.host}:{options.port}/v1, release {release}"
+            print(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)", flush=True)
         if signals.get() != signal.SIGUSR1:
             break
         release += 1
     serve.shutdown()
     return 0
+
+
+def reason(status: ServeStatus) -> str:
+    """Why replicas do not start: the last line of what Ray says about them, which is the engine's error."""
+    deployments = status.applications["default"].deployments.values()
+    lines = [line for deployment in deployments for line in deployment.message.strip().splitlines()[-1:]]
+    return lines[0] if lines else "Ray gives no reason"
 
 
 if __name__ == "__main__":
