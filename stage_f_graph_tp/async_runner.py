@@ -111,7 +111,7 @@ class AsyncModelRunner(ModelRunner):
         if samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens[:samples])
         sampled = self.sample(hidden, sample_slots, inputs, needs)
-        self.last_tokens.index_copy_(0, inputs.sample_slots[:samples], sampled.ids)
+        self.keep(sampled.ids, inputs, shape)
         return self.fetch(sampled)
 
     def sample(self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, needs: int) -> SampledTokens:
@@ -122,6 +122,10 @@ class AsyncModelRunner(ModelRunner):
         """Choose a token for every row of `logits [samples, vocab]`."""
         samples = len(sample_slots)
         return self.sampler(logits, sample_slots, inputs.temperatures[:samples], inputs.noise_keys[:samples])
+
+    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
+        """Keep the sampled tokens on the device, where the next step reads them."""
+        self.last_tokens.index_copy_(0, inputs.sample_slots[: len(ids)], ids)
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""

@@ -111,7 +111,7 @@ class GraphModelRunner(AsyncModelRunner):
     def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         hidden = self.forward(inputs, shape)
         ids = self.sample_plain(hidden, inputs)
-        self.last_tokens.index_copy_(0, inputs.sample_slots, ids)
+        self.keep(ids, inputs, shape)
         return DecodeResult(ids, hidden=hidden)
 
     def _decode_megakernel(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
@@ -122,7 +122,7 @@ class GraphModelRunner(AsyncModelRunner):
             self.kv_cache.tensor, logits,
         )  # fmt: skip
         ids = self.sampler.sample_plain(logits, inputs.temperatures, inputs.noise_keys)
-        self.last_tokens.index_copy_(0, inputs.sample_slots, ids)
+        self.keep(ids, inputs, shape)
         return DecodeResult(ids, logits=logits)
 
     def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
@@ -163,7 +163,7 @@ class GraphModelRunner(AsyncModelRunner):
                 sampled = self.sample(result.hidden[:count], sample_slots, live, needs)
             else:
                 sampled = self.sample_logits(result.logits[:count], sample_slots, live)
-            self.last_tokens.index_copy_(0, live.sample_slots, sampled.ids)
+            self.keep(sampled.ids, live, shape)
         else:
             ids = result.ids[:count]
             sampled = SampledTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it

@@ -78,7 +78,7 @@ class OverlappedEngine(Engine):
         if ended:
             for row in ended:
                 step.samples[sampling[row]] = False
-            sampled = _without(ended, sampled)
+            sampled = without_rows(ended, sampled)
         self.postprocess(step, sampled)
 
     def _recover(self) -> None:
@@ -94,8 +94,8 @@ class OverlappedEngine(Engine):
             super()._recover()
 
 
-def _without(rows: list[int], sampled: Sampled) -> Sampled:
-    """A step's tokens without those of `rows`."""
+def without_rows(rows: list[int], sampled: Sampled) -> Sampled:
+    """Return a step's tokens without those of `rows`."""
     kept = [row for row in range(len(sampled.token_ids)) if row not in rows]
     errors = sampled.errors or {}
     return Sampled(

@@ -18,8 +18,10 @@ ENVIRONMENT = {
 @pytest.mark.parametrize(("rate", "drafted"), [(0.0, 4), (0.5, 4), (0.83, 8), (1.0, 5)])
 def test_a_script_calls_the_share_right_that_it_was_given(rate, drafted, monkeypatch):
     monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # drafts go on, however often they are wrong
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, num_speculative_tokens=drafted)
-    speculation.Script(llm, drafted, rate)
+    llm = speculation.ScriptedLLM(
+        "random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, num_speculative_tokens=drafted
+    )
+    llm.script(rate)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), False)
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == pytest.approx(rate * counters.num_draft_tokens, abs=drafted)

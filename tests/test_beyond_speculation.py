@@ -27,11 +27,13 @@ import stage_e_batching
 import stage_f_graph_tp
 from beyond.serving.metrics import RequestMetrics, exposition
 from beyond.speculation import LLM
+from beyond.speculation.ahead_runner import AheadRunner
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.runner import DraftBatch, verification_sizes
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import FIRST_PAUSE, SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
@@ -308,10 +310,23 @@ class Oracle(FinishedDrafts):
         return bool(self.draft(sequence))
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        known = sequence.token_ids
+        return self.after(sequence.token_ids)
+
+    def after(self, known: list[int]) -> list[int]:
         answer = next((a for a in self._answers if a[: len(known)] == known), [])
         draft = answer[len(known) : len(known) + self._num_tokens]
         return [t ^ 1 if (len(known) + i) % self._wrong == 0 else t for i, t in enumerate(draft)]
+
+    def guess(self, table: TokenTable, slots: torch.Tensor, last: torch.Tensor) -> None:
+        for slot, end in set(zip(slots.tolist(), last.tolist(), strict=True)):
+            for i, token in enumerate(self.after(table.tokens[slot, : end + 1].tolist())):
+                table.tokens[slot, end + 1 + i] = token
+
+    def into(self, llm: LLM) -> None:
+        """Guess for this engine, on the host and in the device's table."""
+        llm.engine.drafter = self
+        if isinstance(llm.runner, AheadRunner):
+            llm.runner.table.guess = partial(self.guess, llm.runner.table)
 
 
 def ids(outputs) -> list[list[int]]:
@@ -334,7 +349,7 @@ def test_every_variant_gives_stage_es_tokens(plain, variant):
     ]
     for params in (GREEDY, seeded):
         expected = plain.generate(PROMPTS, params, False)
-        llm.engine.drafter = Oracle(expected, llm.options.num_speculative_tokens)
+        Oracle(expected, llm.options.num_speculative_tokens).into(llm)
         before = llm.engine.counters.num_accepted_tokens
         for _ in range(2):
             found = llm.generate(PROMPTS, params, False)
@@ -367,12 +382,7 @@ def test_every_way_to_end_gives_the_tutors_text():
     ]
     longer = stage_e_batching.LLM("tutor", device="cpu").generate(prompts, endless, False)
     llm = LLM("tutor", device="cpu", max_num_batched_tokens=32, max_num_seqs=5)
-
-    class PerRequest(Oracle):
-        def draft(self, sequence):
-            return Oracle([longer[sequence.request.index]], 4, wrong=7).draft(sequence)
-
-    llm.engine.drafter = PerRequest([], 4)
+    Oracle(longer, 4, wrong=7).into(llm)
     found = llm.generate(prompts, params, False)
     for key in ("token_ids", "text", "finish_reason"):
         assert [output[key] for output in found] == [output[key] for output in expected]
@@ -387,7 +397,7 @@ def test_every_way_to_end_gives_the_tutors_text():
 
 def test_the_server_tells_how_many_guesses_were_right(plain):
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
-    llm.engine.drafter = Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4)
+    Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4).into(llm)
     llm.generate(PROMPTS[:1], GREEDY, False)
     lines = exposition("tiny", llm.engine, RequestMetrics()).splitlines()
     counters = llm.engine.counters
@@ -433,7 +443,7 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
     llm.runner.capture(recorder, [1, 2, 4, 8], [16, 64])
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1, ignore_eos=True)):
         expected = plain.generate(PROMPTS, params, False)
-        llm.engine.drafter = Oracle(expected, 4)
+        Oracle(expected, 4).into(llm)
         recorder.replays.clear()
         assert ids(llm.generate(PROMPTS, params, False)) == ids(expected)
         assert recorder.replays[30] > 2, "six sequences of five rows"
@@ -459,7 +469,7 @@ def test_two_ranks_give_the_tokens_of_one(plain):
     expected = plain.generate(PROMPTS, GREEDY, False)
     llm = LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=2, num_kvcache_blocks=256)
     try:
-        llm.engine.drafter = Oracle(expected, 4)
+        Oracle(expected, 4).into(llm)
         assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(expected)
         assert llm.engine.counters.num_accepted_tokens > 20
     finally:
@@ -540,16 +550,16 @@ def test_a_small_model_that_does_not_fit_is_refused(options, message):
 def test_an_error_leaves_no_draft_behind(plain, monkeypatch):
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
     expected = plain.generate(PROMPTS, GREEDY, False)
-    llm.engine.drafter = Oracle(expected, 4)
-    run, calls = llm.runner.run, []
+    Oracle(expected, 4).into(llm)
+    launch, calls = llm.runner.launch, []
 
     def fail(step):
         calls.append(step)
-        if len(calls) == 2:
+        if len(calls) == 4:
             raise RuntimeError("the device failed")
-        return run(step)
+        return launch(step)
 
-    monkeypatch.setattr(llm.runner, "run", fail)
+    monkeypatch.setattr(llm.runner, "launch", fail)
     for prompt in PROMPTS:
         llm.add_request(prompt, GREEDY)
     with pytest.raises(RuntimeError, match="the device failed"):

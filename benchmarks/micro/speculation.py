@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
@@ -22,6 +23,7 @@ from benchmarks.text import markdown, number
 from benchmarks.timing import measure_ceilings
 from beyond.speculation import LLM
 from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
 from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 
@@ -36,28 +38,42 @@ NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
 COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
 
 
-class Script:
-    """Drafts of which a given share is called right, whatever the model samples."""
+class ScriptedTable(TokenTable):
+    """Guesses of which a given share is called right, whatever the model samples. They are looked up all the same."""
 
-    def __init__(self, llm: LLM, num_tokens: int, rate: float) -> None:
-        self._num_tokens, self._rate = num_tokens, rate
-        self._owed: dict[int, float] = {}  # tokens to accept, by request
-        llm.engine.drafter, llm.engine.accepts = self, self.accepts
+    def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
+        super().__init__(num_slots, max_model_len, draft_tokens, device)
+        self.rate = torch.zeros(1, device=device)
+        self._owed = torch.zeros(num_slots + 1, device=device)  # guesses to call right, by batch slot
+        self._numbers = torch.arange(1, draft_tokens + 1, device=device)
+
+    def guess(self, slots: Tensor, last: Tensor) -> None:
+        """Guess 1 where it will be right, and 0 where not."""
+        super().guess(slots, last)
+        self._owed[slots] = self._owed[slots] % 1 + self.rate * len(self._numbers)
+        right = self._numbers <= self._owed[slots, None]
+        self.tokens[slots[:, None], last[:, None] + self._numbers] = right.int()
+
+    def differ(self, sampled: Tensor, guessed: Tensor) -> Tensor:
+        return guessed == 0
+
+
+class Always:
+    """Says that there is a guess."""
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
         return True
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        owed = self._owed.get(sequence.request_id, 0.0)
-        self._owed[sequence.request_id] = owed % 1 + self._rate * self._num_tokens
-        return [1] * self._num_tokens
 
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        """Nothing is left to do."""
+class ScriptedLLM(LLM):
+    """Speculative decoding with a scripted acceptance."""
 
-    def accepts(self, sequence: SpeculativeSequence, token_id: int) -> bool:
-        right = sequence.num_right
-        return right < len(sequence.draft) and right + 1 <= self._owed[sequence.request_id]
+    table_class = ScriptedTable
+
+    def script(self, rate: float) -> None:
+        """Guess in every step, and call this share right."""
+        self.engine.drafter = Always()
+        self.runner.table.rate.fill_(rate)
 
 
 def measure(
@@ -68,7 +84,7 @@ def measure(
     rows = []
     batches = batches if isinstance(batches, tuple) else (batches,)
     for draft in drafts if isinstance(drafts, tuple) else (drafts,):
-        llm = LLM(
+        llm = ScriptedLLM(
             model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
             enable_prefix_caching=False, max_num_batched_tokens=4096,
         )  # fmt: skip
@@ -86,27 +102,25 @@ def measure(
     return result
 
 
-def measure_batch(llm: LLM, batch: int, draft: int, prompt: int, tokens: int, repeats: int) -> list[dict]:
+def measure_batch(llm: ScriptedLLM, batch: int, draft: int, prompt: int, tokens: int, repeats: int) -> list[dict]:
     """Seconds per token of one request, in turns: without drafts, with accepted ones, with wrong ones, with none found.
 
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
     """
     greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=tokens, ignore_eos=True) for t in (0.0, 1.0))
-    ngram, accepts = llm.engine.drafter, llm.engine.accepts
+    ngram = llm.engine.drafter
     found: dict[str, list[tuple[float, float]]] = {}
     for repeat in range(repeats + 1):
         for way, params in (
             ("plain", greedy), ("accepted", greedy), ("wrong", greedy), ("plain, noisy", noisy), ("looking", noisy),
         ):  # fmt: skip
-            llm.engine.drafter, llm.engine.accepts = None, accepts
-            if way in ("accepted", "wrong"):
-                Script(llm, draft, RATE if way == "accepted" else 0.0)
-            elif way == "looking":
-                llm.engine.drafter = ngram
+            llm.script(RATE if way == "accepted" else 0.0)
+            if way not in ("accepted", "wrong"):
+                llm.engine.drafter = ngram if way == "looking" else None
             sample = run(llm, batch, prompt, params)
             if repeat:  # the first is the warm-up
                 found.setdefault(way, []).append(sample)
-    llm.engine.drafter, llm.engine.accepts = ngram, accepts
+    llm.engine.drafter = ngram
     rows = [
         {
             "draft": draft, "batch": batch, "prompt": prompt, "way": way,

@@ -5,7 +5,8 @@ Guessing needs the last token, and stage F is a step ahead of it. So there are t
     nothing to guess    stage F's: launch step n + 1, then fetch the tokens of step n
     a draft             stage E's: fetch what is in flight, guess, run the step, take in the tokens that were right
 
-The second kind leaves the GPU idle while the CPU works. On text that repeats nothing there are none of them.
+The second kind leaves the GPU idle while the CPU works. On text that repeats nothing there are none of them. Where the
+device guesses there are none at all (`ahead_engine.py`).
 
 A step verifies guesses g1, g2, … behind the last token t with rows t, g1, g2, …. Each row samples the token that
 follows it, by the same noise as ever. The token sampled in row t is certain; if it equals g1, then row g1 was computed
@@ -72,7 +73,7 @@ class SpeculativeEngine(OverlappedEngine):
 
     def run_step(self) -> None:
         """Verify drafts if there are any worth waiting for; else launch a step ahead, as stage F does."""
-        if self._should_draft():
+        if self._promising():
             self._fetch_in_flight()
             if self._make_drafts():
                 self._verify()
@@ -82,12 +83,13 @@ class SpeculativeEngine(OverlappedEngine):
         else:
             Engine.run_step(self)
 
-    def _should_draft(self) -> bool:
+    def _promising(self) -> list[SpeculativeSequence]:
+        """The sequences that seem to have a guess; none where they are too few, or too many run."""
         decoding = self.scheduler.decoding
-        if self.drafter is None or not 0 < len(decoding) <= MAX_SPECULATING:
-            return False
-        promising = sum(sequence.may_draft and self.drafter.has_draft(sequence) for sequence in decoding)
-        return promising * SHARE >= len(decoding)
+        if self.drafter is None or len(decoding) > MAX_SPECULATING:
+            return []
+        promising = [sequence for sequence in decoding if sequence.may_draft and self.drafter.has_draft(sequence)]
+        return promising if len(promising) * SHARE >= len(decoding) else []
 
     def _fetch_in_flight(self) -> None:
         """Take in the step that is under way, so that all tokens are on the host."""

@@ -2,7 +2,8 @@
 
     guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (engine.py)
 
-Guesses come from earlier text (ngram.py) or from a small model (draft_model.py).
+Guesses come from earlier text (ngram.py) or from a small model (draft_model.py). Those from earlier text are made and
+checked on the device, a step ahead of the host (ahead_engine.py, token_table.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_runner import AheadRunner
 from beyond.speculation.draft_model import ModelDrafter
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, SpeculativeRunner
 from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.token_table import TokenTable
 from stage_a_naive.loading import ModelSource, resolve
 from stage_a_naive.tutor import TUTOR_PATH
 from stage_d_paged.config import ModelConfig
@@ -53,13 +57,24 @@ class LLM(stage_f.LLM):
     """
 
     options_class = SpeculationOptions
+    table_class = TokenTable
 
     @property
     def engine_class(self) -> Callable[..., Engine]:
-        options = self.options
+        if self._guesses_ahead:
+            return partial(AheadEngine, drafter=self._drafter, draft_tokens=self.options.num_speculative_tokens)
+        return partial(SpeculativeEngine, drafter=self._drafter, overlap=self._overlaps)
+
+    @property
+    def _overlaps(self) -> bool:
         # Where prompts have steps of their own, decodes pause, and a step may mix tokens in flight with known ones.
-        overlap = options.overlap and options.enable_chunked_prefill
-        return partial(SpeculativeEngine, drafter=self._drafter, overlap=overlap)
+        return self.options.overlap and self.options.enable_chunked_prefill
+
+    @property
+    def _guesses_ahead(self) -> bool:
+        """Whether the device guesses, so that no step waits for the one before."""
+        options = self.options
+        return self._overlaps and options.speculation == "ngram" and options.tensor_parallel_size == 1
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         options, length = self.options, self.options.num_speculative_tokens
@@ -71,7 +86,10 @@ class LLM(stage_f.LLM):
         runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
         if options.speculation != "model":
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
-            return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+            if not self._guesses_ahead:
+                return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+            table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            return runtime, AheadRunner(runtime, kv_cache, rows, length, table)
         drafting = load_runtime(
             self._draft_source(runtime), options.stage_f(kvcache_block_size=runtime.block_size),
             self.device, self.dtype, seed, patch=patch,

@@ -105,6 +105,8 @@ class SpeculativeRunner(GraphModelRunner):
         draft_tokens: the longest draft.
     """
 
+    graphs_class = VerificationGraphs
+
     def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, draft_tokens: int) -> None:
         self._draft_tokens = draft_tokens
         super().__init__(runtime, kv_cache, options)
@@ -117,7 +119,7 @@ class SpeculativeRunner(GraphModelRunner):
         max_rows = len(self.last_tokens) - 1
         if max_rows <= MEGAKERNEL_ROWS:
             return
-        graphs = VerificationGraphs(
+        graphs = self.graphs_class(
             self.graphs, verification_sizes(self._draft_tokens, max_rows), self.batch.max_blocks, self._max_model_len,
             max_rows,
         )  # fmt: skip

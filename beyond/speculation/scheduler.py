@@ -67,24 +67,29 @@ class DraftScheduler(Scheduler):
 
     def _fit_draft(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
         """Reserve blocks for a draft, or shorten it to the blocks that there are. Nobody is preempted for a guess."""
-        computed, table = sequence.num_computed_tokens, sequence.block_table
+        table, blocks = sequence.block_table, len(sequence.block_table)
         del sequence.draft[most:]
-        blocks = len(table)
-        if not self.block_manager.allocate(sequence, computed + len(sequence.draft)):
-            del sequence.draft[blocks * self.block_manager.block_size - computed :]
+        # Where the next step is launched ahead, it may begin behind all guesses of this one and of the one in flight.
+        certain = sequence.num_computed_tokens + sequence.num_unsure + 1
+        reach = min(certain + len(sequence.draft), sequence.max_total_tokens - 1)
+        if not self.block_manager.allocate(sequence, reach, watermark=len(self.decoding)):
+            del sequence.draft[max(0, blocks * self.block_manager.block_size - certain) :]
         if len(table) > blocks:
             step.grown.append(sequence)
 
     def settle(self, sequence: SpeculativeSequence) -> None:
         """After a verification: index what was found right, and give back the blocks of the rest."""
         self.block_manager.index_computed(sequence)
-        self.block_manager.shrink(sequence)
+        if not sequence.num_unsure:
+            self.block_manager.shrink(sequence)
 
     def _vacate(self, sequence: BatchSequence) -> None:
         sequence.drop_draft()
+        sequence.num_unsure = 0
         super()._vacate(sequence)
 
     def recover(self) -> None:
         for sequence in self.unfinished:
             sequence.drop_draft()
+            sequence.num_unsure = 0
         super().recover()

@@ -1,9 +1,9 @@
 """A sequence whose next tokens are guessed, and the rule that decides whether guessing is worth it.
 
-A verification costs more than a decode step: it has more rows, and the engine waits for it. So each request keeps a
-balance. A verification adds the tokens that it gained and takes `COST` off. A request whose balance falls below zero
-makes no drafts for a while, and each time for twice as long: where guesses are wrong the loss is a handful of steps,
-however long the text. A request that gains starts with the shortest pause again.
+A verification costs more than a decode step: it has more rows, and the device or the host has to guess. So each request
+keeps a balance. A verification adds the tokens that it gained and takes `COST` off. A request whose balance falls below
+zero makes no drafts for a while, and each time for twice as long: where guesses are wrong the loss is a handful of
+steps, however long the text. A request that gains starts with the shortest pause again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class SpeculativeSequence(AheadSequence):
     draft: list[int] = field(default_factory=list)  # the guesses that the next step verifies
     num_right: int = 0  # of these, from the front, those that were found right
     is_settled: bool = False  # a guess was found wrong, or none is left: what the step sampled behind it is invalid
+
+    num_unsure: int = 0  # guesses in flight: the sequence may be this much longer than the host knows
 
     balance: float = 0.0
     pause: int = FIRST_PAUSE

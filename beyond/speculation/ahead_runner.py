@@ -1,0 +1,127 @@
+"""Stage F's runner for verifications that are launched before the step in flight is known.
+
+The host sends where each sequence is at least. `TokenTable` makes the rest on the device, inside the verification's
+graph: guesses, tokens, positions, slots, and after sampling which rows ran on the right tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from torch import Tensor
+
+from beyond.speculation.runner import RegrownBatch, SpeculativeRunner, VerificationGraphs
+from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.step_input import StepInput, StepShape
+
+
+def num_unresolved(shape: StepShape) -> int:
+    """Return how many rows of a step, the first ones, the device completes.
+
+    `num_decodes` is below 0 then, by as many. No other step has such a shape, and no other graph serves it.
+    """
+    return max(0, -shape.num_decodes)
+
+
+def is_ahead(step: ScheduledStep) -> bool:
+    """Whether a step has guesses, or follows one whose guesses the host does not know to be right or wrong."""
+    return any(sequence.draft or sequence.num_unsure for sequence in step.sequences[: step.num_decodes])
+
+
+class AheadBatch(RegrownBatch):
+    """Builds a step's input from where each sequence is at least.
+
+    Args:
+        max_num_seqs, max_model_len, block_size: see `InputBatch`.
+        draft_tokens: how many tokens further a sequence may be.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, draft_tokens: int) -> None:
+        super().__init__(max_num_seqs, max_model_len, block_size)
+        self._longest = max_model_len
+        self._draft_tokens = draft_tokens
+
+    def shape_of(self, step: ScheduledStep) -> StepShape:
+        shape = super().shape_of(step)
+        if not is_ahead(step):
+            return shape
+        longest = min(shape.max_context_len + self._draft_tokens, self._longest)
+        width = -(-longest // self.block_size)
+        return shape._replace(num_decodes=-step.num_decodes, max_context_len=longest, table_width=width)
+
+    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
+        super()._fill_decodes(step, batch_slots, starts, out)
+        if is_ahead(step):
+            rows = np.arange(step.num_decodes)
+            firsts = np.where(np.diff(batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
+            out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)
+
+
+class AheadGraphs(VerificationGraphs):
+    """Recorded verifications whose rows the device completes, beside the decode graphs."""
+
+    def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
+        super().__init__(decode_graphs, sizes, *limits)
+        self.shapes = [shape._replace(num_decodes=-shape.num_tokens) for shape in self.shapes]
+
+    def padded(self, shape: StepShape) -> StepShape:
+        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        if num_unresolved(shape) < shape.num_tokens:
+            return self._decode_graphs.padded(shape)
+        return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
+
+
+class AheadRunner(SpeculativeRunner):
+    """Runs stage F's steps, and verifications whose input the device completes.
+
+    Args:
+        runtime, kv_cache, options, draft_tokens: see `SpeculativeRunner`.
+        table: of the sequences that run.
+    """
+
+    graphs_class = AheadGraphs
+
+    def __init__(
+        self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, draft_tokens: int, table: TokenTable
+    ) -> None:
+        self.table = table
+        self._entered: set[SpeculativeSequence] = set()  # their rows of the table hold all of their tokens
+        super().__init__(runtime, kv_cache, options, draft_tokens)
+        self.batch = AheadBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size, draft_tokens)
+
+    def admit(self, step: ScheduledStep) -> None:
+        """Also enter the sequences whose tokens are not in the table: steps without guesses do not write to it."""
+        super().admit(step)
+        decoding = set(step.sequences[: step.num_decodes]) if is_ahead(step) else set()
+        new = [sequence for sequence in decoding if sequence not in self._entered]
+        if new:
+            self.table.enter(new, self._noise_keys)
+        self._entered = decoding
+
+    def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
+        """The model's final states `[tokens, hidden]`."""
+        rows = num_unresolved(shape)
+        if not rows:
+            return super().forward(inputs, shape)
+        self.table.resolve(inputs, rows, self.last_tokens, self.batch.block_size)
+        return self.run_model(inputs, shape)
+
+    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
+        """Keep the sampled tokens on the device; `WRONG` takes the place of those that the host must not see."""
+        if num_unresolved(shape):
+            self.table.keep(ids, inputs, self.last_tokens)
+        else:
+            super().keep(ids, inputs, shape)
+
+    def _noise_keys(self, sequence: SpeculativeSequence, count: int) -> np.ndarray:
+        keys = np.zeros(count, np.int32)
+        slots = np.full(count, sequence.batch_slot)
+        self.sampler.fill(slots, np.arange(count), np.empty(count, np.float32), keys)
+        return keys

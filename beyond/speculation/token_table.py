@@ -1,0 +1,136 @@
+"""The tokens of the running sequences on the device, so that it can guess and verify without the host.
+
+A step is launched before the host knows how many guesses of the step before were right. So it cannot know the positions
+of the next step either. The device does: it has a table with a row per batch slot, in which the known tokens are
+followed by the guesses for the next ones. For every row of a step,
+
+    before the model    write guesses behind the known tokens: what followed the last time that these tokens came up
+                        position = that of the last known token + the row's number within its sequence
+                        token = the table's at this position; slot, context length and noise follow from the position
+    after the sampler   write each sampled token one position further
+                        a row whose token is not the one that the row before it sampled ran on a wrong guess
+
+All of it is a fixed list of tensor operations on fixed shapes. It can be recorded in a CUDA graph, and is the same on a
+CPU. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from beyond.speculation.ngram import SIZE
+from beyond.speculation.sequence import SpeculativeSequence
+from stage_d_paged.batch import upload
+from stage_f_graph_tp.step_input import StepInput
+
+WRONG = -1  # in place of a token that was sampled behind a wrong guess
+NoiseKeys = Callable[[SpeculativeSequence, int], np.ndarray]  # of a sequence's first n sampled tokens, int32
+
+
+class TokenTable:
+    """Known and guessed tokens by batch slot.
+
+    Args:
+        num_slots: batch slots; one more is for padding rows.
+        max_model_len: the longest sequence.
+        draft_tokens: guesses per sequence.
+        device: where the model computes.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
+        width = max_model_len + draft_tokens + 1
+        self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
+        self._noise = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)  # key at each position
+        self.last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # position of the last known token
+        self._limits = torch.full_like(self.last, -1)  # the last position that is run; none of a padding row is
+        self._columns = torch.arange(width, device=device)
+        self._back = torch.arange(1 - SIZE, 1, device=device)
+        self._ahead = torch.arange(draft_tokens, device=device)
+
+    def enter(self, sequences: list[SpeculativeSequence], noise_keys: NoiseKeys) -> None:
+        """Copy sequences to their batch slots, all in one transfer. Their last token may still be in flight."""
+        rows = np.zeros((2, len(sequences), self.tokens.shape[1]), np.int32)
+        for row, sequence in enumerate(sequences):
+            known, first = sequence.token_ids, sequence.num_prompt_tokens - 1  # from there on tokens are sampled
+            rows[0, row, : len(known)] = known
+            rows[1, row, first : sequence.max_total_tokens - 1] = noise_keys(
+                sequence, sequence.max_total_tokens - 1 - first
+            )
+        facts = [(s.batch_slot, len(s) - 1, s.max_total_tokens - 2) for s in sequences]
+        (slots, last, limits), (tokens, noise) = upload([np.array(facts).T, rows], self.tokens.device)
+        for table, values in ((self.tokens, tokens), (self._noise, noise), (self.last, last), (self._limits, limits)):
+            table.index_copy_(0, slots, values)
+
+    def resolve(self, inputs: StepInput, num_rows: int, last_tokens: Tensor, block_size: int) -> None:
+        """Guess, and complete the first `num_rows` rows of a step's input.
+
+        Args:
+            inputs: `positions` are counted from the last known token of each sequence: 0, 1, 2, ….
+            last_tokens: by batch slot, int64.
+        """
+        slots = inputs.batch_slots[:num_rows]
+        last = self.last[slots]
+        self.tokens[slots, last] = last_tokens[slots].int()
+        self.guess(slots, last)
+        # Past its limit a sequence repeats the row there, whose token is not needed any more.
+        positions = torch.minimum(last + inputs.positions[:num_rows], self._limits[slots])
+        inputs.context_lens[:num_rows] = positions + 1
+        positions = positions.clamp_(min=0)
+        inputs.positions[:num_rows] = positions
+        inputs.input_ids[:num_rows] = self.tokens[slots, positions]
+        inputs.noise_keys[:num_rows] = self._noise[slots, positions]
+        blocks = inputs.block_tables[:num_rows].gather(1, (positions // block_size)[:, None])[:, 0]  # -1 for padding
+        inputs.slot_mapping[:num_rows] = blocks.long() * block_size + positions % block_size
+
+    def guess(self, slots: Tensor, last: Tensor) -> None:
+        """Write what followed the latest earlier occurrence of the last `SIZE` tokens; as in `NgramDrafter.draft`.
+
+        Where they are new, the last token is guessed again: the row is there in any case.
+
+        Args:
+            slots, last: of each row, int64 [rows]. Rows of one sequence write the same.
+        """
+        known = self.tokens[slots]  # [rows, width]
+        sought = known.gather(1, (last[:, None] + self._back).clamp_(min=0))  # [rows, SIZE]
+        equal = (known.unfold(1, SIZE, 1) == sought[:, None]).all(-1)  # [rows, where the n-gram begins]
+        starts = self._columns[: equal.shape[1]]
+        earlier = starts < (last - SIZE + 1)[:, None]
+        found = torch.where(equal & earlier, starts, -SIZE).amax(1)
+        after = torch.where(found >= 0, found + SIZE, last)
+        # Where the earlier occurrence runs into the guess itself, it goes on in the guess.
+        source = after[:, None] + self._ahead % (last + 1 - after)[:, None]
+        self.tokens[slots[:, None], last[:, None] + 1 + self._ahead] = known.gather(1, source)
+
+    def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
+        """Enter sampled tokens. Those that were sampled behind a wrong guess become `WRONG` in `ids`.
+
+        It may be called again with other tokens for the same step, and corrects what it did.
+
+        Args:
+            ids: int64 [samples].
+            inputs: the step's, as `resolve` left it.
+            last_tokens: gets each sequence's last known token, by batch slot.
+        """
+        rows, slots = inputs.sample_tokens[: len(ids)], inputs.sample_slots[: len(ids)]
+        positions = inputs.positions[rows]
+        follows = torch.zeros_like(slots, dtype=torch.bool)  # rows that are not the first of their sequence
+        follows[1:] = slots[1:] == slots[:-1]
+        wrong = follows.clone()
+        wrong[1:] &= self.differ(ids[:-1], inputs.input_ids[rows[1:]])
+        # The last known token of a sequence was sampled by the row before its first wrong one, or else by its last row.
+        sampled_at = positions + 1
+        ends = torch.where(follows.roll(-1), self.tokens.shape[1], sampled_at)
+        ends = torch.where(wrong, sampled_at.roll(1), ends)
+        self.last.scatter_reduce_(0, slots, ends, "amin", include_self=False)
+        last = self.last[slots]
+        self.tokens[slots, sampled_at] = ids.int()
+        last_tokens[slots] = self.tokens[slots, last].long()
+        ids.masked_fill_(sampled_at > last, WRONG)
+
+    def differ(self, sampled: Tensor, guessed: Tensor) -> Tensor:
+        """Whether guesses are wrong, bool [rows]."""
+        return sampled != guessed

@@ -1,0 +1,237 @@
+"""Guesses made on the device, one step ahead of the host: the same tokens, and no step waits."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from fake_model import EOS, VOCAB, FakeTokenizer, LateTokens, completion_of, make_request, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+from test_stage_f_graphs import EagerRecorder
+from torch import Tensor
+
+import stage_e_batching
+from beyond.speculation import LLM
+from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_runner import AheadRunner, is_ahead
+from beyond.speculation.ngram import NgramDrafter
+from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.token_table import WRONG, TokenTable
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.options import GraphOptions
+
+DRAFT = 4
+POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+class HashModel:
+    """The fake model as a model: a row's scores say its next token, a hash of all that it sees through its blocks."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.pool: list[tuple[int, int] | None] = [None] * capacity
+        self._block_size = block_size
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, kv_cache: object, metadata: object) -> Tensor:
+        entries = zip(input_ids.tolist(), positions.tolist(), strict=True)
+        for slot, entry in zip(metadata.slot_mapping.tolist(), entries, strict=True):
+            if slot >= 0:
+                self.pool[slot] = entry
+        ends, tables = metadata.cu_seqlens_q.tolist(), metadata.block_tables.tolist()
+        hidden = torch.zeros(len(input_ids), 1)
+        for row, length in enumerate(metadata.context_lens.tolist()):
+            size = self._block_size
+            slots = [tables[row][i // size] * size + i % size for i in range(length)]
+            assert min(slots) >= 0, "a context beyond the blocks"
+            hidden[ends[row + 1] - 1] = next_token([self.pool[slot] for slot in slots])
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return 1e6 * torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
+
+
+class HashRunner(AheadRunner):
+    """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
+
+    def __init__(self, scheduler: DraftScheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
+        block_size = scheduler.block_manager.block_size
+        cpu, longest = torch.device("cpu"), scheduler.capacity + 1
+        runtime = SimpleNamespace(
+            model=HashModel(scheduler.capacity, block_size), device=cpu, config=SimpleNamespace(vocab_size=VOCAB),
+            max_model_len=longest, block_size=block_size,
+        )  # fmt: skip
+        options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
+        super().__init__(runtime, None, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
+        self.table.guess = partial(guess, self.table)
+        self.steps: list[ScheduledStep] = []
+        self._fail_at = fail_at
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        self.steps.append(step)
+        fails = len(self.steps) in self._fail_at
+        launched = super().launch(step)
+        if fails and len(self.steps) % 2:
+            raise RuntimeError("the device failed")
+        return LateTokens(launched.wait(), fails)
+
+
+class Sometimes:
+    """Says by chance that there is a guess."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return self._random.random() < 0.7
+
+
+def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor, last: Tensor) -> None:
+    """Guess the fake model's next tokens, some of them wrong."""
+    for slot, end in set(zip(slots.tolist(), last.tolist(), strict=True)):
+        tokens = table.tokens[slot, : end + 1].tolist()
+        for i in range(end + 1, end + 1 + DRAFT):
+            wrong = random.Random(100 * slot + i).random() < error_rate
+            tokens.append((next_token([(t, j) for j, t in enumerate(tokens)]) + wrong) % VOCAB)
+        table.tokens[slot, end + 1 : end + 1 + DRAFT] = torch.tensor(tokens[end + 1 :])
+
+
+def make_engine(
+    *, error_rate: float = 0.0, seed: int = 0, max_model_len: int = 4096, fail_at: frozenset[int] = frozenset(),
+    **options: object,
+) -> AheadEngine:  # fmt: skip
+    max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
+    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    return AheadEngine(
+        scheduler, HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at),
+        drafter=Sometimes(seed), draft_tokens=DRAFT,
+        tokenizer=FakeTokenizer(), eos_token_ids=frozenset({EOS}), max_model_len=max_model_len,
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=12), settings_of_engine(), st.integers(0, 2**16),
+    st.sampled_from([0.0, 0.2, 0.6, 1.0]),
+)  # fmt: skip
+def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
+    requests, options, seed, error_rate
+):
+    run_and_compare(requests, options, partial(make_engine, error_rate=error_rate, seed=seed))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=40), min_size=1, max_size=3), st.integers(1, 6))
+def test_the_device_guesses_what_the_host_would(texts, count):
+    table = TokenTable(len(texts), 60, count, torch.device("cpu"))
+    for slot, tokens in enumerate(texts):
+        table.tokens[slot, : len(tokens)] = torch.tensor(tokens)
+        table.last[slot] = len(tokens) - 1
+    slots = torch.arange(len(texts)).repeat_interleave(2)  # two rows each
+    table.guess(slots, table.last[slots])
+    for slot, tokens in enumerate(texts):
+        found = table.tokens[slot, : len(tokens) + count].tolist()
+        draft = NgramDrafter(count).draft(SpeculativeSequence(completion_of(tokens)))
+        assert found == tokens + (draft or [tokens[-1]] * count)
+
+
+def step_input(slots: list[int], positions: list[int], ran: list[int]) -> SimpleNamespace:
+    rows = torch.arange(len(slots))
+    columns = {"sample_slots": slots, "positions": positions, "input_ids": ran}
+    return SimpleNamespace(sample_tokens=rows, **{name: torch.tensor(column) for name, column in columns.items()})
+
+
+def test_what_is_sampled_behind_a_wrong_guess_is_wrong_and_a_second_sample_corrects_the_first():
+    table, last_tokens = TokenTable(4, 30, 3, torch.device("cpu")), torch.zeros(5, dtype=torch.int64)
+    inputs = step_input([2, 2, 2, 2, 0, 0, 1], [9, 10, 11, 12, 5, 6, 3], [50, 51, 52, 53, 60, 61, 70])
+    for sampled, certain, last, last_known in (
+        ([51, 52, 99, 53, 61, 62, 71], [1, 1, 1, 0, 1, 1, 1], [7, 4, 12], [62, 71, 99]),
+        ([99, 52, 53, 54, 99, 62, 71], [1, 0, 0, 0, 1, 0, 1], [6, 4, 10], [99, 71, 99]),
+        ([51, 52, 53, 54, 61, 62, 71], [1, 1, 1, 1, 1, 1, 1], [7, 4, 13], [62, 71, 54]),
+    ):
+        ids = torch.tensor(sampled)
+        table.keep(ids, inputs, last_tokens)
+        assert ids.tolist() == [t if c else WRONG for t, c in zip(sampled, certain, strict=True)]
+        assert table.last[:4].tolist() == [*last, 0]
+        assert last_tokens[:3].tolist() == last_known
+        assert table.tokens[2, 10].item() == sampled[0]
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------
+
+
+class Switched:
+    """Says that there is a guess, or not."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return self.on
+
+
+def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_waits():
+    engine = make_engine(**POOL)
+    engine.drafter = Switched()
+    engine.add_request(make_request(0, [5, 6, 7], 32, ignore_eos=True), streams=False)
+    gained, in_flight = [], []
+    while engine.has_unfinished():
+        before = engine.counters.num_generated_tokens
+        engine.step()
+        gained.append(engine.counters.num_generated_tokens - before)
+        in_flight.append(engine._running is not None)
+    assert gained[:8] == [0, 1, 5, 5, 5, 5, 5, 5]
+    assert sum(gained) == 32 and all(in_flight[:8])
+    assert [len(step) for step in engine.runner.steps[:7]] == [1, 5, 5, 5, 5, 5, 5]
+    assert engine.counters.num_accepted_tokens == 24
+
+
+def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
+    engine = make_engine(error_rate=0.5, **POOL)
+    engine.drafter, manager = Switched(), engine.scheduler.block_manager
+    engine.add_request(make_request(0, [5, 6, 7, 8, 9], 60, ignore_eos=True), streams=False)
+    widest = 0
+    for number in range(40):
+        engine.drafter.on = number % 8 < 4
+        engine.step()
+        for sequence in engine.scheduler.decoding:
+            spare = len(sequence.block_table) - manager.blocks_for(sequence.num_computed_tokens)
+            widest = max(widest, spare)
+            assert spare == 0 or sequence.num_unsure
+            assert sequence.num_indexed_blocks <= len(sequence.token_ids) // manager.block_size
+            manager.check_invariants([sequence])
+    assert widest > 0, "no guess ever needed a block of its own"
+
+
+def test_nobody_is_preempted_for_a_guess():
+    engine = make_engine(**POOL | {"num_blocks": 8, "max_num_seqs": 2})
+    engine.drafter = Switched()
+    for i in range(2):
+        engine.add_request(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True), streams=False)
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
+
+
+def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():
+    prompts = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 40)]
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=40, ignore_eos=True)
+    stage_e = stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    expected = [output["token_ids"] for output in stage_e.generate(prompts, params, False)]
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, max_num_batched_tokens=16, max_num_seqs=4)
+    recorder = EagerRecorder()
+    llm.runner.capture(recorder, [1, 2, 4], [16])
+    llm.engine.drafter = Switched()
+    mixed = []
+    launch = llm.runner.launch
+    llm.runner.launch = lambda step: (mixed.append(is_ahead(step) and step.num_decodes < len(step)), launch(step))[1]
+    found = [output["token_ids"] for output in llm.generate(prompts, params, False)]
+    assert found == expected
+    assert any(mixed) and recorder.replays["16 tokens"] >= sum(mixed)
