@@ -23,7 +23,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/megakernel", ("decode-kernel",), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/megakernel", ("decode-kernel", "decode-kernel-all"), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS = (1, 2, 4, 8)
 CONTEXTS = (128, 640, 4096)
@@ -117,29 +117,48 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """For each model: steps by rows and context, the phases of a layer, and the step with parts left out."""
-    result, lines = results[0], []
+    """The lesson's account of a step of one row, and on a page of its own all numbers of rows and contexts."""
+    result = results[0]
     copy = result["ceilings"]["copy_bytes_per_s"]
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        steps, variants = [], []
-        for row in (row for row in result["rows"] if row["model"] == model):
-            seconds = statistics.median(row["samples"])
-            if row["what"] == "step":
-                floor = floor_seconds(model, row["rows"], row["context"], copy)
-                steps.append(
-                    [
-                        row["rows"],
-                        row["context"],
-                        f"{seconds * 1e6:.0f}",
-                        f"{floor * 1e6:.0f}",
-                        f"{seconds / floor:.2f} ×",
-                    ]
-                )
-            elif row["what"] == "without":
-                variants.append([row["variant"], f"{seconds * 1e6:.0f}"])
-        phases = [[phase, f"{seconds * 1e6:.2f}"] for phase, seconds in result["phases"][model].items()]
-        lines += [f"**{model}**", "", *markdown(["rows", "context", "µs per step", "floor, µs", "× the floor"], steps)]
-        lines += ["", *markdown(["phase (one row, context 640)", "µs"], phases)]
-        lines += ["", *markdown(["a step of one row, context 640", "µs"], variants), ""]
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    steps = {
+        (row["model"], row["variant"], row["rows"], row["context"]): statistics.median(row["samples"])
+        for row in result["rows"]
+    }
+    floors = [floor_seconds(model, 1, 640, copy) for model in models]
+    wholes = [steps[model, "whole", 1, 640] for model in models]
+    account = [["floor: the bytes at the speed of a copy", *map(_micros, floors)]]
+    for variant in WITHOUT:
+        account.append([variant, *(_micros(steps[model, variant, 1, 640]) for model in models)])
+    account.append(["whole, × the floor", *(f"{a / b:.2f} ×" for a, b in zip(wholes, floors, strict=True))])
+    costs = [ModelCost(preset_config(model), 2) for model in models]
+    by_model = [result["phases"][model] for model in models]
+    phases = [[phase, *(f"{1e6 * times[phase]:.2f}" for times in by_model)] for phase in (*PHASES, "a layer")]
+    layers = [2 * cost.matmul_parameters[0] / cost.config.num_hidden_layers / copy for cost in costs]
+    phases.append(["floor of a layer's weights", *(f"{1e6 * seconds:.2f}" for seconds in layers)])
+    phases.append(["LM head", *(f"{1e6 * times['LM head']:.2f}" for times in by_model)])
+    heads = [2 * cost.matmul_parameters[1] / copy for cost in costs]
+    phases.append(["floor of the LM head's weights", *(f"{1e6 * seconds:.2f}" for seconds in heads)])
     note = f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
-    return {"decode-kernel": [*lines, caption(result, note)]}
+    short = [*markdown(["µs per step", *models], account), "", *markdown(["µs, by phase of a layer", *models], phases)]
+    return {
+        "decode-kernel": [*short, "", caption(result, note)],
+        "decode-kernel-all": [*_all_steps(models, steps, copy), caption(result, note)],
+    }
+
+
+def _all_steps(models: list[str], steps: dict[tuple, float], copy: float) -> list[str]:
+    lines = []
+    for model in models:
+        body = []
+        for (name, variant, rows, context), seconds in steps.items():
+            if name == model and not variant:
+                floor = floor_seconds(model, rows, context, copy)
+                body.append([rows, context, _micros(seconds), _micros(floor), f"{seconds / floor:.2f} ×"])
+        heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
+        lines += [f"**{model}**", "", *markdown(heads, body), ""]
+    return lines
+
+
+def _micros(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
