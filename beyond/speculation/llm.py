@@ -79,24 +79,36 @@ class LLM(stage_f.LLM):
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         options, length = self.options, self.options.num_speculative_tokens
         self._drafter = NgramDrafter(length) if options.speculation == "ngram" else None
-        if options.tensor_parallel_size > 1:
-            return self._build_ranks(seed)
         rows = options.stage_f(max_num_seqs=options.max_rows)
+        if options.tensor_parallel_size > 1:
+            runtime, runner = self._build_ranks(rows, seed)
+            if options.speculation == "model":
+                drafting = self._load_draft(runtime, seed)
+                self._draft_with(drafting, drafting.make_pool(runner.kv_cache.num_blocks))
+            return runtime, runner
         patch = partial(choose_layers, fused=options.fused)
         runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
-        if options.speculation != "model":
-            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
-            if not self._guesses_ahead:
-                return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+        if options.speculation == "model":
+            drafting = self._load_draft(runtime, seed)
+            kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
+            self._draft_with(drafting, drafting_cache)
+            return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+        if self._guesses_ahead:
             table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
             return runtime, AheadRunner(runtime, kv_cache, rows, length, table)
-        drafting = load_runtime(
-            self._draft_source(runtime), options.stage_f(kvcache_block_size=runtime.block_size),
-            self.device, self.dtype, seed, patch=patch,
-        )  # fmt: skip
-        kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
-        self._drafter = ModelDrafter(GraphModelRunner(drafting, drafting_cache, options.stage_f()), drafting, options)
+        kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+
+    def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
+        """Load the small model, whole, on the device of the large one or of its first rank."""
+        options = self.options.stage_f(kvcache_block_size=runtime.block_size, tensor_parallel_size=1)
+        patch = partial(choose_layers, fused=options.fused)
+        return load_runtime(self._draft_source(runtime), options, runtime.device, self.dtype, seed, patch=patch)
+
+    def _draft_with(self, drafting: Runtime, kv_cache: KVCache) -> None:
+        runner = GraphModelRunner(drafting, kv_cache, self.options.stage_f(tensor_parallel_size=1))
+        self._drafter = ModelDrafter(runner, drafting, self.options)
 
     def _draft_source(self, runtime: Runtime) -> ModelSource:
         """The draft model that was asked for, or the tutor's.
@@ -117,11 +129,10 @@ class LLM(stage_f.LLM):
                 raise ValueError(f"draft_model={str(name)!r} has {have} {what}, and the model {want}; choose another")
         return source
 
-    def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build_ranks(self, options: GraphOptions, seed: int) -> tuple[Runtime, GraphModelRunner]:
         """Stage F's ranks. Only rank 0 knows of drafts: the others are told to run more rows."""
         from stage_f_graph_tp.rank_runner import Job, build_worker  # here: as in stage F
 
-        options = self.options.stage_f(max_num_seqs=self.options.max_rows)
         job = Job.of(self.source.name, self.device, self.dtype, seed, options)
         runtime, runner = self._start_ranks(job, build_worker)
         runner.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)

@@ -38,10 +38,10 @@ class SpeculationOptions(GraphOptions):
             raise ValueError(
                 f"draft_model={self.draft_model!r} and speculation={self.speculation!r}: give speculation='model'"
             )
-        if self.speculation == "model" and self.tensor_parallel_size > 1:
+        if self.speculation == "model" and self.tensor_parallel_size > 1 and self.num_kvcache_blocks == -1:
             raise ValueError(
-                f"speculation='model' runs on one GPU, and tensor_parallel_size is {self.tensor_parallel_size}; "
-                "speculation='ngram' runs on several"
+                f"speculation='model' with tensor_parallel_size={self.tensor_parallel_size} needs num_kvcache_blocks=: "
+                "the first GPU also holds the small model and a pool of as many blocks for it"
             )
 
     @property
