@@ -51,6 +51,7 @@ ALLOWED = {
     "front page": "of this repository",
     "pages after a fork": "an operating system's, where copy on write comes from",
     "licence on its page": "on the hub",
+    "divides shared memory into pages": "another project's word",
 }
 
 # Terms of the field, and their entries in the glossary.

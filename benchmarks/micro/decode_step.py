@@ -117,7 +117,7 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """The lesson's account of a step of one row, and on a page of its own all numbers of rows and contexts."""
+    """The lesson's account of a step of one row, and in a file of its own all numbers of rows and contexts."""
     result = results[0]
     copy = result["ceilings"]["copy_bytes_per_s"]
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
