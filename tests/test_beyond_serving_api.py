@@ -202,6 +202,7 @@ def test_models_tokens_and_health(client, llm):
         ("stream_options", {"include_usage": True}),
         ("logprobs", 21),
         ("stop", ["x"] * 17),
+        ("stop", {"x": 1}),
         ("prompt", []),
         ("prompt", ""),
         ("prompt", [1, "x"]),
@@ -217,22 +218,28 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field,
 
 
 def test_a_field_that_asks_for_nothing_is_granted(client):
-    nothing = {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "user": None, "logprobs": None}
+    nothing = {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "user": "someone", "logprobs": None}
     post(client, "/v1/completions", prompt=QUESTION, max_tokens=1, **nothing)
     post(client, "/v1/chat/completions", messages=CHAT, max_tokens=1, tools=[], response_format={"type": "text"})
 
 
 @pytest.mark.parametrize(
-    ("messages", "more"),
+    "messages",
     [
-        ("hello", {}),
-        ([], {}),
-        ([{"role": "user"}], {}),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], {}),
+        "hello",
+        [],
+        ["hello"],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
     ],
 )
-def test_a_conversation_that_is_none_is_refused(client, messages, more):
-    assert refused(client, "/v1/chat/completions", messages=messages, **more)["param"] == "messages"
+def test_a_conversation_that_is_none_is_refused(client, messages):
+    assert refused(client, "/v1/chat/completions", messages=messages)["param"] == "messages"
+
+
+def test_a_refusal_has_the_name_that_the_client_used(client):
+    error = refused(client, "/v1/chat/completions", messages=CHAT, max_completion_tokens=0)
+    assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens must")
 
 
 def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):

@@ -45,7 +45,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    server.add_argument("--api-key", default=os.environ.get("API_KEY"), help="clients must send it (default: $API_KEY)")
+    key = os.environ.get("API_KEY") or None
+    server.add_argument("--api-key", default=key, help="clients must send it (default: $API_KEY)")
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
     server.add_argument("--deadline", type=float, default=30, help="seconds for running answers at the end")
     server.add_argument("--no-page", dest="page", action="store_false", help="no live page, and no buttons that pause")
@@ -56,6 +57,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
     importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
+    if options.max_queue < 0 or options.deadline < 0 or options.api_key == "":
+        raise ValueError("--max-queue and --deadline must be 0 or more, and --api-key must not be empty")
     names = [action.dest for action in engine._group_actions]
     return options, {name: getattr(options, name) for name in names}
 

@@ -102,8 +102,9 @@ class Api:
     def _check_key(self, request: HttpRequest) -> None:
         if self._key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):  # takes equally long wherever they differ
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.encode(), self._key.encode())  # takes equally long wherever they differ
+        if scheme.lower() != "bearer" or not right:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
     async def _read_json(self, request: HttpRequest) -> object:
@@ -189,7 +190,8 @@ class Api:
         requests = await asyncio.to_thread(self._requests, ask)
         answer = Answer(ask, self.model, self.llm.llm.tokenizer)
         if len(requests) > self.llm.max_unfinished:
-            raise RequestError(f"{len(requests)} answers were asked for; {self.llm.max_unfinished} is the most here")
+            most = self.llm.max_unfinished
+            raise RequestError(f"{len(requests)} answers were asked for; at most {most} can wait and run", param="n")
         stream = self.llm.submit(requests)
         if ask.streams:
             return EventStream(stream, answer, ask.include_usage)

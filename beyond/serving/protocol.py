@@ -2,7 +2,8 @@
 
 A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty, its
 `tools` or its `logit_bias` had an effect. So everything that is not in the tables below is an error, with two
-exceptions: `null` means "not given", and a value that asks for nothing (`"echo": false`) is granted.
+exceptions: `null` means "not given", and a value that asks for nothing (`"echo": false`) is granted. `user`, the name
+of the person behind a client, changes no answer. Further fields of a message are left to the model's template.
 
 Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's extra sampling parameters.
 """
@@ -83,7 +84,7 @@ SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop", "stop_token_ids", "ignore_eos", "seed", "max_tokens",
 }  # fmt: skip
-SHARED = SAMPLING | {"model", "n", "stream", "stream_options", "logprobs"}
+SHARED = SAMPLING | {"model", "n", "stream", "stream_options", "logprobs", "user"}
 COMPLETION_FIELDS = SHARED | {"prompt"}
 CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 # Fields that are not supported, with the values of them that ask for nothing.
@@ -132,7 +133,7 @@ def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
         raise RequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
     params = _sampling_params(fields, limits, (count or 0) if wanted else None, default_max_tokens=max_model_len)
     if not isinstance(fields.get("messages"), list):
-        raise RequestError("messages must be a list of {'role': …, 'content': …}", param="messages")
+        raise RequestError('messages must be a list of {"role": …, "content": …}', param="messages")
     return _ask([fields["messages"]], fields, params, limits, is_chat=True)
 
 
@@ -171,13 +172,18 @@ def _sampling_params(
     _boolean(fields, "ignore_eos")
     for name in ("stop", "stop_token_ids"):
         values = fields.get(name)
+        if isinstance(values, dict):  # which would be read as the list of its names
+            raise RequestError(f"{name} must be a list, got {shown(values)}", param=name)
         if isinstance(values, list) and len(values) > limits.stops:
             raise RequestError(f"{name} has {len(values)} entries; at most {limits.stops} are allowed", param=name)
     values = {"max_tokens": default_max_tokens} | {name: fields[name] for name in SAMPLING & set(fields)}
     try:
         return SamplingParams(**values, logprobs=logprobs)
     except ValueError as error:  # its first word is the name of the field
-        raise RequestError(str(error), param=str(error).split()[0]) from None
+        name, _, rest = str(error).partition(" ")
+        if name == "max_tokens" and "max_completion_tokens" in fields:
+            name = "max_completion_tokens"
+        raise RequestError(f"{name} {rest}", param=name) from None
 
 
 def _prompts(prompt: object, limits: Limits) -> list:

@@ -44,8 +44,8 @@ class Server(uvicorn.Server):
     def begin_end(self) -> None:
         """End when the running answers are complete; called again, at once."""
         if self._end is None:
-            running = self._llm.num_unfinished
-            print(f"[serving] ending; {running} answers are running (again to end at once)", flush=True)
+            left = self._llm.num_unfinished
+            print(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)", flush=True)
             self._end = asyncio.ensure_future(self._finish())
         else:
             self._end.cancel()
@@ -53,7 +53,8 @@ class Server(uvicorn.Server):
     async def _finish(self) -> None:
         try:
             if not await self._llm.drain(self._deadline):
-                print(f"[serving] {self._llm.num_unfinished} answers took more than {self._deadline:g} s", flush=True)
+                left = self._llm.num_unfinished
+                print(f"[serving] answers that were not complete after {self._deadline:g} s: {left}", flush=True)
         finally:
             self._llm.engine_loop.close()  # what is left is told so
             self.should_exit = True
@@ -82,9 +83,13 @@ async def serve(
         on_ready: called with the server and its port when it listens.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: there is no such port, it is taken, or the address is not this machine's.
     """
-    listening = socket.create_server((host, port))  # before the engine's thread begins: this may fail
+    try:
+        listening = socket.create_server((host, port))  # before the engine's thread begins
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
     async_llm = AsyncLLM(llm, max_queue)
     api = Api(async_llm, model, limits or Limits(), api_key)
     view = LiveView(api) if page else None
