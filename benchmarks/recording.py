@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
@@ -57,6 +59,16 @@ class Recording:
             total += max(0.0, stop - max(end, span.start))
             end = max(end, stop)
         return total
+
+
+@contextmanager
+def watch_model(model: nn.Module, note: Callable[[tuple, object], None]) -> Iterator[None]:
+    """Call `note(arguments, output)` after every forward pass of a model, as long as the block runs."""
+    handle = model.register_forward_hook(lambda _, arguments, output: note(arguments, output))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def record(name: str, run: Callable[[], object], device: torch.device, steps: int, repeats: int = 3) -> Recording:

@@ -17,9 +17,9 @@ import statistics
 import time
 
 import torch
-from torch import nn
 
 from benchmarks.micro import caption
+from benchmarks.recording import watch_model
 from benchmarks.text import markdown, number, times
 from benchmarks.workloads import Call, make_workload
 from stage_a_naive.params import SamplingParams
@@ -81,18 +81,12 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
     """Seconds of a call of `generate`, the steps of the model in it, and the rows that these computed."""
     steps: list[int] = []
 
-    def count(_: nn.Module, arguments: tuple, __: object) -> None:
-        steps.append(len(arguments[0]))
-
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
-    handle = llm.runtime.model.register_forward_hook(count)
-    try:
-        clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
+    clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
+    with watch_model(llm.runtime.model, lambda arguments, _: steps.append(len(arguments[0]))):
         start = clock()
         outputs = llm.generate([list(prompt) for prompt in call.prompts], params, use_tqdm=False)
         seconds = clock() - start  # the tokens are on the host: the device has finished
-    finally:
-        handle.remove()
     tokens = sum(len(output["token_ids"]) for output in outputs)
     if tokens != call.output_tokens:
         raise RuntimeError(f"{tokens} tokens came instead of {call.output_tokens}")

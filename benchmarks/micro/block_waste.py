@@ -86,18 +86,15 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_figure, plain
+    from benchmarks.pictures.charts import new_panel
+    from benchmarks.pictures.picture import BLUE, ORANGE, finish
 
     waste = named_waste(results[0])
-    figure = new_figure(7, 3.2)
-    axes = figure.subplots()
+    title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
+    figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)
     names = [name.replace(" (", "\n(") for name in waste]
     colours = [BLUE] * (len(waste) - 1) + [ORANGE]
     bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
     axes.bar_label(bars, fmt="%.1f %%", padding=2)
     axes.set_ylim(0, 100)
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("% of the held memory\nthat is empty")
-    axes.set_title("Blocks of 16 to 64 tokens leave almost no KV memory empty", fontsize=11)
-    plain(axes)
     return {"block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

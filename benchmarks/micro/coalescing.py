@@ -52,18 +52,16 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """One bar per distance, its length the bandwidth of what was wanted."""
-    from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_figure, plain
+    from benchmarks.pictures.charts import new_panel
+    from benchmarks.pictures.picture import BLUE, ORANGE, finish
 
     found = bandwidths(results[0])
-    figure = new_figure(8, 3.4)
-    axes = figure.subplots()
+    first, *_, last = found.values()
+    device = results[0]["environment"]["device"]["name"]
+    title = f"Scattered reads deliver 1/{first / last:.0f} of the wanted bytes ({device})"
+    x_label = "distance between the addresses of neighbouring threads"
+    figure, axes = new_panel(8, 3.4, x_label, "GB/s of wanted bytes", title)
     colours = [BLUE, *[ORANGE] * (len(found) - 1)]
     bars = axes.bar([f"{distance} B" for distance in found], [v / 1e9 for v in found.values()], color=colours)
     axes.bar_label(bars, [number(v / 1e9) for v in found.values()], padding=2)
-    axes.set_xlabel("distance between the addresses of neighbouring threads")
-    axes.set_ylabel("GB/s of wanted bytes")
-    first, *_, last = found.values()
-    device = results[0]["environment"]["device"]["name"]
-    axes.set_title(f"Scattered reads deliver 1/{first / last:.0f} of the wanted bytes ({device})", fontsize=11)
-    plain(axes)
     return {"coalescing.png": finish(figure, "bandwidth against the distance of neighbouring threads' addresses").png}

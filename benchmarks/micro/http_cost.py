@@ -121,24 +121,19 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """A bar per way, on the newest results."""
-    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_figure, plain
+    from benchmarks.pictures.charts import draw_bars, new_panel
+    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish
 
     result = results[0]
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
     ratio = statistics.median(
         [a / b for a, b in zip(*(row["tokens_per_s"] for row in (result["rows"][-1], result["rows"][0])), strict=True)]
     )
-    figure = new_figure(8, 2.6)
-    axes = figure.subplots()
-    names = ["generate: text at the end", "stream: text per token", "HTTP: an event per token"]
-    bars = axes.barh(names, list(rates.values()), color=[GREY, BLUE, ORANGE])
-    axes.bar_label(bars, [number(rate) for rate in rates.values()], padding=3)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(rates.values()))
     device = result["environment"]["device"]
     unit = "output tokens per second" + " of the engine's CPU time" * (device["type"] == "cpu")
-    axes.set_xlabel(f"{unit}, {result['streams']} requests at once")
-    finding = f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput"
-    axes.set_title(f"{finding}\n({device['name']})", fontsize=11)
-    plain(axes, "x")
+    title = f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput\n({device['name']})"
+    figure, axes = new_panel(8, 2.6, f"{unit}, {result['streams']} requests at once", title=title, grid="x")
+    names = ["generate: text at the end", "stream: text per token", "HTTP: an event per token"]
+    bars = [(None, list(rates.values()), [GREY, BLUE, ORANGE])]
+    draw_bars(axes, names, bars, list(map(number, rates.values())), room=1.12)
     return {"figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP").png}

@@ -126,12 +126,13 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Lines of TTFT p99, and of its median, over the rate; on the newest results."""
-    from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish, new_figure, plain
+    from benchmarks.pictures.charts import new_panel
+    from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish
 
     result = results[0]
     colours = {"E": BLUE, "static": ORANGE, "F": RED}
-    figure = new_figure(8, 3.8)
-    axes = figure.subplots()
+    words = f"{title(result)}\n({result['environment']['device']['name']})"
+    figure, axes = new_panel(8, 3.8, "requests per second, arriving at random", "time to first token, ms", words)
     for name in names_of(result):
         found = times(result, name, "ttft_ms")
         for share, line in ((99, "o-"), (50, "o:")):
@@ -140,12 +141,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
             axes.plot(list(found), values, line, color=colours[name], markersize=4, label=label)
     axes.set_xlim(0)
     axes.set_ylim(0)
-    axes.set_xlabel("requests per second, arriving at random")
-    axes.set_ylabel("time to first token, ms")
     axes.legend(frameon=False)
-    device = result["environment"]["device"]["name"]
-    axes.set_title(title(result) + f"\n({device})", fontsize=11)
-    plain(axes)
     return {"figures/ttft_rate.png": finish(figure, "time to first token against request rate, by engine").png}
 
 

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.pictures.picture import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    YELLOW,
-    Picture,
-    finish,
-    new_figure,
-    plain,
-)
+from benchmarks.pictures.picture import PALETTE as COLOURS
+from benchmarks.pictures.picture import Picture, finish, new_figure, plain
 from stage_d_paged.attention.decode_plan import plan_decode
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
 TILE = 4
 
 
@@ -48,13 +35,10 @@ def draw_online_softmax() -> Picture:
             weights.bar(f"after tile {i}", share, bottom=bottom, color=COLOURS[j])
             bottom += share
         weights.annotate(f"× {shrink:.2f}" if i else "", (i, 1), xytext=(0, 3), textcoords="offset points", ha="center")
-    raw.set_ylim(-5.2, 5.8)
-    raw.set_xlabel("key")
-    raw.set_ylabel("score")
+    raw.set(ylim=(-5.2, 5.8), xlabel="key", ylabel="score")
     raw.set_title("black: the running maximum", fontsize=11)
     raw.legend(frameon=False, ncols=4, fontsize=9, loc="lower center")
-    weights.set_ylim(0, 1.1)
-    weights.set_ylabel("share of each tile in the output")
+    weights.set(ylim=(0, 1.1), ylabel="share of each tile in the output")
     weights.set_title("above: the factor on what was added up before", fontsize=11)
     for axes in (raw, weights):
         plain(axes)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from benchmarks.pictures import timeline
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_figure, plain
+from benchmarks.pictures.charts import new_panel
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish
+from benchmarks.recording import watch_model
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM as StaticLLM
 from stage_d_paged.attention import AttentionMetadata
@@ -22,7 +22,7 @@ def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence
     records: list[dict] = []
     first, slots = 0, 0  # the batch's first request and how many there are in it
 
-    def note(_: nn.Module, arguments: tuple, __: object) -> None:
+    def note(arguments: tuple, _: object) -> None:
         nonlocal first, slots
         metadata: AttentionMetadata = arguments[3]
         counts = metadata.cu_seqlens_q.diff().tolist()
@@ -30,22 +30,17 @@ def record_static(llm: StaticLLM, prompts: Sequence[list[int]], params: Sequence
         if metadata.max_query_len > 1:
             first, slots = first + slots, len(counts)
         live = [i for i, context in enumerate(contexts) if context > 0]
-        records.append(
-            {
-                "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
-                "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
-                "num_tokens": sum(counts[i] for i in live),
-                "padding": [first + i for i, context in enumerate(contexts) if context == 0],
-                "waiting": list(range(first + slots, len(prompts))),
-                "preempted": [],
-            }
-        )
+        records.append({
+            "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
+            "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
+            "num_tokens": sum(counts[i] for i in live),
+            "padding": [first + i for i, context in enumerate(contexts) if context == 0],
+            "waiting": list(range(first + slots, len(prompts))),
+            "preempted": [],
+        })  # fmt: skip
 
-    handle = llm.runtime.model.register_forward_hook(note)
-    try:
+    with watch_model(llm.runtime.model, note):
         llm.generate(list(prompts), list(params), use_tqdm=False)
-    finally:
-        handle.remove()
     return records
 
 
@@ -71,15 +66,12 @@ def token_gaps(records: Sequence[dict], request: int) -> tuple[list[float], list
 
 def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
     """The time between two tokens of one request, while a long prompt comes in."""
-    figure = new_figure(9, 3.4)
-    axes = figure.subplots()
+    ms = f"ms between two tokens\nof request {request}"
+    figure, axes = new_panel(9, 3.4, f"ms since the first token of request {request}", ms)
     for (name, records), colour, marker in zip(runs.items(), (ORANGE, BLUE), "so", strict=False):
         when, gaps = token_gaps(records, request)
         label = f"{name}: longest {max(gaps):.0f} ms"
         axes.plot(when, gaps, f"{marker}-", color=colour, linewidth=1, markersize=4, label=label)
     axes.set_ylim(0)
-    axes.set_xlabel(f"ms since the first token of request {request}")
-    axes.set_ylabel(f"ms between two tokens\nof request {request}")
     axes.legend(frameon=False)
-    plain(axes)
     return finish(figure, "the time between two tokens of one request while another one's long prompt is prefilled")

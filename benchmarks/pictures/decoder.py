@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
+from benchmarks.pictures.charts import draw_bars, new_panel
 from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, Picture, finish, new_figure, plain
 from stage_a_naive.loading import resolve
 from stage_d_paged import LLM
@@ -80,17 +81,13 @@ def draw_norm() -> Picture:
         layer.input_layernorm.register_forward_hook(note)
     llm.generate([llm.tokenizer.encode("What is a KV cache?")], use_tqdm=False)
     count = len(llm.runtime.model.layers)
-    figure = new_figure(8, 3)
-    axes = figure.subplots()
+    figure, axes = new_panel(8, 3, "layer of the tutor", "root mean square")
     axes.plot(before[:count], "o-", color=ORANGE, label="x, before the norm")
     axes.plot(after[:count], "s-", color=BLUE, label="RMSNorm(x)")
     axes.set_xticks(range(count))
     axes.set_ylim(0)
-    axes.set_xlabel("layer of the tutor")
-    axes.set_ylabel("root mean square")
     axes.set_title("The residual stream grows from layer to layer; its norm does not", fontsize=12, loc="left")
     axes.legend(frameon=False)
-    plain(axes)
     return finish(figure, "root mean square of the residual stream before and after the norm of every layer")
 
 
@@ -110,17 +107,13 @@ def draw_rope() -> Picture:
                            arrowprops={"arrowstyle": "->", "color": colour, "lw": 2})  # fmt: skip
     pairs.set_yticks([2, 1, 0], ["pair 0\n(fastest)", "pair 4", "pair 8"])
     pairs.set_xticks(range(9))
-    pairs.set_xlim(-0.6, 8.6)
-    pairs.set_ylim(-0.6, 2.6)
-    pairs.set_aspect("equal")
-    pairs.set_xlabel("position")
+    pairs.set(xlim=(-0.6, 8.6), ylim=(-0.6, 2.6), aspect="equal", xlabel="position")
     pairs.spines[:].set_visible(False)
     pairs.set_title("each pair turns by its own angle per position", fontsize=11)
     vector = torch.randn(config.head_dim, generator=torch.Generator().manual_seed(0))
     both = rotate(vector.expand(64, 1, -1).contiguous(), *rotary(torch.arange(64)))[:24, 0]
     scores.imshow((both @ both.T).numpy(), cmap="cividis")
-    scores.set_xlabel("position of the key")
-    scores.set_ylabel("position of the query")
+    scores.set(xlabel="position of the key", ylabel="position of the query")
     scores.set_title("equal q·k along every diagonal", fontsize=11)
     figure.suptitle("RoPE: turned by its position, a query sees how far away a key is", fontsize=13)
     return finish(figure, "rotary embedding: pairs turn with the position; scores depend on the distance alone")
@@ -147,10 +140,8 @@ def draw_gqa() -> Picture:
     values = [
         kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)
     ]
-    bars = sizes.barh(["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"], values, color=[GREY, BLUE])
-    sizes.bar_label(bars, fmt="%.0f KiB", padding=3)
-    sizes.invert_yaxis()
-    sizes.set_xlim(0, 1.25 * max(values))
+    names = ["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"]
+    draw_bars(sizes, names, [(None, values, [GREY, BLUE])], [f"{value:.0f} KiB" for value in values], room=1.25)
     sizes.set_xlabel("KV cache per token, bfloat16")
     plain(sizes, "x")
     figure.suptitle(f"GQA makes the KV cache of Qwen2.5-0.5B {heads // kv_heads} times smaller", fontsize=13)

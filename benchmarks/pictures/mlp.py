@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro.mlp import sizes
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_figure, plain
+from benchmarks.pictures.charts import new_panel
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish
 from benchmarks.results import of_kind
 from benchmarks.timing import call_seconds, measure_ceilings
 
@@ -46,8 +47,8 @@ def draw_variants(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> P
     names = [name for name in ORDER if name in found]
     rates = [sizes(model)[-1] / found[name] / 1e12 for name in names]
     copy = result["ceilings"]["copy_bytes_per_s"] / 1e12
-    figure = new_figure(8, 4)
-    axes = figure.subplots()
+    title = f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {result['environment']['device']['name']}"
+    figure, axes = new_panel(8, 4, "", "weights read, TB/s", title)
     axes.bar([NAMES[name] for name in names], rates, color=[ORDER[name] for name in names], width=0.6)
     for x, (name, rate) in enumerate(zip(names, rates, strict=True)):
         text = f"{found[name] * 1e6:,.1f} µs\n{100 * rate / copy:.2g} %"
@@ -56,10 +57,6 @@ def draw_variants(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> P
     text = f"a copy on the same device: {copy:.2f} TB/s"
     axes.annotate(text, (-0.4, copy), xytext=(0, 4), textcoords="offset points")
     axes.set_ylim(0, 1.25 * copy)
-    axes.set_ylabel("weights read, TB/s")
-    device = result["environment"]["device"]["name"]
-    axes.set_title(f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {device}", fontsize=11)
-    plain(axes)
     return finish(figure, "each variant of the kernel reads the weights faster; the line is the copy bandwidth")
 
 
@@ -103,8 +100,7 @@ def measure_copy(device: torch.device) -> float:
 
 def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
     """Time over rows, with the floor: the weights read once at the speed of a copy."""
-    figure = new_figure(8, 3.8)
-    axes = figure.subplots()
+    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"ms per block, {times.device}")
     for (name, seconds), colour, marker in zip(times.seconds.items(), (ORANGE, BLUE, GREEN), "os^", strict=False):
         axes.plot(times.rows, [1e3 * s for s in seconds], f"{marker}-", color=colour, label=name)
     floor = 1e3 * times.weight_bytes / copy_bytes_per_s
@@ -112,8 +108,5 @@ def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
     axes.set_xscale("log", base=2)
     axes.set_xticks(times.rows, [str(n) for n in times.rows])
     axes.set_ylim(0)
-    axes.set_xlabel("rows (tokens in the step)")
-    axes.set_ylabel(f"ms per block, {times.device}")
     axes.legend(frameon=False)
-    plain(axes)
     return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")

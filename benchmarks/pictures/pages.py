@@ -6,24 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
-from torch import nn
 
 from benchmarks.micro import block_waste
 from benchmarks.micro.block_waste import computed
-from benchmarks.pictures.picture import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    YELLOW,
-    Picture,
-    finish,
-    new_figure,
-    plain,
-)
+from benchmarks.pictures.charts import draw_bars, new_panel
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, finish, new_figure
+from benchmarks.recording import watch_model
 from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM
@@ -32,7 +20,7 @@ from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.sequence import Sequence as PagedSequence
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
+COLOURS = PALETTE[:-1]  # grey is for what nobody holds
 BLOCKS_PER_ROW = 8
 
 
@@ -146,7 +134,7 @@ def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Samplin
     """Generate, and note the block tables that the model is given in every step."""
     found: list[Held] = []
 
-    def note(_: nn.Module, arguments: tuple, __: object) -> None:
+    def note(arguments: tuple, _: object) -> None:
         metadata: AttentionMetadata = arguments[3]
         tables = [[block for block in row if block >= 0] for row in metadata.block_tables.tolist()]
         context = metadata.context_lens.tolist()
@@ -155,19 +143,16 @@ def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Samplin
                 tables[i] = found[-1].tables[i]
         found.append(Held(tables, context))
 
-    handle = llm.runtime.model.register_forward_hook(note)
-    try:
+    with watch_model(llm.runtime.model, note):
         llm.generate(list(prompts), list(params), use_tqdm=False)
-    finally:
-        handle.remove()
     return found
 
 
 def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
     """Which sequence holds which block in which step; a block is taken when its first token comes."""
     blocks = sorted({block for step in steps for table in step.tables for block in table})
-    figure = new_figure(9, 0.17 * len(blocks) + 1.2)
-    axes = figure.subplots()
+    x_label, y_label = "step of the model (the first one is the prefill)", f"block of {block_size} tokens"
+    figure, axes = new_panel(9, 0.17 * len(blocks) + 1.2, x_label, y_label, grid="x")
     spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, block, finished) -> steps
     shared: list[tuple[int, int]] = []
     for x, step in enumerate(steps):
@@ -190,34 +175,22 @@ def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
         axes.scatter(*places, s=1.5, color="black", label="shared")
     axes.set_ylim(-0.6, len(blocks) - 0.4)
     axes.set_xlim(0, len(steps))
-    axes.set_ylabel(f"block of {block_size} tokens")
-    axes.set_xlabel("step of the model (the first one is the prefill)")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    plain(axes, "x")
     return finish(figure, "blocks are handed out one by one as the sequences grow")
 
 
 def draw_memory(report: MemoryReport) -> Picture:
     """Bytes held by blocks next to bytes of contiguous reservations, the empty part pale."""
-    figure = new_figure(8, 2.2)
-    axes = figure.subplots()
-    rows = (
-        ("contiguous reservations", report.reserved_bytes, report.reservation_waste),
-        (f"blocks of {report.block_size} tokens", report.block_bytes, report.block_waste),
-    )
-    for y, (_, size, waste) in enumerate(rows):
-        mib = size / 2**20
-        full, empty = ("keys and values", "empty") if y == 0 else (None, None)
-        axes.barh(y, mib * (1 - waste), color=BLUE, height=0.6, label=full)
-        axes.barh(y, mib * waste, left=mib * (1 - waste), color=BLUE, alpha=0.2, height=0.6, label=empty)
-        text = f"{mib:.1f} MiB, {waste:.0%} empty"
-        axes.annotate(text, (mib, y), xytext=(5, 0), textcoords="offset points", va="center")
-    axes.set_yticks([0, 1], [name for name, _, _ in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(size for _, size, _ in rows) / 2**20)
-    axes.set_xlabel(f"MiB for {report.num_sequences} sequences")
+    figure, axes = new_panel(8, 2.2, f"MiB for {report.num_sequences} sequences", grid="x")
+    names = ["contiguous reservations", f"blocks of {report.block_size} tokens"]
+    sizes = [report.reserved_bytes / 2**20, report.block_bytes / 2**20]
+    wastes = [report.reservation_waste, report.block_waste]
+    empty = [size * waste for size, waste in zip(sizes, wastes, strict=True)]
+    full = [size - nothing for size, nothing in zip(sizes, empty, strict=True)]
+    texts = [f"{size:.1f} MiB, {waste:.0%} empty" for size, waste in zip(sizes, wastes, strict=True)]
+    parts = (("keys and values", full, BLUE), ("empty", empty, (BLUE, 0.2)))
+    draw_bars(axes, names, parts, texts, room=1.4, height=0.6)
     axes.legend(frameon=False, loc="lower right")
-    plain(axes, "x")
     return finish(figure, "memory held by blocks, next to contiguous reservations of the longest length")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from matplotlib.ticker import LogLocator
 
+from benchmarks.pictures.charts import new_panel
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, finish, new_figure, plain
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
@@ -107,20 +108,14 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
 
 def draw_recompute(times: StepTimes) -> Picture:
     """The time of every step; the area under a line is the time of the whole answer."""
-    figure = new_figure(8, 3.6)
-    axes = figure.subplots()
-    for name, steps, colour in (
-        ("without a cache", times.recomputed, RED),
-        ("with the KV cache", times.cached, GREEN),
-    ):
+    factor = sum(times.recomputed) / sum(times.cached)
+    title = f"{len(times.cached)} tokens: without a cache {factor:.1f} × the time"
+    x_label = f"generated token (after a prompt of {times.prompt_tokens})"
+    figure, axes = new_panel(8, 3.6, x_label, "ms per step", title)
+    for name, steps, colour in (("without a cache", times.recomputed, RED), ("with the KV cache", times.cached, GREEN)):
         label = f"{name}: {sum(steps):.2f} s in all"
         axes.plot(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, linewidth=1.5, label=label)
         axes.fill_between(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, alpha=0.15)
     axes.set_ylim(0, 1.35e3 * max(times.recomputed))
-    axes.set_xlabel(f"generated token (after a prompt of {times.prompt_tokens})")
-    axes.set_ylabel("ms per step")
     axes.legend(frameon=False, loc="upper left")
-    factor = sum(times.recomputed) / sum(times.cached)
-    axes.set_title(f"{len(times.cached)} tokens: without a cache {factor:.1f} × the time", fontsize=11)
-    plain(axes)
     return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 DPI = 80
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"  # with those above, the palette of Okabe and Ito
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that have no colour of their own
 
 
 class Picture:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, Picture, finish, new_figure
+from benchmarks.pictures.picture import PALETTE, Picture, finish, new_figure
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK)
+COLOURS = PALETTE[:4]
 SHOWN = 12.5  # units of time
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, Picture, finish, new_figure, plain
+from benchmarks.pictures.charts import draw_bars, new_panel
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, Picture, finish, new_figure
 from benchmarks.recording import Recording, from_rows
 from benchmarks.results import of_kind
 from benchmarks.text import number
@@ -35,22 +36,16 @@ def recorded_on_gpu() -> tuple[str, list[Recording]] | None:
 
 def draw_kinds(recordings: list[Recording]) -> Picture:
     """How many kernels one decode step runs, by kind, for each recording."""
-    figure = new_figure(9, 0.9 + 0.8 * len(recordings) + 0.6)
-    axes = figure.subplots()
-    colours = (BLUE, GREEN, ORANGE, PINK, GREY)
+    x_label = "kernels (on a CPU: operators that compute) in one decode step"
+    figure, axes = new_panel(9, 0.9 + 0.8 * len(recordings) + 0.6, x_label, grid="x")
     counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
-    left = [0.0] * len(recordings)
-    for (kind, _), colour in zip(KINDS, colours, strict=True):
-        values = [count[kind] / r.steps for count, r in zip(counts, recordings, strict=True)]
-        axes.barh([r.name for r in recordings], values, left=left, color=colour, label=kind, height=0.55)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    for y, total in enumerate(left):
-        axes.annotate(f"{total:.0f}", (total, y), xytext=(5, 0), textcoords="offset points", va="center")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max(left))
-    axes.set_xlabel("kernels (on a CPU: operators that compute) in one decode step")
+    parts = [
+        (kind, [count[kind] / r.steps for count, r in zip(counts, recordings, strict=True)], colour)
+        for (kind, _), colour in zip(KINDS, (BLUE, GREEN, ORANGE, PINK, GREY), strict=True)
+    ]
+    totals = [f"{len(r.spans) / r.steps:.0f}" for r in recordings]
+    draw_bars(axes, [r.name for r in recordings], parts, totals, room=1.1, height=0.55)
     axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    plain(axes, "x")
     return finish(figure, "the number of kernels in a decode step, by kind of work")
 
 
@@ -88,22 +83,16 @@ def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) 
         axis: what the axis shows.
     """
     [parts] = {tuple(found) for found in steps.values()}
-    figure = new_figure(10, 0.5 * len(steps) + 1.8)
-    axes = figure.subplots()
-    left = [0.0] * len(steps)
+    figure, axes = new_panel(10, 0.5 * len(steps) + 1.8, axis, grid="x")
     colours = (*(BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)[: len(parts) - 1], "#EEEEEE")
-    for part, colour in zip(parts, colours, strict=True):
-        values = [found[part] / 1e3 for found in steps.values()]
-        look = {"color": colour, "edgecolor": "#888888", "linewidth": 0.4, "height": 0.6}
-        axes.barh(list(steps), values, left=left, label=part, **look)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    for y, (total, found) in enumerate(zip(left, steps.values(), strict=True)):
-        text = f"{number(total)} ms, {found[parts[-1]] / 1e3 / total:.0%} idle"
-        axes.annotate(text, (total, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(left))
-    axes.set_xlabel(axis)
+    bars = [
+        (part, [found[part] / 1e3 for found in steps.values()], colour)
+        for part, colour in zip(parts, colours, strict=True)
+    ]
+    totals = [sum(found.values()) for found in steps.values()]
+    idle = [found[parts[-1]] / total for found, total in zip(steps.values(), totals, strict=True)]
+    texts = [f"{number(total / 1e3)} ms, {share:.0%} idle" for total, share in zip(totals, idle, strict=True)]
+    draw_bars(axes, list(steps), bars, texts, room=1.25, edgecolor="#888888", linewidth=0.4, height=0.6)
     axes.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     figure.suptitle(title, fontsize=12)
-    plain(axes, "x")
     return finish(figure, "the parts of a decode step, one after another")

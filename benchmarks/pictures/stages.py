@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from benchmarks.groups import Group
+from benchmarks.pictures.charts import draw_bars
 from benchmarks.pictures.picture import Picture, finish, new_figure, plain
 from benchmarks.plot import colour_of, plot_rates
 from benchmarks.text import number
@@ -79,12 +80,8 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
         (single, [run.ms_per_token for run in runs.values()], "one request: ms per token (less is better)"),
         (many, [run.tokens_per_s for run in runs.values()], "all together: tokens/s (more is better)"),
     ):
-        colours = [colour_of(letter) for letter in runs]
-        axes.barh(names, values, color=colours, edgecolor="black", linewidth=0.6, height=0.65)
-        for y, value in enumerate(values):
-            axes.annotate(number(value), (value, y), xytext=(4, 0), textcoords="offset points", va="center")
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.2 * max(values))
+        bars = [(None, values, [colour_of(letter) for letter in runs])]
+        draw_bars(axes, names, bars, list(map(number, values)), 1.2, edgecolor="black", linewidth=0.6, height=0.65)
         axes.set_xlabel(label)
         plain(axes, "x")
     return finish(figure, "the time of a token for one request, and tokens per second for many, by stage")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.engines import study_engines
 from benchmarks.measurement import in_alternating_order
-from benchmarks.pictures.picture import GREY, Picture, finish, new_figure, plain
+from benchmarks.pictures.charts import new_panel
+from benchmarks.pictures.picture import GREY, Picture, finish
 from benchmarks.plot import colour_of
 from benchmarks.tables import recorded_groups
 from stage_a_naive.sampling import SamplingParams
@@ -70,14 +71,11 @@ def draw_ablation(ablation: Ablation) -> Picture:
     low = [m - min(values) for m, values in zip(medians, ablation.steps.values(), strict=True)]
     high = [max(values) - m for m, values in zip(medians, ablation.steps.values(), strict=True)]
     colours = [GREY if "without" in name else colour_of(name) for name in names]
-    figure = new_figure(9, 0.38 * len(names) + 1.3)
-    axes = figure.subplots()
+    x_label = "ms per decode step, less is better"
+    figure, axes = new_panel(9, 0.38 * len(names) + 1.3, x_label, title=ablation.title, grid="x")
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3, height=0.65, error_kw={"elinewidth": 1})
     for y, (median, more) in enumerate(zip(medians, high, strict=True)):
         axes.annotate(f"{median:.2f}", (median + more, y), xytext=(5, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(m + h for m, h in zip(medians, high, strict=True)))
-    axes.set_xlabel("ms per decode step, less is better")
-    axes.set_title(ablation.title, fontsize=11)
-    plain(axes, "x")
     return finish(figure, "the time of a decode step with each idea of stage B switched off in turn")
