@@ -30,7 +30,9 @@ pytestmark = pytest.mark.skipif(two_hosts.missing() is not None, reason=str(two_
 RANK = f"""
 import json, sys
 from beyond.scale_out import LLM, SamplingParams
+from stage_f_graph_tp.tensor_parallel import workers
 
+workers.HOST_SECONDS = 2
 llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, **json.loads(sys.argv[1]))
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 while True:

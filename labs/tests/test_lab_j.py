@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
-import socket
 import weakref
 from collections import deque
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +24,12 @@ from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
+from labs.tests.forks import fork_worker
 from labs.tests.support import check_whole_stage, completion_of
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep, State
 from stage_f_graph_tp.overlap import AheadSequence
-from stage_f_graph_tp.tensor_parallel import Rendezvous, workers
-from stage_f_graph_tp.tensor_parallel.worker_loop import run_worker
+from stage_f_graph_tp.tensor_parallel import workers
 
 
 class TestLayersOf:
@@ -340,31 +337,6 @@ class TestSessionOf:
 class TestBreakIt:
     def test_your_test_tells_the_broken_scheduler_from_the_reference(self):
         assert_catches(load_labs()["j"].exercises[-1], Path(os.environ.get(WORK_VARIABLE, WORK)))
-
-
-class Fork(multiprocessing.get_context("fork").Process):
-    """A process that is asked as `subprocess.Popen` is."""
-
-    def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.join(timeout)
-        return self.exitcode
-
-
-def fork_worker(rendezvous: Rendezvous, rank: int, build: workers.Build) -> tuple[Fork, Connection]:
-    """Start a stage as a fork of this process, so that it has the learner's functions too."""
-    own, other = socket.socketpair()
-
-    def run() -> None:
-        own.close()
-        run_worker(build, other.detach(), rendezvous.store.port, rank, rendezvous.size)
-
-    process = Fork(target=run, daemon=True)
-    with other:
-        process.start()
-    return process, Connection(own.detach())
 
 
 class TestWholeStage:

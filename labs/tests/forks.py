@@ -1,0 +1,40 @@
+"""Ranks in forks of this process: they start at once, and have what this process has changed in its modules."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+from multiprocessing.connection import Connection
+
+from stage_f_graph_tp.tensor_parallel import Build, Rendezvous
+from stage_f_graph_tp.tensor_parallel.worker_loop import run_worker
+from stage_f_graph_tp.tensor_parallel.worker_process import end_with
+
+
+class Fork(multiprocessing.get_context("fork").Process):
+    """A process that is asked as `subprocess.Popen` is."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+
+def fork_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[Fork, Connection]:
+    """Start a rank, in place of `workers._start_worker`."""
+    own, other = socket.socketpair()
+    parent = os.getpid()
+
+    def run() -> None:
+        own.close()
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+        run_worker(build, other.detach(), rendezvous.store.port, rank, rendezvous.size)
+
+    process = Fork(target=run, daemon=True)
+    with other:
+        process.start()
+    return process, Connection(own.detach())
