@@ -11,7 +11,6 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -188,10 +187,12 @@ class Frontend:
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(prompt_list)} prompts but {len(params)} sampling parameters; give one, or one each")
         sampling_fn = self.sampling_fn  # read once: all requests of a call have the same
-        requests = [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompt_list, params, strict=True))]
-        return [replace(request, sampling_fn=sampling_fn) for request in requests]
+        numbered = enumerate(zip(prompt_list, params, strict=True))
+        return [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(
+        self, index: int, prompt: Prompt, params: SamplingParams, sampling_fn: SamplingFunction | None
+    ) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
         if not isinstance(prompt, str):
@@ -204,11 +205,12 @@ class Frontend:
                 f"prompt {index} has {len(ids)} tokens; with a maximum model length of {self.max_model_len} "
                 f"at most {self.max_model_len - 1} fit, so that one can be generated"
             )
-        outside = min(ids) if min(ids) < 0 else max(ids)
-        if not 0 <= outside < self.vocab_size:
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            outside = lowest if lowest < 0 else highest
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        return Request(index, ids, params, seed)
+        return Request(index, ids, params, seed, sampling_fn)
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:

@@ -157,15 +157,16 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        for i in range(sequence.num_indexed_blocks, known // self.block_size):
-            parent = self._contents[sequence.block_table[i - 1]] if i else None
+        first, end = sequence.num_indexed_blocks, known // self.block_size
+        parent = self._contents[sequence.block_table[first - 1]] if first else None
+        for i in range(first, end):
             block = sequence.block_table[i]
             entry = self._find_entry(sequence, i, parent)
             if entry is None:
-                entry = CachedBlock(parent, *self._key_and_tokens(sequence, i))
+                entry = CachedBlock(parent, *sequence.block_keys[i])
                 self._index.setdefault(entry.key, []).append(entry)
             entry.blocks.append(block)
-            self._contents[block] = entry
+            self._contents[block] = parent = entry
             sequence.num_indexed_blocks = i + 1
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
@@ -191,10 +192,14 @@ class BlockManager:
     def _key_and_tokens(self, sequence: Sequence, i: int) -> tuple[int, bytes]:
         """Return key and packed tokens of block `i`, which is full and will not change: computed once per sequence."""
         keys = sequence.block_keys
-        while len(keys) <= i:
-            first = len(keys) * self.block_size
-            tokens = pack(sequence.token_ids[first : first + self.block_size])
-            keys.append((block_key(keys[-1][0] if keys else 0, tokens), tokens))
+        if len(keys) <= i:
+            key = keys[-1][0] if keys else 0
+            packed = pack(sequence.token_ids[len(keys) * self.block_size :])  # all full blocks, and the rest
+            size = 4 * self.block_size
+            for start in range(0, len(packed) - size + 1, size):
+                tokens = packed[start : start + size]
+                key = block_key(key, tokens)
+                keys.append((key, tokens))
         return keys[i]
 
     def _forget(self, block: int) -> None:

@@ -76,8 +76,8 @@ class LLM(Frontend):
         """What the last static batch held in blocks when it ended, next to contiguous reservations."""
         return self.engine.memory
 
-    def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
-        request = super()._request(index, prompt, params)
+    def _request(self, *given: object) -> Request:
+        request = super()._request(*given)
         check_fits_pool(request, self.block_manager)
         return request
 

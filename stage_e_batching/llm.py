@@ -167,12 +167,12 @@ class LLM(Frontend):
     def _one_call(self) -> AbstractContextManager[None]:
         return nullcontext()  # every call has its own mailbox: they share the engine's steps
 
-    def _request(self, index: int, prompt: object, params: SamplingParams) -> Request:
-        request = super()._request(index, prompt, params)
+    def _request(self, *given: object) -> Request:
+        request = super()._request(*given)
         try:
             self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
         except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from None
+            raise ValueError(f"prompt {request.index}: {error}") from None
         return request
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:

@@ -107,9 +107,7 @@ class Queues:
         """
         if sequence.state is State.FINISHED:
             return
-        queue = {
-            State.WAITING: self.waiting, State.PREFILLING: self.prefilling, State.DECODING: self.decoding
-        }[sequence.state]  # fmt: skip
+        queue = getattr(self, sequence.state.value)  # the queues are called as the states are
         i = bisect_left(queue, sequence.request_id, key=by_arrival)
         if i < len(queue) and queue[i] is sequence:  # an interrupt while it arrived may have kept it out of the queue
             del queue[i]

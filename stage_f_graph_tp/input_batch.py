@@ -8,6 +8,8 @@ proportional to what changed.
 
 from __future__ import annotations
 
+from operator import add
+
 import numpy as np
 
 from stage_d_paged.sequence import pack
@@ -45,7 +47,7 @@ class InputBatch:
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
         """The sizes of a step's input. The table is as wide as the longest context needs, and no wider."""
-        longest = max(map(int.__add__, step.starts, step.num_tokens))
+        longest = max(map(add, step.starts, step.num_tokens))
         return StepShape(
             num_tokens=step.total_tokens,
             num_seqs=len(step),
@@ -62,44 +64,51 @@ class InputBatch:
         Returns:
             how many tokens each sampling sequence has generated before, int64 [samples].
         """
-        seqs = len(step.sequences)
-        batch_slots = np.array([sequence.batch_slot for sequence in step.sequences])  # [seqs]
-        starts = np.array(step.starts)
-        ends = starts + step.num_tokens
-        out.batch_slots[:seqs] = batch_slots
-        out.context_lens[:seqs] = ends
-        out.block_tables[:seqs] = self._tables[:, : out.block_tables.shape[1]][batch_slots]
-        self._fill_decodes(step, batch_slots, starts, out)
-        self._fill_prompts(step, out)
-        sampling = slice(seqs) if all(step.samples) else np.flatnonzero(step.samples)
-        sampling_slots = batch_slots[sampling]
-        samples = len(sampling_slots)
-        out.sample_slots[:samples] = sampling_slots
-        out.sample_tokens[:samples] = out.cu_seqlens_q[1:][sampling] - 1
-        return ends[sampling] - self._prompt_lens[sampling_slots]
-
-    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
-        """Write the sequences that run one token. Which token it is, is known on the device."""
-        decodes = step.num_decodes
-        out.cu_seqlens_q[: decodes + 1] = np.arange(decodes + 1)
-        if decodes:
-            positions = starts[:decodes]
-            blocks = self._tables[batch_slots[:decodes], positions // self.block_size]
-            out.input_ids[:decodes] = 0
-            out.positions[:decodes] = positions
-            out.slot_mapping[:decodes] = blocks * np.int64(self.block_size) + positions % self.block_size
-
-    def _fill_prompts(self, step: ScheduledStep, out: StepInput) -> None:
-        """Write the chunks of prompts, each by slices of what is there."""
-        block_size, first = self.block_size, step.num_decodes
-        for i in range(step.num_decodes, len(step.sequences)):
-            sequence, start, count = step.sequences[i], step.starts[i], step.num_tokens[i]
-            end, last = start + count, first + count
-            out.cu_seqlens_q[i + 1] = last
-            out.input_ids[first:last] = np.frombuffer(pack(sequence.token_ids[start:end]), np.int32)
-            out.positions[first:last] = self._positions[start:end]
-            block = start // block_size
-            blocks = self._tables[sequence.batch_slot, block : -(-end // block_size)]
-            slots = np.add.outer(blocks * np.int64(block_size), self._positions[:block_size]).ravel()
-            out.slot_mapping[first:last] = slots[start - block * block_size :][:count]
+        generated = np.zeros(sum(step.samples), np.int64)
+        out.cu_seqlens_q[0] = 0
+        if step.num_decodes:
+            generated[: step.num_decodes] = self._fill_decodes(step, out)
+        first = sample = step.num_decodes
+        for i in range(step.num_decodes, len(step)):
+            last = self._fill_chunk(step, i, first, out)
+            if step.samples[i]:
+                sequence = step.sequences[i]
+                out.sample_slots[sample] = sequence.batch_slot
+                out.sample_tokens[sample] = last - 1
+                generated[sample] = out.context_lens[i] - sequence.num_prompt_tokens
+                sample += 1
             first = last
+        return generated
+
+    def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+        """Write the sequences that run one token. Which token it is, is known on the device; all of them sample."""
+        count = step.num_decodes
+        batch_slots = np.array([sequence.batch_slot for sequence in step.sequences[:count]])  # [decodes]
+        positions = np.array(step.starts[:count])
+        rows = np.arange(count + 1)
+        blocks = self._tables[batch_slots, positions // self.block_size]
+        out.input_ids[:count] = 0
+        out.positions[:count] = positions
+        out.slot_mapping[:count] = blocks * np.int64(self.block_size) + positions % self.block_size
+        out.batch_slots[:count] = out.sample_slots[:count] = batch_slots
+        out.sample_tokens[:count] = rows[:-1]
+        out.cu_seqlens_q[: count + 1] = rows
+        out.context_lens[:count] = positions + 1
+        out.block_tables[:count] = self._tables[:, : out.block_tables.shape[1]][batch_slots]
+        return positions + 1 - self._prompt_lens[batch_slots]
+
+    def _fill_chunk(self, step: ScheduledStep, i: int, first: int, out: StepInput) -> int:
+        """Write a chunk of a prompt, entry `i` of the step, as tokens `first` … of its input; returns where it ends."""
+        sequence, start, count = step.sequences[i], step.starts[i], step.num_tokens[i]
+        end, last, table = start + count, first + count, self._tables[sequence.batch_slot]
+        out.input_ids[first:last] = np.frombuffer(pack(sequence.token_ids[start:end]), np.int32)
+        out.positions[first:last] = self._positions[start:end]
+        block = start // self.block_size
+        blocks = table[block : -(-end // self.block_size)]
+        slots = np.add.outer(blocks * np.int64(self.block_size), self._positions[: self.block_size]).ravel()
+        out.slot_mapping[first:last] = slots[start - block * self.block_size :][:count]
+        out.batch_slots[i] = sequence.batch_slot
+        out.cu_seqlens_q[i + 1] = last
+        out.context_lens[i] = end
+        out.block_tables[i] = table[: out.block_tables.shape[1]]
+        return last

@@ -60,11 +60,12 @@ class DraftBatch(RegrownBatch):
         shape = super().shape_of(step)
         return shape._replace(num_decodes=0) if _is_known(step) else shape
 
-    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
-        super()._fill_decodes(step, batch_slots, starts, out)
+    def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+        generated = super()._fill_decodes(step, out)
         if _is_known(step):
             decodes = zip(step.sequences[: step.num_decodes], step.starts, strict=False)
             out.input_ids[: step.num_decodes] = [sequence.token_at(start) for sequence, start in decodes]
+        return generated
 
 
 def _is_known(step: ScheduledStep) -> bool:
