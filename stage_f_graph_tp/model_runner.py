@@ -20,7 +20,8 @@ from torch import Tensor
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import RANDOM, SampledTokens
+from stage_e_batching.model_runner import RANDOM
+from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.cuda_graph import (
     Body,

@@ -19,7 +19,8 @@ from stage_a_naive.noise import mix32, noise_key
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler as sampler_module
-from stage_e_batching.sampler import Sampler, draw_reference
+from stage_e_batching.model_runner import Sampler
+from stage_e_batching.sampler import draw_reference
 from stage_e_batching.step import BatchSequence
 
 VOCAB = 40
@@ -267,7 +268,7 @@ import torch
 from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler_kernels
-from stage_e_batching.sampler import Sampler
+from stage_e_batching.model_runner import Sampler
 from stage_e_batching.step import BatchSequence
 Sampler.sample_plain = lambda self, *inputs: sampler_kernels.sample_rows(*inputs)
 params = [

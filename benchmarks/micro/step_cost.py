@@ -20,7 +20,7 @@ from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
-from stage_e_batching.sampler import Sampler
+from stage_e_batching.model_runner import Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
