@@ -91,8 +91,7 @@ class Queues:
             )
 
     def add(self, sequence: BatchSequence) -> None:
-        """Queue a sequence. Its last token needs no slot in the pool: no later token reads it."""
-        self.check_prompt(sequence.num_prompt_tokens)
+        """Queue a sequence whose prompt was checked. Its last token needs no slot in the pool: none reads it later."""
         if sequence.max_total_tokens > self.capacity + 1:
             raise ValueError(f"{sequence.max_total_tokens} tokens could outgrow a pool of {self.capacity}")
         sequence.request_id = self._next_request_id

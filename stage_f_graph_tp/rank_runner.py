@@ -28,7 +28,8 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import RANDOM, SampledTokens
+from stage_e_batching.model_runner import RANDOM
+from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs
 from stage_f_graph_tp.kernels import choose_layers
