@@ -56,12 +56,13 @@ class AheadBatch(RegrownBatch):
         width = -(-longest // self.block_size)
         return shape._replace(num_decodes=-step.num_decodes, max_context_len=longest, table_width=width)
 
-    def _fill_decodes(self, step: ScheduledStep, batch_slots: np.ndarray, starts: np.ndarray, out: StepInput) -> None:
-        super()._fill_decodes(step, batch_slots, starts, out)
+    def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+        generated = super()._fill_decodes(step, out)
         if is_ahead(step):
             rows = np.arange(step.num_decodes)
-            firsts = np.where(np.diff(batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
+            firsts = np.where(np.diff(out.batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
             out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)
+        return generated
 
 
 class AheadGraphs(VerificationGraphs):
