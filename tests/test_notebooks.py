@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
 import run  # noqa: E402  (notebooks/run.py: the folder is no package)
-from try_it import check  # noqa: E402
+from try_it import check, check_digest, digest  # noqa: E402
 
 STAGES = {
     "0_overview": "stage_a_naive", "a_naive": "stage_a_naive", "b_decode_step": "stage_b_decode_step",
@@ -140,6 +141,28 @@ def test_an_answer_is_checked_and_not_shown(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "42 is right.\n"
     with pytest.raises(AssertionError, match="41 is not it. six times seven"):
         check(41, 42, "six times seven")
+
+
+def test_an_answer_can_be_checked_by_its_digest(capsys: pytest.CaptureFixture[str]):
+    check_digest(..., digest(42), "six times seven")
+    check_digest(42, digest(42), "six times seven")
+    assert capsys.readouterr().out.endswith("42 is right.\n")
+    with pytest.raises(AssertionError, match="41 is not it. six times seven"):
+        check_digest(41, digest(42), "six times seven")
+
+
+@each_notebook
+def test_a_cell_to_try_does_not_hold_its_answer(path):
+    calls = [
+        node
+        for cell in code_cells(run.read(path))
+        if "check" in cell.source
+        for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
+    ]
+    # 0 and None are what a result of the engine is compared with, not an answer.
+    literal = [call for call in calls if not any(isinstance(part, ast.Name) for part in ast.walk(call.args[1]))]
+    assert [ast.unparse(call) for call in literal if ast.unparse(call.args[1]) not in ("0", "None")] == []
 
 
 @each_notebook
