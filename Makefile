@@ -127,7 +127,6 @@ bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
 
 report: $(READY) ## write the tables, pictures and code excerpts of the READMEs from benchmarks/results and the sources
-	@$(PY) -m benchmarks.excerpts
 	@$(PY) -m benchmarks.report
 	@$(PY) -m benchmarks.pictures
 

@@ -1,10 +1,8 @@
-"""Copies code into the READMEs, so that a lesson shows the code that runs and not a copy that somebody typed.
+"""Code in the READMEs: a lesson shows the code that runs, and not a copy that somebody typed.
 
-    python -m benchmarks.excerpts            # write
-    python -m benchmarks.excerpts --check    # change nothing; exit status 1 where something would change
-
-A lesson names a file, or a function or class of it, between two comments that no reader sees. `from` and `to` cut
-lines out of it: the first line that has the one text, up to the next that has the other.
+`python -m benchmarks.report` copies it. A lesson names a file, or a function or class of it, between two comments that
+no reader sees. `from` and `to` cut lines out of it: the first line that has the one text, up to the next that has the
+other.
 
     <!-- code: stage_a_naive/loop.py::generate -->
     whatever is here is replaced
@@ -16,14 +14,13 @@ lines out of it: the first line that has the one text, up to the next that has t
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import sys
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.results import ROOT
+
 EXCERPT = re.compile(r"(<!-- code: (\S+)(?: from `(.+?)` to `(.+?)`)? -->\n).*?(<!-- end of code -->)", re.DOTALL)
 
 
@@ -72,25 +69,3 @@ def fill(text: str, root: Path = ROOT) -> str:
         return f"{opening}```{language}\n{cut(source, first, last) if first else source}\n```\n{closing}"
 
     return EXCERPT.sub(block, text)
-
-
-def readmes(root: Path = ROOT) -> list[Path]:
-    """The lessons that show code."""
-    found = sorted([*root.glob("*_*/**/*.md"), *root.glob("beyond/**/*.md")])
-    return [path for path in found if EXCERPT.search(path.read_text(encoding="utf-8"))]
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.excerpts", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    options = parser.parse_args(argv)
-    changed = [path for path in readmes() if fill(text := path.read_text(encoding="utf-8")) != text]
-    for path in changed:
-        print(f"{path.relative_to(ROOT)}: {'is out of date' if options.check else 'written'}", file=sys.stderr)
-        if not options.check:
-            path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 1 if changed and options.check else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

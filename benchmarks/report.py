@@ -1,10 +1,11 @@
-"""Tables and pictures from the committed results files; no figure in this repository is typed by hand.
+"""Tables and pictures from the committed results files, and code from the sources; none of it is typed by hand.
 
-    python -m benchmarks.report            # write the READMEs' tables and the pictures
+    python -m benchmarks.report            # write the READMEs' tables and code, and the pictures
     python -m benchmarks.report --check    # change nothing; exit status 1 where something would change
 
 A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
-`<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`.
+`<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
+goes is said in `excerpts.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import micro, tables
+from benchmarks import excerpts, micro, tables
 from benchmarks.groups import Group, group_results
 from benchmarks.pictures.roofline import draw_roofline
 from benchmarks.plot import plot_rates
@@ -33,6 +34,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
 
     Raises:
         ResultsError: a results file that must not be shown, or a marker that no table belongs to.
+        LookupError: code that is not there any more.
     """
     files = load_all(root / "benchmarks" / "results")
     groups = group_results(file for file in files if file["kind"] in ("engines", "elsewhere"))
@@ -55,7 +57,8 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     texts = {}
     for readme in readmes(root):
         front = front_page(groups, [path for path, png in pictures.items() if png], readme)
-        texts[readme] = fill(readme.read_text(encoding="utf-8"), bodies | {"bench:table": front}, readme)
+        text = excerpts.fill(readme.read_text(encoding="utf-8"), root)
+        texts[readme] = fill(text, bodies | {"bench:table": front}, readme)
     changed = [readme for readme, text in texts.items() if text != readme.read_text(encoding="utf-8")]
     for readme in changed if not check else ():
         readme.write_text(texts[readme], encoding="utf-8")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -184,15 +182,15 @@ def committed() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(tmp_path: Path) -> None:
+def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, output = committed(), tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.run", *TINY, "--engines", "A", "--workloads", "single", "ttft"]
-    answer = subprocess.run(
-        [*command, "--repeats", "1", "--output", str(output)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "process 1 of 1" in answer.stdout and "start-up, s" in answer.stdout
-    [row] = [line for line in answer.stdout.splitlines() if line.startswith("A  ")]
+    engine = ["--engines", "A", "--workloads", "single", "ttft", "--repeats", "1"]
+    assert run.main([*TINY, *engine, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "process 1 of 1" in shown and "start-up, s" in shown
+    [row] = [line for line in shown.splitlines() if line.startswith("A  ")]
     assert len(row.split()) >= 5
     found = json.loads(output.read_text())
     assert found["parity"]["equal"] == ["A"]

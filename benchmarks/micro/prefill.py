@@ -46,7 +46,7 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
         del llm
         gc.collect()
         torch.cuda.empty_cache()
-    return {"model": model, "rows": rows, "launches": launch_seconds()}
+    return {"model": model, "rows": rows, "launches": launch_costs()}
 
 
 def _time_to_first_token(llm: LLM, length: int) -> list[float]:
@@ -65,7 +65,7 @@ def _add_one(x):
     tl.store(x, tl.load(x) + 1)
 
 
-def launch_seconds() -> dict[str, float]:
+def launch_costs() -> dict[str, float]:
     """CPU time per launch, while the GPU keeps up; the kernels write one number."""
     x = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
