@@ -45,14 +45,16 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def guarded(*size: object, dtype: torch.dtype | None = None, device: object = None, **others: object):
         shape = torch.Size(size if isinstance(size[0], int) else size[0])
         plain = empty(shape, dtype=dtype, device=device, **others)
-        if others or not plain.is_floating_point():
+        if others or plain.is_meta or not plain.is_floating_point():
             return plain
         buffer = torch.full((plain.numel() + 2 * MARGIN,), float("inf"), dtype=plain.dtype, device=plain.device)
         buffers.append((buffer, MARGIN + plain.numel()))
         return buffer[MARGIN : MARGIN + plain.numel()].fill_(float("nan")).view(shape)
 
     monkeypatch.setattr(torch, "empty", guarded)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: guarded(*x.shape, dtype=x.dtype, device=x.device))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, device=None, **_: guarded(*x.shape, dtype=x.dtype, device=device or x.device)
+    )
     yield
     for buffer, end in buffers:
         assert buffer[:MARGIN].isposinf().all() and buffer[end:].isposinf().all(), "memory outside a tensor was written"

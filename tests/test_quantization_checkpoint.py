@@ -107,14 +107,24 @@ def test_another_method_is_refused_by_name(tmp_path, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_bits", 4), ("type", "float"), ("symmetric", False), ("strategy", "tensor")]
+    ("field", "value"),
+    [
+        ("weights.num_bits", 4),
+        ("weights.type", "float"),
+        ("weights.symmetric", False),
+        ("weights.strategy", "tensor"),
+        ("weights.actorder", "group"),
+        ("format", "float-quantized"),
+        ("input_activations", "int8"),
+        ("targets", "Embedding"),
+    ],
 )
 def test_another_scheme_is_refused_by_name(tmp_path, field, value):
-    path = write(tmp_path, "int-quantized")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"][field] = value
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=f"weights.{field}={value!r}; supported"):
+    scheme = compressed("int-quantized", None)
+    group = scheme["config_groups"]["group_0"]
+    (group["weights"] if field.startswith("weights.") else group)[field.removeprefix("weights.")] = value
+    path = write(tmp_path, "int-quantized", **scheme)
+    with pytest.raises(ModelError, match=f"{field}={value!r}; supported"):
         beyond.quantization.LLM(path, device="cpu")
 
 

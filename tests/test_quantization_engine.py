@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import beyond.quantization
 import stage_f_graph_tp
 from beyond.quantization import SamplingParams
+from beyond.quantization.formats import dequantize_matrix
 from beyond.quantization.layers import QuantizedPackedLinear
+from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.errors import ModelError
+from stage_a_naive.loading import resolve
+from stage_a_naive.tutor import TUTOR_PATH
 from stage_d_paged.runtime import choose_num_blocks
 
 QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
@@ -121,19 +128,50 @@ def test_other_families_run_in_8_bits(model):
     assert len(output["token_ids"]) == 4
 
 
-def test_a_weight_of_nan_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
+def test_an_lm_head_in_8_bits_leaves_the_table_of_an_untied_model_alone():
+    model = make("random:llama-tiny", **ALL).runtime.model
+    assert model.lm_head.values.dtype == torch.int8
+    assert model.embed_tokens is not model.lm_head and model.embed_tokens.weight.is_floating_point()
 
-    from stage_a_naive.tutor import TUTOR_PATH
 
+@pytest.mark.parametrize("options", [{}, {"quantization_group_size": 128}, {"quantization": "fp8"}], ids=str)
+def test_a_token_is_looked_up_in_the_dequantised_table(options):
+    """The norm behind the table hides a wrong scale from the tutor's answers."""
+    table = make(**ALL | options).runtime.model.embed_tokens
+    ids = torch.tensor([3, 4000, 7])
+    assert torch.equal(table(ids), dequantize_matrix(table.weight, table.dtype, table.group_size)[ids])
+
+
+def changed_tutor(directory: Path, **weights: torch.Tensor) -> str:
+    """The tutor's directory with some weights replaced or added."""
     for file in TUTOR_PATH.iterdir():
         if file.is_file() and file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(TUTOR_PATH / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"][3, 3] = float("nan")
-    save_file(weights, tmp_path / "model.safetensors")
+            (directory / file.name).write_bytes(file.read_bytes())
+    save_file(load_file(TUTOR_PATH / "model.safetensors") | weights, directory / "model.safetensors")
+    return str(directory)
+
+
+def test_a_weight_of_nan_is_refused(tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = load_file(TUTOR_PATH / "model.safetensors")[name]
+    weight[3, 3] = float("nan")
     with pytest.raises(ModelError, match="up_proj.weight holds NaN"):
-        make(str(tmp_path), quantization="int8")
+        make(changed_tutor(tmp_path, **{name: weight}), quantization="int8")
+
+
+def test_a_tied_table_may_be_stored_twice_but_not_differ(tmp_path):
+    table = load_file(TUTOR_PATH / "model.safetensors")["model.embed_tokens.weight"]
+    make(changed_tutor(tmp_path, **{"lm_head.weight": table.clone()}), **ALL)
+    table = table.roll(1, 0)
+    with pytest.raises(ModelError, match="lm_head.weight differs from the weight that the config ties it to"):
+        make(changed_tutor(tmp_path, **{"lm_head.weight": table}), **ALL)
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ValueError, match=r"fp8 needs compute capability \(8, 9\), this GPU has \(8, 6\); use 'int8'"):
+        load_quantized_runtime(resolve("tutor"), QuantizationOptions(**options), torch.device("cuda"), torch.bfloat16)
 
 
 def test_the_notes_say_what_is_in_8_bits(capfd):

@@ -91,6 +91,9 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     close(residual, expected, dtype)
     close(stream.scaled, residual.double() * next_gain.double(), dtype)
     close(stream.squares.sum(0), residual.double().square().sum(1), dtype)
+    expected = residual.double() + x.double() @ exact.t()
+    assert products.product_add(x, weight, residual, None, counters, tiles) is residual  # the last layer's: no norm
+    close(residual, expected, dtype)
 
 
 def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_size, device, dtype):
@@ -192,10 +195,9 @@ def test_the_kernels_are_right_in_the_interpreter():
 
 
 @interpreted
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(("name", "group"), [("int8", None), ("int8", 128), ("fp8", None)])
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
-def test_interpreted_products_are_the_definition(shape, group, name):
+def test_interpreted_products_are_the_definition(shape, name, group):
     check_products(*shape, name, group, CPU, F32)
 
 
@@ -204,6 +206,47 @@ def test_interpreted_products_are_the_definition(shape, group, name):
 @pytest.mark.parametrize("group", [None, 128])
 def test_interpreted_split_k_gives_the_same(group, splits):
     check_products(5, 300, 40, "int8", group, CPU, F32, splits)
+
+
+@interpreted
+def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatch):
+    from beyond.quantization import products
+
+    def fail(*_):
+        raise AssertionError("multiplied in 8 bits")
+
+    monkeypatch.setattr(products, "PRODUCT_MAX_TOKENS", 4)
+    monkeypatch.setattr(products, "_product", fail)
+    x, residual, counters = torch.randn(5, 200), torch.randn(5, 40), torch.zeros(1, dtype=torch.int32)
+    weight, exact = make_weight(40, 200, "int8", 128, CPU, F32)
+    expected = x.double() @ exact.t()
+    close(products.product(x, weight), expected, F32)
+    close(products.product_add(x, weight, residual.clone(), None, counters), residual + expected, F32)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        ("qwen2-tiny", {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"}),
+        ("qwen3-tiny", {"kv_cache_dtype": "int8"}),
+        ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}),
+    ],
+)
+def test_interpreted_whole_models_give_the_references_tokens(preset, options, monkeypatch):
+    import beyond.quantization
+    from beyond.quantization import SamplingParams, fused_layers
+
+    prompts, params = [[5, 6, 7] * 3, [9, 10]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    options |= {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 4}
+    expected = beyond.quantization.LLM(f"random:{preset}", **options).generate(prompts, params, False)
+    llm = beyond.quantization.LLM(f"random:{preset}", **options)
+    model = llm.runner.model
+    monkeypatch.setattr(fused_layers, "SKINNY_GEMM_MAX_TOKENS", 8)  # prefill in nine launches per layer, decode in six
+    fused_layers.use_kernels(model)
+    fused_layers.fuse_layers(model, model.layers[0].self_attn.backend)
+    found = llm.generate(prompts, params, False)
+    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
 
 
 @interpreted
@@ -219,6 +262,27 @@ def test_interpreted_attention_is_the_reference(batch, heads, name):
 def test_interpreted_store_is_the_reference(heads, norm):
     """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""
     check_store("int8", 2, 24, CPU, F32, heads, norm)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 33, 64, 128, 256])
+def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, group, monkeypatch):
+    pytest.importorskip("triton")
+    from beyond.quantization import fused_layers, products
+
+    monkeypatch.setattr(products, "_chip", lambda device: (132, 233472))  # multiprocessors, bytes of shared memory
+    choose = products.choose_tiles.__wrapped__
+    for rows, columns in [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584)]:
+        for height, splits in (1, False), (2, False), (1, True):
+            tiles = choose(rows, columns, tokens, 2, group, CUDA, height, splits)
+            assert tiles.rows * height >= 16 * tiles.warps, "a warp multiplies 16 rows"
+            assert tiles.columns == group or not group, "a tile has one scale per row"
+            block_m = products._token_block(tokens)
+            assert tiles.stages >= 2 and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= 233472
+            programs = -(-rows // tiles.rows) * -(-tokens // block_m)
+            assert tiles.splits == 1 or splits and programs <= fused_layers.MAX_TILES
+            cut = tiles.splits == 8 or columns // (tiles.columns * tiles.splits) < 4  # as far as it may be
+            assert not splits or cut or programs * tiles.splits >= 132
 
 
 @pytest.mark.gpu
