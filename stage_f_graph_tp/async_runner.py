@@ -4,7 +4,7 @@ A sampled token stays on the device: `last_tokens` has one entry per batch slot,
 reads it. The host gets a copy, but nothing on the device waits for the host to send it back. So `launch` enqueues a
 step's work and returns at once, and `InFlight.wait` fetches the tokens when they are needed.
 
-The step's input travels in one copy (`step_input.py`), built with no loop over the requests (`input_batch.py`).
+The step's input travels in one copy (`step_input.py`), built with no loop over tokens or decodes (`input_batch.py`).
 """
 
 from __future__ import annotations

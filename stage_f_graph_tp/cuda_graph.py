@@ -128,8 +128,8 @@ class DecodeGraphs(StepGraphs):
             return shape
         return self.shapes[bisect_left(self._sizes, shape.num_seqs)]
 
-    def pad(self, host: StepInput, count: int) -> StepInput:
-        """Make all rows after the first `count` padding; returns views of the others, for the step to fill in."""
+    def pad(self, host: StepInput, count: int) -> None:
+        """Make all rows after the first `count` padding. The step fills in the others."""
         host.input_ids[count:] = 0
         host.positions[count:] = 0
         host.slot_mapping[count:] = -1
@@ -141,8 +141,6 @@ class DecodeGraphs(StepGraphs):
         host.temperatures[count:] = 0
         host.noise_keys[count:] = 0
         host.block_tables[count:] = -1
-        live = StepInput(*(array[:count] for array in host))
-        return live._replace(cu_seqlens_q=host.cu_seqlens_q[: count + 1])
 
 
 def _used_bytes(device: torch.device) -> int:
