@@ -11,16 +11,16 @@ goes is said in `excerpts.py`.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import excerpts, micro, tables
+from benchmarks.front import front_page
 from benchmarks.groups import Group, group_results
+from benchmarks.pictures.rates import plot_rates
 from benchmarks.pictures.roofline import draw_roofline
-from benchmarks.plot import plot_rates
 from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, load_all, mixture
 from benchmarks.tables import STAGE_PACKAGES
 from benchmarks.text import markdown
@@ -118,18 +118,6 @@ def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
     for marker, study in (("ablation", "stage-b"), ("ablation-f", "stage-f"), ("tp", "ranks")):
         found[marker] = [line for g in groups if g.study == study for line in tables.study_table(g)]
     return found
-
-
-def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
-    """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
-    lines, shown = [], [group for group in groups if not group.study]
-    for group in shown if readme.parent.name == "benchmarks" else shown[:1]:
-        language, folder = "zh" if "zh" in readme.name else "en", "../" * (readme.parent.name == "benchmarks")
-        lines += [*tables.caption(group), *tables.front_table(group, language, folder), ""]
-        for path in (path for path in pictures if path.stem == group.slug):
-            link = Path(os.path.relpath(path, readme.parent)).as_posix()
-            lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]
-    return lines
 
 
 def soak_table(results: list[dict]) -> list[str]:

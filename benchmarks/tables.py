@@ -1,4 +1,4 @@
-"""The tables of engines: the front page's, a stage's, a study's, the overview that a run prints, and every figure."""
+"""The tables of engines: a stage's, a study's, the overview that a run prints, and every figure."""
 
 from __future__ import annotations
 
@@ -50,37 +50,7 @@ STAGE_COLUMNS = {
     "stage_c_fused_mlp": (STEP, FAR, LAUNCHES, START), "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
     "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE), "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }  # fmt: skip
-FRONT_ROWS = ("transformers", "A", "B", "B compiled", "C", "C compiled", "D", "E", "F")
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
-FRONT_TEXT = {  # language: the heads, and what each row adds
-    "en": (("stage", "adds", "ms per token, one request", "tokens/s under load",
-            "× the stage before: one request · load"), {
-        "transformers": "(`generate` of the library, for comparison)",
-        "A": "prefill and decode with a KV cache",
-        "B": "static cache, SDPA, fewer synchronisations",
-        "B compiled": "`torch.compile`",
-        "C": "the MLP as one CUDA kernel",
-        "C compiled": "`torch.compile`",
-        "D": "a model of our own, paged KV cache, batches",
-        "E": "continuous batching",
-        "F": "CUDA graphs, overlap, fused kernels",
-        "elsewhere": "(measured elsewhere, same workload)",
-        "floor": "(weights and KV cache read once)",
-    }),
-    "zh": (("阶段", "增加了什么", "单个请求，毫秒/token", "高负载，token/秒", "× 前一阶段：单个请求 · 高负载"), {
-        "transformers": "（库自带的 `generate`，作对比）",
-        "A": "带 KV cache 的预填充与解码",
-        "B": "静态缓存、SDPA、更少的同步",
-        "B compiled": "`torch.compile`",
-        "C": "MLP 融合成一个 CUDA kernel",
-        "C compiled": "`torch.compile`",
-        "D": "自己写的模型、分页 KV cache、批处理",
-        "E": "连续批处理",
-        "F": "CUDA graph、重叠调度、融合 kernel",
-        "elsewhere": "（在别处测量，负载相同）",
-        "floor": "（权重与 KV cache 各读一次）",
-    }),
-}  # fmt: skip
 
 
 def overview_columns(group: Group) -> list[Column]:
@@ -91,11 +61,6 @@ def overview_columns(group: Group) -> list[Column]:
     return [column for column in columns if group.workload(column.workload)]
 
 
-def front_rows(group: Group) -> list[str]:
-    """The engines of the front page: the stages, and what was measured elsewhere."""
-    return [engine for engine in group.engines if engine in FRONT_ROWS or engine in group.elsewhere]
-
-
 def gain(group: Group, engine: str, column: Column, before: str = "") -> str:
     """How many times as fast as another engine; by default the stage before, eager or compiled as this one is."""
     value = group.median(engine, column.workload, column.figure)
@@ -103,27 +68,6 @@ def gain(group: Group, engine: str, column: Column, before: str = "") -> str:
     if not value or not base:
         return "–"
     return times(value / base if column.figure.endswith("_per_s") else base / value)
-
-
-def front_table(group: Group, language: str, folder: str = "") -> list[str]:
-    """Stage, what it adds, one request, load, and both against the stage before.
-
-    Args:
-        folder: the path to the folders of the stages from where the table is shown, for example `../`.
-    """
-    (heads, adds_of), body = FRONT_TEXT[language], []
-    for engine in front_rows(group):
-        elsewhere = engine in group.elsewhere
-        values = [number(group.median(engine, c.workload, c.figure)) for c in (STEP, LOAD)]
-        gains = " · ".join(gain(group, engine, c) for c in (STEP, LOAD)) if engine in BEFORE else ""
-        adds = adds_of["elsewhere" if elsewhere else engine]
-        package = group.rows[engine, "single"].get("package", "")
-        name = f"[{engine}]({folder}{package}/README.md)" if package.startswith("stage_") else engine
-        body.append([f"*{engine}* †" if elsewhere else name, adds, *values, gains])
-    floor = [number(group.floor(c.workload, c.figure)) for c in (STEP, LOAD)]
-    body.append(["*floor*", adds_of["floor"], *floor, ""])
-    lines = markdown(heads, body)
-    return [lines[0], "|---|---|---:|---:|---:|", *lines[2:], *notes(group, front_rows(group), ("single", "mixed"))]
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:

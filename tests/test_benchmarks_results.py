@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks import report, results
 from benchmarks.figures import TimedCall, figures
+from benchmarks.front import front_table
 from benchmarks.groups import group_results
-from benchmarks.plot import plot_rates
+from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all
-from benchmarks.tables import front_table, study_table
+from benchmarks.tables import study_table
 from benchmarks.text import against_floor, number
 from benchmarks.workloads import make_workload, workload_names
 

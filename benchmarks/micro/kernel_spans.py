@@ -209,12 +209,12 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     body.append(["**whole step**", *(f"**{sum(parts.values()):.0f}**" for parts in accounts)])
     what = f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down"
     lines = [*markdown(["part of the step", *own], body), "", caption(results[0], what)] if own else []
-    drawn = draw(results)
+    has_prefill = any(name.startswith("stage F, eager prefill") for name in recordings)
     return {
         "step-account": lines,
         "step-parts": ["![The parts of a decode step, from a graph, one after another](parts.png)"],
         "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
-        "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * ("prefill.png" in drawn),
+        "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * has_prefill,
     }
 
 

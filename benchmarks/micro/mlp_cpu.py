@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.tables import markdown
+from benchmarks.text import markdown
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
 

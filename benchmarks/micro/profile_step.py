@@ -7,14 +7,11 @@ Recording makes each operator slower, so shares mean more than microseconds.
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.micro import caption
+from benchmarks.recording import trace_events
 from benchmarks.text import markdown
 from stage_d_paged import LLM, SamplingParams
 
@@ -48,10 +45,7 @@ def record(llm: LLM) -> dict:
         for _ in range(STEPS):
             with torch.profiler.record_function("step"):
                 llm.step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
+    events = trace_events(profiler)
     steps = [e for e in events if e["name"] == "step" and e["cat"] == "user_annotation"]
     averages = [a for a in profiler.key_averages() if a.key.startswith(("aten::", "six_engines::"))]
     averages.sort(key=lambda a: -a.self_cpu_time_total)
@@ -94,11 +88,11 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """One layer on a time axis, outermost operators coloured by kind."""
-    from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain
+    from benchmarks.pictures.charts import new_panel
+    from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, finish
 
     layer = results[0]["layer"]
-    figure = new_figure(11, 2.9)
-    axes = figure.subplots()
+    figure, axes = new_panel(11, 2.9, "µs since the layer began", grid="x")
     colours, lanes = (BLUE, GREEN, ORANGE, GREY), range(len(KINDS))
     for lane, (kind, _), colour in zip(lanes, KINDS, colours, strict=True):
         spans = [(start, length) for name, start, length in layer if kind_of(name) == kind]
@@ -108,12 +102,10 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.invert_yaxis()
     whole = layer[-1][1] + layer[-1][2]
     axes.set_xlim(0, whole)
-    axes.set_xlabel("µs since the layer began")
     busy = sum(length for _, _, length in layer)
     axes.set_title(
         f"One layer of a decode step: operators take {busy / whole:.0%} of its time, Python the rest", loc="left"
     )
-    plain(axes, "x")
     return {"profile.png": finish(figure, "the operators of one decoder layer on a time axis, by kind").png}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.floor import Ceilings, ModelCost
 from benchmarks.groups import Group
 from benchmarks.pictures.picture import finish, new_figure, plain
-from benchmarks.plot import colour_of
+from benchmarks.pictures.rates import colour_of
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import DTYPES, resolve
 

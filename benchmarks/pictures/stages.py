@@ -11,7 +11,7 @@ from importlib import import_module
 from benchmarks.groups import Group
 from benchmarks.pictures.charts import draw_bars
 from benchmarks.pictures.picture import Picture, finish, new_figure, plain
-from benchmarks.plot import colour_of, plot_rates
+from benchmarks.pictures.rates import colour_of, plot_rates
 from benchmarks.text import number
 from stage_a_naive import SamplingParams
 from stage_a_naive.frontend import Frontend

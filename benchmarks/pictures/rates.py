@@ -10,9 +10,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.front import front_rows
 from benchmarks.groups import Group
 from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, RED, SKY, YELLOW, finish, new_figure, plain
-from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows, gain
+from benchmarks.tables import BEFORE, LOAD, STEP, Column, gain
 from benchmarks.text import number, times
 
 COLOURS = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}
