@@ -37,6 +37,11 @@ class Counters:
     num_finished: int = 0
     num_aborted: int = 0  # those that failed are among them
 
+    @property
+    def num_run_prefill_tokens(self) -> int:
+        """Those computed for the first time and those computed again."""
+        return self.num_prefill_tokens + self.num_recomputed_tokens
+
 
 class LiveRequests:
     """What waits and runs in an engine. `Engine` adds the steps.

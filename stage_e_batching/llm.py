@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from os import PathLike
 
 import torch
@@ -138,17 +137,15 @@ class LLM(Frontend):
         """
         self._check_usable()
         counters = self.engine.counters
-        before = replace(counters)
+        prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
         events = self.engine.step()
         self._finished += [(event.request_id, event.output["token_ids"]) for event in events if event.output]
         for event in events:
             if event.error is not None:
                 raise event.error
-        prefilled = counters.num_prefill_tokens - before.num_prefill_tokens
-        prefilled += counters.num_recomputed_tokens - before.num_recomputed_tokens
-        decoded = counters.num_generated_tokens - before.num_generated_tokens
         finished, self._finished = self._finished, []
-        return finished, prefilled or -decoded
+        prefilled = counters.num_run_prefill_tokens - prefilled
+        return finished, prefilled or decoded - counters.num_generated_tokens
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned all requests that were added."""
