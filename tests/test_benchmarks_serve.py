@@ -99,9 +99,9 @@ def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
         assert (figures["completed"], figures["output_tokens"]) == (12, 72) and figures["request_goodput"] > 0
         assert all(len(one["arrivals"]) == 6 for one in result["answers"]) and "a key" not in file.read_text()
         assert "E2EL" in capsys.readouterr().out
-        server.llm.max_unfinished = 2
-        assert main(load) == 1  # all at once: most are sent away
-        assert "failed: status 429" in capsys.readouterr().err
+        server.llm.draining = True
+        assert main(load) == 1
+        assert "failed: status 503" in capsys.readouterr().err
         assert main([*load, "--prefix-len", "20"]) == 2
     assert_idle(llm)
     llm.close()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 
@@ -20,9 +19,10 @@ from serving import assert_idle, running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 import stage_f_graph_tp  # noqa: E402
-from beyond.serving import AsyncLLM  # noqa: E402
+from beyond.serving import AsyncLLM, event_stream  # noqa: E402
 from beyond.serving.async_llm import QueueFull  # noqa: E402
 from beyond.serving.engine_loop import EngineClosed  # noqa: E402
+from beyond.serving.sse import frame  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
 QUESTION = "What is a KV cache?"
@@ -70,26 +70,33 @@ def post_bytes(body: dict) -> bytes:
     return f"{head}\r\n\r\n".encode() + text
 
 
+def run_steps(server, llm, count: int) -> None:
+    """Run this many steps of a paused engine, as soon as it has something to do."""
+    wait_until(llm.engine.has_unfinished)
+    for _ in range(count):
+        before = llm.engine.counters.num_steps
+        server.llm.engine_loop.single_step()
+        wait_until(lambda before=before: llm.engine.counters.num_steps > before)
+
+
 # ---- clients that leave ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])
 def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, streams):
-    counters = llm.engine.counters
-    before = counters.num_generated_tokens
+    loop, counters = server.llm.engine_loop, llm.engine.counters
+    steps = counters.num_steps
+    loop.pause()
     connection = connect(server)
     connection.sendall(post_bytes(LONG | {"stream": streams, "n": 2}))
-    wait_until(lambda: counters.num_generated_tokens > before + 6)
-    server.llm.engine_loop.pause()
-    wait_until(lambda: server.llm.engine_loop.paused)
-    assert llm.engine.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
-    steps = counters.num_steps
-    connection.close()
     try:
+        run_steps(server, llm, 3)
+        assert llm.engine.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
+        connection.close()
         wait_until(lambda: llm.engine.stats()["num_used_blocks"] == 0)
     finally:
-        server.llm.engine_loop.resume()
-    assert counters.num_steps <= steps + 2 and server.llm.num_unfinished == 0
+        loop.resume()
+    assert counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
 
 
 def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
@@ -109,15 +116,16 @@ def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
 
 def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
     chance = random.Random(0)
-    request = post_bytes({"prompt": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True})
+    request = post_bytes(LONG)
     whole = post_bytes({"prompt": QUESTION, "max_tokens": 8})
 
     def drop(i: int) -> None:
         with suppress(OSError), connect(server) as connection:
             data = request if i % 2 else whole
-            connection.sendall(data[: chance.choice([0, 20, len(data) - 3, len(data), len(data), len(data)])])
-            connection.settimeout(chance.choice([0.001, 0.01, 0.03]))
-            connection.recv(chance.choice([1, 200, 2000]))
+            sent = chance.choice([0, 20, len(data) - 3, len(data), len(data), len(data)])
+            connection.sendall(data[:sent])
+            connection.settimeout(chance.choice([0.001, 0.01, 30 if sent == len(data) else 0.03]))
+            connection.recv(chance.choice([1, 200, 2000]))  # 30 s: until something comes
             if i % 3 == 0:  # an abrupt end: the kernel sends a reset
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
@@ -133,17 +141,24 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
 # ---- clients that read slowly, fail, or are too many ----------------------------------------------------------------
 
 
-def test_a_slow_reader_holds_nobody_up_and_loses_nothing(server, llm, client):
-    connection = connect(server, receive_buffer=4096)
-    connection.sendall(post_bytes(LONG | {"max_tokens": 600, "logprobs": 20}))  # more than the buffers on the way hold
-    for _ in range(3):
-        assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 4}).status_code == 200
-    wait_until(lambda: not llm.engine.has_unfinished())  # it has its answer computed, and its blocks given back
-    received = b""
-    while b"data: [DONE]\n\n" not in received:
-        received += connection.recv(1 << 16)
-    connection.close()
-    assert len(received) > 500_000 and received.count(b"data: {") == 600
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm, monkeypatch):
+    framed = []
+    monkeypatch.setattr(event_stream, "frame", lambda text: framed.append(text) or frame(text))
+    with running(llm) as server:
+        [listening] = server.server.servers[0].sockets
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+        with connect(server, receive_buffer=4096) as connection:
+            ask = LONG | {"max_tokens": 200, "logprobs": 20}  # more than the buffers on the way hold
+            connection.sendall(post_bytes(ask))
+            wait_until(lambda: framed)
+            others = {"prompt": QUESTION, "max_tokens": 4}
+            assert httpx.post(f"{server.url}/v1/completions", json=others, timeout=60).status_code == 200
+            wait_until(lambda: not llm.engine.has_unfinished())  # its answer is computed, and its blocks are given back
+            assert len(framed) < 200  # but cannot be sent
+            received = b""
+            while b"data: [DONE]\n\n" not in received:
+                received += connection.recv(1 << 16)
+    assert len(framed) == received.count(b"data: {") == 200
 
 
 def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back(server, llm, client):
@@ -215,6 +230,7 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
 
         async with aclosing(many.stream(QUESTION, endless)) as stream:
             assert await anext(stream)  # it has a batch slot; of the four that follow, one waits
+            many.engine_loop.pause()
             cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
             while many.num_unfinished < 5:
                 await asyncio.sleep(0.01)
@@ -227,8 +243,9 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
             await cancelled
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
 
-        left = asyncio.create_task(many.generate([QUESTION], endless))
-        await asyncio.sleep(0.05)
+        left = asyncio.create_task(many.generate([QUESTION], endless))  # still paused: it will not end
+        while not many.num_unfinished:
+            await asyncio.sleep(0.01)
         assert not await many.drain(0.01)
         await many.close()
         with pytest.raises(EngineClosed):
@@ -248,32 +265,28 @@ async def joined(pieces) -> str:
 
 def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm):
     with running(llm, deadline=30) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        first = threading.Event()
-
-        def read() -> list[str]:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"max_tokens": 200}) as response:
-                lines = []
-                for line in response.iter_lines():
-                    first.set()
-                    lines.append(line)
-                return [line for line in lines if line]
-
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(read)
-            assert first.wait(30)
+        loop = server.llm.engine_loop
+        loop.pause()
+        ask = LONG | {"max_tokens": 20}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as response:
+            run_steps(server, llm, 2)
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
             server.server.handle_exit(15, None)
             wait_until(lambda: server.llm.draining)
             refused = client.post("/v1/completions", json={"prompt": QUESTION})
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
             assert client.get("/health").status_code == 503
-            assert len(answer.result(60)) == 201
+            loop.resume()
+            *others, done = [line for line in lines if line]
+            assert len(others) == 19 and done == "data: [DONE]"
         wait_until(lambda: not server.thread.is_alive())
 
 
 def test_what_takes_longer_than_the_deadline_is_told_so(llm):
     with running(llm, deadline=0.05) as server, ThreadPoolExecutor(1) as pool:
-        ask = LONG | {"max_tokens": 4000}
-        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60)
+        server.llm.engine_loop.pause()
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=60)
         wait_until(lambda: llm.engine.has_unfinished())
         server.server.handle_exit(15, None)
         *_, error, done, _ = answer.result(60).text.split("\n\n")

@@ -24,7 +24,7 @@ DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "gra
 
 @pytest.fixture(scope="module")
 def llm():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=2, num_kvcache_blocks=16, kvcache_block_size=16)
+    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=2, num_kvcache_blocks=8, kvcache_block_size=16)
     yield llm
     llm.close()
 
@@ -76,24 +76,27 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
     idle = read(server)
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [idle[f"vllm:{name}"] for name in names] == [0, 0, 0]
-    ask = {"prompt": PROMPT, "max_tokens": 190, "ignore_eos": True, "n": 3}  # 15 of 16 blocks each
+    ask = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "n": 3}  # 7 of 8 blocks each
+    loop = server.llm.engine_loop
+    loop.pause()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60) as response:
+        loop.single_step()
         lines = response.iter_lines()
         next(lines)
-        server.llm.engine_loop.pause()
-        wait_until(lambda: server.llm.engine_loop.paused)
         busy = read(server)
         assert busy["vllm:num_requests_running"] + busy["vllm:num_requests_waiting"] == 3
         assert busy["vllm:num_requests_running"] == llm.engine.scheduler.num_running >= 1
-        assert busy["vllm:kv_cache_usage_perc"] == llm.engine.scheduler.block_manager.num_used / 16 > 0
-        server.llm.engine_loop.resume()
+        assert busy["vllm:kv_cache_usage_perc"] == llm.engine.scheduler.block_manager.num_used / 8 > 0
+        loop.resume()
         for _ in lines:
             pass
     after = read(server)
     assert after["vllm:num_preemptions_total"] > idle["vllm:num_preemptions_total"]
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60) as response:
-        next(response.iter_lines())
+    loop.pause()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60):
+        pass  # it leaves
     wait_until(lambda: read(server)["vllm:request_success_total/abort"] == 3)
+    loop.resume()
 
 
 def test_a_histogram_counts_every_value_at_its_limit_or_below():
