@@ -193,6 +193,19 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_wa
     assert engine.counters.num_accepted_tokens == 24
 
 
+def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
+    engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 300}, max_model_len=1200)
+    engine.drafter = Switched()
+    engine.add_request(make_request(0, [5, 6, 7], 1000, ignore_eos=True), streams=False)
+    while engine.has_unfinished():
+        engine.step()
+    counters = engine.counters
+    assert counters.num_accepted_tokens == 0 and counters.num_steps == 1000
+    # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
+    # is known.
+    assert counters.num_verifications == 12 and counters.num_draft_tokens == 12 * DRAFT
+
+
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
     engine = make_engine(error_rate=0.5, **POOL)
     engine.drafter, manager = Switched(), engine.scheduler.block_manager

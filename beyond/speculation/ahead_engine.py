@@ -76,7 +76,8 @@ class AheadEngine(SpeculativeEngine):
             sequence.num_right = len(sequence.token_ids) - before - 1
             self.counters.num_accepted_tokens += sequence.num_right
             if sequence.state is State.DECODING:
-                sequence.settle()
+                if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
+                    sequence.settle()
                 self.scheduler.settle(sequence)
 
     def _append(

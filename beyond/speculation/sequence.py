@@ -34,6 +34,11 @@ class SpeculativeSequence(AheadSequence):
     memory: object = None  # what its drafter keeps of it
 
     @property
+    def is_pausing(self) -> bool:
+        """Whether it makes no drafts because it lost."""
+        return len(self.token_ids) < self.resume_at
+
+    @property
     def may_draft(self) -> bool:
         """Whether drafts are allowed now.
 
@@ -42,7 +47,7 @@ class SpeculativeSequence(AheadSequence):
         """
         request = self.request
         return (
-            len(self.token_ids) >= self.resume_at
+            not self.is_pausing
             and self.completion.num_remaining_tokens > 1
             and not request.params.needs_penalties
             and request.sampling_fn is None
