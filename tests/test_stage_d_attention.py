@@ -113,6 +113,13 @@ def test_reference_equals_the_definition(batch, heads, kv_heads, head_dim):
     check(pick_backend("reference", CPU, torch.float32, head_dim), make_batch(*batch, heads, kv_heads, head_dim, 16))
 
 
+@pytest.mark.parametrize("name", [name for name in BATCHES if "padding" in name])
+def test_reference_reads_no_table_of_a_row_without_context(name):
+    batch = make_batch(*BATCHES[name], 4, 2, 64, 16)
+    batch[3].block_tables[batch[3].context_lens == 0] = 2**30  # what a step before left there
+    check(pick_backend("reference", CPU, torch.float32, 64), batch)
+
+
 def test_reference_store_writes_its_slots_and_no_other():
     check_store(pick_backend("reference", CPU, torch.float32, 64), CPU, torch.float32, 3, 64)
 

@@ -6,6 +6,7 @@ A `RankGroup` is an object and not global, so the ranks of most tests here are t
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,7 @@ from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.layers import Embedding
-from stage_d_paged.runtime import build_model
+from stage_d_paged.runtime import Runtime, build_model
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
 from stage_f_graph_tp import rank_runner
@@ -232,7 +233,24 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch
         for rank in range(2)
     ]
     job = Job.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))
+    events, connecting, load, connect = [], threading.Event(), Job.load, RankGroup.connect
+
+    def slow_load(job: Job, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
+        runtime = load(job, options, device, group)
+        if group.rank == 1:
+            connecting.wait(0.3)  # rank 0 would have gone on by then, but must not
+        events.append("loaded")
+        return runtime
+
+    def noted_connect(group: RankGroup) -> None:
+        connecting.set()
+        events.append("connects")
+        connect(group)
+
+    monkeypatch.setattr(Job, "load", slow_load)
+    monkeypatch.setattr(RankGroup, "connect", noted_connect)
     with ThreadPoolExecutor(2) as pool:
         runners = [runner for _, runner in pool.map(partial(build_rank, job), meetings)]
+    assert events == ["loaded"] * 2 + ["connects"] * 2, "a collective is entered when all ranks will enter it"
     assert [runner.kv_cache.num_blocks for runner in runners] == [30, 30]
     assert {runner.kv_cache.tensor.shape[-2] for runner in runners} == {1}, "one of the two KV heads each"

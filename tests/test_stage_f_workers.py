@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.model_runner import GraphModelRunner
-from stage_f_graph_tp.rank_runner import Job, StepCommand, WatchedInFlight, build_rank
+from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight, build_rank
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
@@ -69,14 +70,15 @@ def one_rank() -> stage_e_batching.LLM:
     return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
 
 
-SIZES = [1, 2, 4]  # batch sizes with a recorded step; larger ones run eagerly
+SIZES = [1, 2, 4]  # batch sizes with a recorded decode step; larger ones run eagerly
+PREFILLS = [8, 20]  # numbers of tokens with a recorded step
 RECORDER = EagerRecorder()
 
 
 def build_recording_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Stage F's `build_worker`, with steps recorded as on a GPU."""
     runner = build_rank(Job(**json.loads(message)), rendezvous)[1]
-    runner.capture(RECORDER, SIZES)
+    runner.capture(RECORDER, SIZES, PREFILLS)
     return runner.execute_command
 
 
@@ -86,7 +88,7 @@ def two_ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_runner, "build_worker", build_recording_worker)
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
-    llm.runner.capture(RECORDER, SIZES)
+    llm.runner.capture(RECORDER, SIZES, PREFILLS)
     llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     yield llm
     llm.close()
@@ -122,7 +124,7 @@ def test_greedy_and_plainly_sampled_tokens_need_no_gathered_logits_and_no_broadc
         patch.setattr(two_ranks.runner.group, "broadcast", None)
         found = ids(two_ranks.generate(PROMPTS, params, False))
     assert found == ids(one_rank.generate(PROMPTS, params, False))
-    assert set(RECORDER.replays - replays) == set(SIZES)
+    assert set(RECORDER.replays - replays) == {*SIZES, "8 tokens", "20 tokens"}
 
 
 def test_a_sampler_that_raises_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks, monkeypatch):
@@ -378,6 +380,31 @@ def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
     workers._failing.wait(SECONDS)
     with pytest.raises(WorkerError, match="rank 1 of 2 died"):
         step.wait()
+
+
+def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
+    monkeypatch.setattr(rank_runner, "STEP_SECONDS", 0.0)
+    never = SimpleNamespace(query=lambda: False)
+    step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), never, puppets(2))
+    with pytest.raises(WorkerError, match="the ranks did not finish a step within 0 s"):
+        step.wait()
+
+
+def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error(puppets):
+    runner = object.__new__(RankRunner)
+    runner.workers = puppets(2)
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"), runner.in_step(DIE.encode()):
+        runner._sampling_failed = True
+        runner.workers._failing.wait(SECONDS)
+        raise ZeroDivisionError
+
+
+def test_only_rank_0_reports(capsys):
+    for rank in range(3):
+        runner = object.__new__(RankRunner)
+        runner.group = SimpleNamespace(rank=rank)
+        runner._report(f"from rank {rank}")
+    assert capsys.readouterr().err == "from rank 0\n"
 
 
 def test_a_step_travels_as_numbers_and_bytes_of_the_right_length():

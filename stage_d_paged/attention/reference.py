@@ -119,7 +119,8 @@ def _decode(
     positions = torch.arange(longest, device=query.device)
     # Past its end a sequence repeats its last slot, so that uninitialised memory (perhaps a NaN) is never read.
     readable = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # [seqs, longest]
-    blocks = block_tables.gather(1, readable // block_size).clamp(min=0)
+    # A sequence without context (padding) may have anything in its table, and reads block 0.
+    blocks = block_tables.gather(1, readable // block_size).masked_fill((context_lens == 0)[:, None], 0)
     slots = (blocks.long() * block_size + readable % block_size).flatten()
     # index_select, because on a CPU it is several times as fast as keys[slots]: it copies whole rows.
     keys = k_cache.flatten(0, 1).index_select(0, slots).view(seqs, longest, kv_heads, head_dim)
