@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,8 +33,9 @@ from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSou
 from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.rank_runner import Job, build_rank
+from stage_f_graph_tp.tensor_parallel import rank_group
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding, build_sharded_model, check_divisible
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -94,6 +96,29 @@ def test_the_three_collectives():
         assert residual.tolist() == [[6.5] * 3] * 2
         assert gathered.tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 2
         assert told.tolist() == [5, 5]
+
+
+def test_a_rank_may_be_late_for_a_collective_and_none_begins_after_the_ranks_were_released():
+    def work(group: RankGroup) -> torch.Tensor:
+        if group.rank == 1:
+            time.sleep(2 * rank_group.CONNECT_TIMEOUT.total_seconds())
+        total = group.all_reduce(torch.ones(1))
+        group._released = True  # what an abort sets
+        with pytest.raises(RuntimeError, match="the other ranks have been released"):
+            group.broadcast(total)
+        return total
+
+    assert on_ranks(2, work) == [torch.tensor([2.0])] * 2
+
+
+def test_under_torchrun_the_number_of_processes_is_checked_and_a_gpu_is_this_machines(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="tensor_parallel_size=4, but torchrun started 8 processes"):
+        open_rendezvous(4, "tensor_parallel_size=4")
+    place = Rendezvous(dist.HashStore(), 5, 8, is_torchrun=True)
+    assert place.device(torch.device("cuda")) == torch.device("cuda", 1)
+    assert place.device(CPU) == CPU
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -169,6 +169,7 @@ def interruptible():
 
 
 def test_ctrl_c_costs_its_call_and_leaves_the_ranks_in_step(one_rank, two_ranks, interruptible):
+    os.kill(two_ranks.runner.workers._processes[1].pid, signal.SIGINT)  # a terminal sends it to all processes
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -348,6 +349,22 @@ def test_the_rank_that_died_is_named_though_others_notice_first(puppets):
     ranks = puppets(4)
     ranks.send(f"if rank == 3: time.sleep(0.1); {DIE}\nelse: {REPORT}".encode())
     assert raised_by(ranks).startswith("rank 3 of 4 died (SIGKILL)")
+
+
+def test_a_rank_that_exits_is_named_with_its_code_also_where_it_broke_a_collective(puppets):
+    ranks = puppets(3)
+    with pytest.raises(WorkerError, match=r"rank 2 of 3 died \(exit code 7\)"), ranks.needed():
+        ranks.send(b"if rank == 2: os._exit(7)")
+        ranks._failing.wait(SECONDS)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_ranks_share_the_cores_and_only_rank_0_shows_progress(puppets, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    ranks = puppets(2)
+    names = ("OMP_NUM_THREADS", "TQDM_DISABLE")
+    ranks.send(f"connection.send_bytes(' '.join(map(os.environ.get, {names})).encode())".encode())
+    assert raised_by(ranks).endswith("\n4 1")
 
 
 def test_the_rank_that_raised_is_named_with_its_report(puppets, tmp_path):
