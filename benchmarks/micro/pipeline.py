@@ -2,7 +2,7 @@
 
 *Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
 that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
-hosts really put on the cable between them, counted by the kernel; it needs root (`benchmarks/two_hosts.py`).
+hosts really put on the cable between them, counted by the kernel; it needs root (`beyond/scale_out/two_hosts.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import two_hosts
 from benchmarks.micro import caption
 from benchmarks.pictures.pipeline import draw_stages
 from benchmarks.text import markdown
-from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out import two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Request
+from beyond.scale_out.unit_stages import counted_spans
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Sampled
-from stage_e_batching.step import ScheduledStep
 
 README, MARKERS = "beyond/scale_out", ("idle", "stages-speed", "bytes-sent")
 STAGES, SAMPLES = 2, 3
@@ -48,55 +43,10 @@ def measure(
     return {"rows": rows, "model": model}
 
 
-class UnitStages:
-    """Stages that take one unit of time for every step, on a clock of their own. It makes up its tokens."""
-
-    def __init__(self, num_stages: int) -> None:
-        self.now = 0.0
-        self.free = [0.0] * num_stages  # when each stage has done what it was given
-        self.spans: list[list[dict[str, object]]] = [[] for _ in range(num_stages)]
-
-    def launch(self, step: ScheduledStep) -> UnitStep:
-        arrived = self.now
-        for stage, spans in enumerate(self.spans):
-            start = max(arrived, self.free[stage])
-            arrived = self.free[stage] = start + 1
-            spans.append({"step": len(spans), "work": "layers", "start": start, "end": arrived})
-        return UnitStep(self, arrived, Sampled([1] * sum(step.samples)))
-
-
-class UnitStep:
-    """A step on its way through `UnitStages`."""
-
-    def __init__(self, stages: UnitStages, arrives: float, sampled: Sampled) -> None:
-        self.stages, self.arrives, self.sampled = stages, arrives, sampled
-
-    def wait(self) -> Sampled:
-        if self.sampled.token_ids:
-            self.stages.now = max(self.stages.now, self.arrives)
-        return self.sampled
-
-
-def counted_spans(work: str, batches: int, stages: int = STAGES) -> list[list[dict[str, object]]]:
-    """Busy times of `UnitStages`: many requests that decode, or one prompt in `batches` chunks."""
-    decode = work == "decode"
-    requests, prompt, answer = (8, 1, 64) if decode else (1, 8 * batches, 1)
-    scheduler = PipelineScheduler(
-        num_micro_batches=batches, num_blocks=400, block_size=8, max_num_seqs=8, max_num_batched_tokens=8
-    )
-    runner, tokenizer = UnitStages(stages), load_tokenizer(resolve("tutor"))
-    engine = PipelineEngine(scheduler, runner, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=4096)
-    for i in range(requests):
-        params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        engine.add_request(Request(i, [(i + j) % 4000 + 1 for j in range(prompt)], params, seed=i), streams=False)
-    while engine.has_unfinished():
-        engine.step()
-    return [[span | {"batch": span["step"] % batches} for span in spans] for spans in runner.spans]
-
-
 def counted_row(work: str, batches: int) -> dict[str, object]:
-    return {"study": "counted", "work": work, "batches": batches, "idle": idle_share(counted_spans(work, batches)),
-            "theory": idle_in_theory(work, batches, STAGES)}  # fmt: skip
+    idle = idle_share(counted_spans(work, batches, STAGES))
+    theory = idle_in_theory(work, batches, STAGES)
+    return {"study": "counted", "work": work, "batches": batches, "idle": idle, "theory": theory}
 
 
 def make_llm(model: str, device: str, **options: object):

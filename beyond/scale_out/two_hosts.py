@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CABLE = "cable"  # the interface's name on both hosts
 
