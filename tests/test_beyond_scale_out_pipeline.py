@@ -8,13 +8,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stage_e_batching
-from beyond.scale_out import LLM
-from beyond.scale_out.links import Position
+from beyond.scale_out import LLM, pipeline_ranks
+from beyond.scale_out.__main__ import main
+from beyond.scale_out.links import Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.spans import idle_share, read_spans
@@ -276,6 +278,46 @@ def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them(monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ValueError, match="pipeline_parallel_size=2, tensor_parallel_size=2, but there are 3 GPUs"):
         LLM("random:qwen2-tiny", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2)
+
+
+def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_scheduler_its_options(monkeypatch):
+    here = os.getpid()
+    monkeypatch.setattr(pipeline_ranks, "choose_num_blocks", lambda *_: 30 if os.getpid() == here else 20)
+    llm = staged(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_seqs=3, max_num_batched_tokens=64)
+    scheduler = llm.engine.scheduler
+    llm.close()
+    assert (llm.kv_cache.num_blocks, scheduler.block_manager.num_blocks) == (20, 20)
+    assert scheduler.block_manager.enable_prefix_caching is scheduler.enable_chunked_prefill is False
+    assert (scheduler.num_micro_batches, scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (2, 3, 64)
+
+
+def test_a_stage_that_cannot_be_built_is_an_error_that_names_it(monkeypatch):
+    here, load = os.getpid(), pipeline_ranks.PipelineJob.load_stage
+
+    def fail(self, *arguments):
+        if os.getpid() != here:
+            raise MemoryError("no room for the layers of this stage")
+        return load(self, *arguments)
+
+    monkeypatch.setattr(pipeline_ranks.PipelineJob, "load_stage", fail)
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 failed.*no room for the layers of this stage"):
+        staged()
+
+
+def test_a_stage_that_died_is_one_line_on_the_command_line(monkeypatch, capsys):
+    def run(*_):
+        raise WorkerError("rank 1 of 2 died")
+
+    monkeypatch.setattr("beyond.scale_out.__main__.run", run)
+    assert main() == 2
+    assert capsys.readouterr().err == "error: rank 1 of 2 died\n"
+
+
+def test_the_waits_in_all_groups_end_together():
+    stopped: list[str] = []
+    groups = [SimpleNamespace(stop_waiting=lambda name=name: stopped.append(name)) for name in "abc"]
+    stop_all(groups)()
+    assert stopped == ["a", "b", "c"]
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
