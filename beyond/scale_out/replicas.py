@@ -31,6 +31,7 @@ from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.protocol import Limits
 
+CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -190,11 +191,11 @@ def application(
         health_check_period_s=1,
         max_constructor_retry_count=1,  # an option that is wrong is wrong again
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
+        ray_actor_options={"num_cpus": CPUS, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
     router = serve.deployment(Router).options(
         name="Router",
         max_ongoing_requests=10_000,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
+        ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
     return router.bind(engines.bind(engine, options, max_queue, api_key, release))
