@@ -93,12 +93,28 @@ def qkv_bytes() -> float:
     return 2 * cost.hidden_size * (cost.num_attention_heads + 2 * cost.num_key_value_heads) * 64
 
 
+def bytes_left(model: str) -> str:
+    """The share of the bytes that a step of one request reads with its layers in int8."""
+    rows = [r for r in results("quantized_bytes-counted")["rows"] if (r["model"], r["batch"]) == (model, "1 × 640")]
+    read = {r["kind"]: r["weight_bytes"] + r["kv_bytes"] for r in rows}
+    return f"{read['weights'] / read['bfloat16']:.0%}"
+
+
+def tutor_format(kind: str) -> dict:
+    return next(r for r in results("quantized_quality-cpu")["rows"] if (r["model"], r["kind"]) == ("tutor", kind))
+
+
+def megabytes(kind: str) -> float:
+    return tutor_format(kind)["matrix_bytes"] / 1e6
+
+
 F32, D32 = "stage F, 32 requests", "stage F, graphs only, 32 requests"
 IDLE = ("between kernels", "waiting for the CPU")
 A, B, C = "stage_a_naive/README.md", "stage_b_decode_step/README.md", "stage_c_fused_mlp/README.md"
 D, F, KERNELS = "stage_d_paged/README.md", "stage_f_graph_tp/README.md", "stage_f_graph_tp/kernels/README.md"
 EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights before the wait"
 ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
+EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
 EXACT = {
     "kernels: the floor": (KERNELS, "must read bytes that take {} µs", lambda: [f"{layer_floor(32):.0f}"]),
@@ -128,6 +144,17 @@ EXACT = {
     "kernels: prefetch": (
         KERNELS, "{} µs without it, {} with a prefetch of every cache line and {} with one prefetch per weight row",
         lambda: [f"{tried(variant):.0f}" for variant in ("five launches", EVERY_LINE, ONE_PER_ROW)],
+    ),
+    "8 bits: the head in 16": (
+        EIGHT_BITS, "still reads {} of the bytes with Qwen2.5-0.5B and {} with Qwen2.5-7B",
+        lambda: [bytes_left("qwen2.5-0.5b"), bytes_left("qwen2.5-7b")],
+    ),
+    "8 bits: the tutor's matrices": (
+        EIGHT_BITS, "`weights int8` still has {} MB", lambda: [f"{megabytes('weights int8'):.1f}"],
+    ),
+    "8 bits: the tutor's head": (
+        QUALITY, "the matrices shrink from {} to {} MB",
+        lambda: [f"{megabytes(kind):.1f}" for kind in ("weights int8", "weights int8, head too")],
     ),
     "F: stage E's kernels": (
         F, "in stage E is {} kernels, which together run for {} ms",
@@ -166,6 +193,19 @@ ROUGH = {
     ),
     "F: floor": (
         F, "takes [more than four times its floor]", lambda: layer_step("stage D", 32) / layer_floor(32), 4, 5,
+    ),
+    "8 bits: like bfloat16": (
+        EIGHT_BITS, "int8 weights cost about twice what rounding everything to bfloat16 does",
+        lambda: tutor_format("weights int8")["kl"] / tutor_format("bfloat16")["kl"], 1.7, 2.3,
+    ),
+    "8 bits: the head's cost": (
+        QUALITY, "With the LM head in 8 bits the KL divergence doubles",
+        lambda: tutor_format("weights int8, head too")["kl"] / tutor_format("weights int8")["kl"], 1.8, 2.5,
+    ),
+    "8 bits: the head's share": (
+        EIGHT_BITS, "more than half of them are the LM head",
+        lambda: (megabytes("weights int8") - megabytes("weights int8, head too")) / 0.75 / megabytes("weights int8"),
+        0.5, 0.6,
     ),
     "kernels: small ones": (
         KERNELS, "The small kernels (pink) are a quarter of a step",

@@ -6,8 +6,9 @@ Both are symmetric: a run of numbers shares one scale, and a number is stored as
     int8   255 evenly spaced values -127 … 127. The error of a number is at most scale / 2, whatever its size, so one
            outlier makes all of its run coarse.
     fp8    e4m3: sign, 4 bits of exponent, 3 of mantissa, up to 448 (Micikevicius et al. 2022, arXiv:2209.05433). The
-           error is at most 1/16 of the number itself, and so at most 16 × scale, of those near the largest. Small
-           numbers are stored more finely than in int8, large ones more coarsely.
+           error is at most 1/16 of the number itself (or scale / 1024, of the smallest ones), and so at most
+           16 × scale, of those near the largest. Numbers below 1/14 of the largest are stored more finely than in
+           int8, all others more coarsely.
 
 A weight's run is a row of the matrix (an output feature), or 128 numbers of a row; a key's or value's is a head of one
 token.

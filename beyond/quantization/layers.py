@@ -1,8 +1,8 @@
 """Stage D's layers with 8-bit weights, and a model built of them.
 
 A matrix is quantised while it is loaded, one at a time, straight from the checkpoint's values: the model in 16 bits
-never exists in memory. On a CPU the product dequantises the matrix first (`reference_product`): right, smaller, and
-slower than no quantisation at all. On a GPU `kernels.py` replaces the product for Triton's.
+never exists in memory. On a CPU the product dequantises the matrix first (`reference_product`): correct, smaller, and
+slower than no quantisation at all. On a GPU `use_kernels` (`fused_layers.py`) sets Triton's product in its place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class QuantizedMatrix(nn.Module):
         return Quantized(self.values, self.scales)
 
     def load_rows(self, rows: slice, weights: WeightLoader, name: str) -> None:
-        """Read one of the checkpoint's matrices into some of the rows; quantise it, unless the checkpoint has."""
+        """Read a matrix of the checkpoint into some of the rows; quantise it, unless it is stored in 8 bits there."""
         values, scales = self.values[rows], self.scales[rows]
         weight = weights.read(name, tuple(values.shape)).to(values.device)
         if weights.has(f"{name}_scale"):
@@ -110,7 +110,7 @@ class QuantizedEmbedding(QuantizedMatrix):
         self.load_rows(slice(None), weights, f"{prefix}.weight")
 
     def check_copy(self, weights: WeightLoader, prefix: str) -> None:
-        """A tied checkpoint may store the table a second time as the LM head, but not another one."""
+        """Check that a second copy of a tied table, stored as the LM head, has the same values."""
         name = f"{prefix}.weight"
         copy = weights.read(name, tuple(self.values.shape)).to(self.values.device)
         same = quantize_matrix(copy, self.values.dtype, self.group_size).values
@@ -118,7 +118,7 @@ class QuantizedEmbedding(QuantizedMatrix):
             raise ModelError(f"{name} differs from the weight that the config ties it to")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        # As bytes: PyTorch looks up rows of 8-bit floats by index on no CPU.
+        # As bytes: on a CPU, PyTorch cannot look up rows of float8 by index.
         values = self.values.view(torch.int8)[input_ids].view(self.values.dtype)
         return dequantize_matrix(Quantized(values, self.scales[input_ids]), self.dtype, self.group_size)
 
@@ -150,7 +150,7 @@ def empty_model(
         model.lm_head = QuantizedEmbedding(model.lm_head, *scheme)
         model.embed_tokens = model.lm_head if tied else model.embed_tokens
     model.to_empty(device=device)
-    model.rotary = RotaryEmbedding(config, max_model_len, dtype, device)
+    model.rotary = RotaryEmbedding(config, max_model_len, dtype, device)  # computed, not loaded: made once more
     return model
 
 

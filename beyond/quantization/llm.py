@@ -4,8 +4,8 @@
 
     llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", quantization="int8", kv_cache_dtype="int8")
 
-The scheduler, the prefix cache, the graphs and the ranks are stage F's. What is exchanged is the model's matrices while
-they are loaded (`layers.py`), the pool (`kv_cache.py`), and the kernels that read them.
+The scheduler, the prefix cache, the graphs and the ranks are stage F's. Replaced are the model's matrices while they
+are loaded (`layers.py`), the pool (`kv_cache.py`), and the kernels that read them (`products.py`, `attention/`).
 """
 
 from __future__ import annotations

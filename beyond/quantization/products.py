@@ -168,7 +168,7 @@ def choose_tiles(
     programs = _ceil_div(rows * height, tall) * token_blocks
     if programs < sm_count and (block_m > 64 or not splits or 4 * programs < sm_count):
         tall, width = tall // 2, width if block_m > 32 or splits else 2 * width
-        warps = 1 if block_m == 32 else warps  # two would lie beside each other
+        warps = 1 if block_m == 32 else warps  # two would split the tokens, and both convert all weights
         programs = _ceil_div(rows * height, tall) * token_blocks
     width = group or width
     parts = 1

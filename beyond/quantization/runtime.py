@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ def load_quantized_runtime(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    build: object = build_quantized_model,
+    build: Callable[..., DecoderModel] = build_quantized_model,
 ) -> Runtime:
     """Stage D's `load_runtime`, with what the options ask for in 8 bits.
 
@@ -41,7 +42,6 @@ def load_quantized_runtime(
         ValueError: this GPU has no e4m3, or the attention backend cannot read an 8-bit cache.
     """
     _check_fp8(options, device)
-
     quantized_checkpoint = getattr(source.config, "quantization_config", None) is not None
 
     def build_model(

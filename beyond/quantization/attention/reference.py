@@ -22,7 +22,7 @@ class QuantizedReferenceAttention(ReferenceAttention):
         block_size = k_cache.values.shape[1]
         for rows, cache in (key, k_cache), (value, v_cache):
             values, scales = quantize_rows(rows[written], cache.values.dtype)  # [tokens, kv_heads, …]
-            # As bytes: PyTorch copies rows of 8-bit floats by index on no CPU.
+            # As bytes: on a CPU, PyTorch cannot write rows of float8 by index.
             cache.values.view(torch.int8).flatten(0, 1).index_copy_(0, slots, values.view(torch.int8))
             cache.scales[slots // block_size, :, slots % block_size] = scales
 
