@@ -36,7 +36,12 @@ from stage_f_graph_tp.rank_runner import Job, build_rank
 from stage_f_graph_tp.tensor_parallel import rank_group
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
-from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding, build_sharded_model, check_divisible
+from stage_f_graph_tp.tensor_parallel.sharding import (
+    ShardedWeightLoader,
+    VocabParallelEmbedding,
+    build_sharded_model,
+    check_divisible,
+)
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -89,6 +94,7 @@ def test_the_three_collectives():
         group.broadcast(told)
         residual = torch.full((2, 3), 0.5)
         assert group.all_reduce(own.clone(), residual) is residual
+        assert group.gather("who", f"rank {group.rank}") == ["rank 0", "rank 1", "rank 2"]
         return group.all_reduce(own.clone()), residual, group.all_gather(own), told
 
     for total, residual, gathered, told in on_ranks(3, work):
@@ -151,6 +157,21 @@ def test_every_token_is_looked_up_and_scored_by_exactly_one_rank(vocab, ranks):
     for rows, logits in on_ranks(ranks, work):
         assert torch.equal(rows, table)
         torch.testing.assert_close(logits, hidden @ table.T)
+
+
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 10), (2, 11), (4, 5)])
+def test_random_weights_are_the_same_for_any_number_of_ranks(ranks, vocab):
+    config = config_of("qwen2-tiny", vocab_size=vocab)
+    rows, hidden, heads = -(-vocab // ranks), config.hidden_size, config.num_heads * config.head_dim
+    for name, dim, whole, part in (
+        ("model.embed_tokens.weight", 0, (vocab, hidden), (rows, hidden)),
+        ("model.layers.0.self_attn.q_proj.bias", 0, (heads,), (heads // ranks,)),
+        ("model.layers.1.self_attn.o_proj.weight", 1, (hidden, heads), (hidden, heads // ranks)),
+    ):
+        loaders = [ShardedWeightLoader(random_weights(), config, rank, ranks) for rank in range(ranks)]
+        together = torch.cat([loader.read(name, part) for loader in loaders], dim)
+        assert torch.equal(together.narrow(dim, 0, whole[dim]), random_tensor(name, whole, 0, CPU, F32))
+        assert together.narrow(dim, whole[dim], together.shape[dim] - whole[dim]).count_nonzero() == 0
 
 
 @pytest.fixture(scope="module")
