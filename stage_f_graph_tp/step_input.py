@@ -176,10 +176,11 @@ class StepBuffers:
         if key not in self._views:
             if len(self._views) == MAX_VIEWS:  # eager steps have any number of layouts
                 self._views.clear()
-            size, host = shape.num_bytes, self._host[self._turn]
+            size = shape.num_bytes
             self._views[key] = InputViews(
-                host_views(host.numpy(), shape), device_views(self._device, shape), host[:size], self._device[:size]
-            )
+                host_views(self._arrays[self._turn], shape), device_views(self._device, shape),
+                self._host[self._turn][:size], self._device[:size],
+            )  # fmt: skip
         return self._views[key]
 
 
