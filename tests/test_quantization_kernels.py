@@ -228,7 +228,7 @@ def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matri
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        ("qwen2-tiny", {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"}),
+        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("qwen3-tiny", {"kv_cache_dtype": "int8"}),
         ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}),
     ],
