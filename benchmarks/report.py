@@ -32,6 +32,8 @@ NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m b
 def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     """Fill in all READMEs under `root` from its results files, and draw; returns what changed, or would with `check`.
 
+    A check looks for pictures that are missing. It compares none: other versions of matplotlib draw other bytes.
+
     Raises:
         ResultsError: a results file that must not be shown, or a marker that no table belongs to.
         LookupError: code that is not there any more.
@@ -62,11 +64,13 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     changed = [readme for readme, text in texts.items() if text != readme.read_text(encoding="utf-8")]
     for readme in changed if not check else ():
         readme.write_text(texts[readme], encoding="utf-8")
-    for path, png in pictures.items() if not check else ():
-        if png and not (path.is_file() and path.read_bytes() == png):
+    for path, png in pictures.items():
+        if not png or (path.is_file() and (check or path.read_bytes() == png)):
+            continue
+        changed.append(path)
+        if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png)
-            changed.append(path)
     return changed
 
 
