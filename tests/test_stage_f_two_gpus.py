@@ -59,10 +59,13 @@ def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
 def test_two_ranks_give_one_gpus_tokens(preset):
     """Not a CPU's: random weights are other ones there."""
     options = SMALL | {"num_kvcache_blocks": 64, "dtype": "float32"}
-    expected = ids(stage_e_batching.LLM(f"random:{preset}", **options).generate(PROMPTS, GREEDY, False))
+    plain = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
+    filtered = [SamplingParams(temperature=0.8, top_k=20, seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
+    single = stage_e_batching.LLM(f"random:{preset}", **options)
+    expected = [ids(single.generate(PROMPTS, params, False)) for params in (GREEDY, plain, filtered)]
     llm = stage_f_graph_tp.LLM(f"random:{preset}", tensor_parallel_size=2, **options)
     try:
-        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
+        assert [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, plain, filtered)] == expected
     finally:
         llm.close()
 
