@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,20 @@ def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: py
     assert f"{result['prefix']['with']:,}" in text
     [png] = block_waste.draw([result]).values()
     assert png.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("word", "expected"), [("ranks=2", (2,)), ("ranks=2,4", (2, 4)), ("model=a,b", (1,))])
+def test_an_option_of_several_values_takes_one_or_several(
+    word: str, expected: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(ranks: tuple[int, ...] = (1,), model: str = "") -> dict:
+        return {"rows": [{"ranks": list(ranks), "model": model}]}
+
+    study = SimpleNamespace(measure=measure, table=lambda results: {"x": []})
+    monkeypatch.setattr(micro, "study", lambda name: study)
+    assert main(["x", word, "--output", str(tmp_path / "x.json")]) == 0
+    [row] = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert tuple(row["ranks"]) == expected and row["model"] == ("a,b" if "model" in word else "")
 
 
 def test_attention_counts_every_visible_pair_twice_for_each_product() -> None:

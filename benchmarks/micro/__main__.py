@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> Path:
         raise ValueError(
             f"{args.name} has the options {', '.join(known) or 'none'}, and not {', '.join(set(options) - set(known))}"
         )
+    for name, value in options.items():  # an option that may have several values has a tuple for its default
+        if isinstance(known[name].default, tuple) and not isinstance(value, tuple):
+            options[name] = (value,)
     needs_gpu = getattr(module, "NEEDS_GPU", False)
     if needs_gpu and not torch.cuda.is_available():
         raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")

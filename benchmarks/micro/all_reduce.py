@@ -26,14 +26,15 @@ ROWS, CALLS, SAMPLES = (1, 32, 256), 100, 10
 
 
 def measure(
-    ranks: object = 2, model: str = "qwen2.5-0.5b", device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks: tuple[int, ...] = (2,),
+    model: str = "qwen2.5-0.5b",
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> dict:
     """Median seconds of the all-reduce of `[rows, hidden]`; in processes of its own, one per rank."""
     hidden, rows = preset_config(model).hidden_size, []
-    counts = [int(n) for n in str(ranks).split(",")]
-    if device == "cuda" and torch.cuda.device_count() < max(counts):
-        raise ValueError(f"{max(counts)} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
-    for size in counts:
+    if device == "cuda" and torch.cuda.device_count() < max(ranks):
+        raise ValueError(f"{max(ranks)} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
+    for size in ranks:
         for library in (False, True) if device == "cuda" else (False,):
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             with tempfile.TemporaryDirectory() as folder:

@@ -157,7 +157,7 @@ ENGINES = (
 
 
 def measure(
-    model: str = "random:qwen2.5-0.5b", requests: int | tuple[int, ...] = 1, prompts: int | tuple[int, ...] = ()
+    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1,), prompts: tuple[int, ...] = ()
 ) -> dict:
     """Decode steps and prefills of the engines.
 
@@ -166,19 +166,18 @@ def measure(
         prompts: prefill of one prompt of this many tokens (several: `prompts=128,1024`).
     """
     recordings = []
-    counts, lengths = _numbers(requests), _numbers(prompts)
     for name, engine, switches, kinds in ENGINES:
         limits = {
-            "num_kvcache_blocks": 16 * max(counts) + 64,
-            "max_num_seqs": max(8, *counts, 1),
+            "num_kvcache_blocks": 16 * max(requests) + 64,
+            "max_num_seqs": max(8, *requests),
             "max_model_len": 2048,
             "enable_prefix_caching": False,
         }
         llm = engine(model, device="cuda", **limits, **switches)
-        for rows in counts if kinds != "prefill" else ():
+        for rows in requests if kinds != "prefill" else ():
             recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
             print_account(recordings[-1])
-        for length in lengths if kinds != "decode" else ():
+        for length in prompts if kinds != "decode" else ():
             recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
             print_account(recordings[-1])
         llm.close()
@@ -186,11 +185,6 @@ def measure(
         gc.collect()
         torch.cuda.empty_cache()
     return {"model": model, "rows": to_rows(recordings)}
-
-
-def _numbers(option: int | tuple[int, ...]) -> tuple[int, ...]:
-    """One number, or several with commas."""
-    return (option,) if isinstance(option, int) else option
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:

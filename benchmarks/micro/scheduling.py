@@ -189,15 +189,8 @@ def draw_watermark() -> bytes:
     runs = {}
     for name, rule in (("no watermark", NoWatermark), ("watermark that doubles", rules.Scheduler)):
         records = traced(TIGHT_LENGTHS, scheduler_class=rule, **TIGHT_POOL)
-        preempted, again = (sum(f(record) for record in records) for f in (num_preempted, num_recomputed))
+        preempted = sum(len(record["preempted"]) for record in records)
+        again = sum(record["num_recomputed"] for record in records)
         runs[f"{name}: {preempted} preemptions, {again:,} tokens recomputed"] = records
     title = "The watermark holds requests back (grey) instead of admitting and preempting them"
     return timeline.draw_panels(runs, title, height=3.2).png
-
-
-def num_preempted(record: dict) -> int:
-    return len(record["preempted"])
-
-
-def num_recomputed(record: dict) -> int:
-    return record["num_recomputed"]
