@@ -16,6 +16,7 @@ LESSONS = [
     *sorted((ROOT / "beyond" / "quantization").glob("*.md")),
     *sorted((ROOT / "beyond" / "scale_out").glob("*.md")),
     *sorted((ROOT / "beyond" / "serving").glob("*.md")),
+    *sorted((ROOT / "beyond" / "speculation").glob("*.md")),
     *sorted((ROOT / "labs").glob("lab_?.md")),
 ]
 GLOSSARY = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")

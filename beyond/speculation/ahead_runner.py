@@ -25,7 +25,8 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 def num_unresolved(shape: StepShape) -> int:
     """Return how many rows of a step, the first ones, the device completes.
 
-    `num_decodes` is below 0 then, by as many. No other step has such a shape, and no other graph serves it.
+    For n such rows `num_decodes` is -n. No other step has a negative number there, so only the graphs that were
+    recorded for such steps serve them.
     """
     return max(0, -shape.num_decodes)
 

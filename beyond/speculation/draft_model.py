@@ -28,10 +28,10 @@ class Followed:
 
     block_table: list[int]  # the sequence's list: another one means that its blocks were taken away
     num_computed_tokens: int = 0  # certain tokens whose keys and values are in the small model's pool
-    guesses: list[int] = field(default_factory=list)  # and those of the guesses that follow them
+    guesses: list[int] = field(default_factory=list)  # that it ran behind those tokens, at the next positions
 
     def catch_up(self, token_ids: list[int]) -> None:
-        """Count the guesses that came true."""
+        """Count the guesses that came true: their keys and values in the small model's pool are right."""
         for guess in self.guesses:
             if token_ids[self.num_computed_tokens : self.num_computed_tokens + 1] != [guess]:
                 break
@@ -40,7 +40,7 @@ class Followed:
 
 
 class FollowingBatch(RegrownBatch):
-    """Builds the small model's input: it has taken note of the blocks of the tokens that it computed."""
+    """Builds the small model's input: a sequence has kept the blocks of the tokens that the small model computed."""
 
     def num_lasting_tokens(self, sequence: Sequence) -> int:
         return sequence.memory.num_computed_tokens
@@ -51,7 +51,7 @@ class ModelDrafter:
 
     Args:
         runner: the small model.
-        runtime: what it runs on.
+        runtime: the small model's, whose block size is the large one's.
         options: the limits of a step, and the longest draft.
     """
 
@@ -62,11 +62,11 @@ class ModelDrafter:
         runner.batch = FollowingBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        """A model always has a guess."""
+        """Return True: a model always has a guess."""
         return True
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        """Room for a guess: the small model needs the blocks of its tokens before it can compute them."""
+        """Return zeros in place of the guesses, so that their blocks are reserved; `complete` fills them in."""
         return [0] * self._num_tokens
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
@@ -76,6 +76,7 @@ class ModelDrafter:
             sequence.memory = Followed(sequence.block_table)
         for sequence in sequences:
             sequence.memory.catch_up(sequence.token_ids)
+        # Guess i is launched before guess i - 1 is fetched: it finds that one on the device.
         guessing, launched = sequences, self._launch_known(sequences, new)
         for i in range(1, 1 + max(len(sequence.draft) for sequence in sequences)):
             waiting, guessing = guessing, [sequence for sequence in guessing if len(sequence.draft) > i]

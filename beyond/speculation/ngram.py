@@ -54,16 +54,18 @@ class NgramDrafter:
         return draft
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        """Drafts are complete as they are."""
+        """Do nothing: `draft` returned the guesses themselves."""
 
     def _find(self, sequence: SpeculativeSequence) -> int | None:
-        """The position behind the latest earlier occurrence of the last tokens."""
+        """Return the position behind the latest earlier occurrence of the last tokens; None if they are new.
+
+        The last n-gram is looked up before it is entered: nothing follows it yet.
+        """
         tokens, size = sequence.token_ids, self._size
         if len(tokens) <= size:
             return None
         index = sequence.memory = sequence.memory or NgramIndex()
-        first = max(index.num_tokens, size)  # the n-gram before each position from here on is not entered yet
-        columns = (tokens[first - size + i : len(tokens) - size + i] for i in range(size))
-        index.positions.update(zip(zip(*columns, strict=True), range(first, len(tokens)), strict=True))
+        for end in range(max(index.num_tokens, size), len(tokens)):
+            index.positions[tuple(tokens[end - size : end])] = end
         index.num_tokens = len(tokens)
         return index.positions.get(tuple(tokens[-size:]))

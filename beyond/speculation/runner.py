@@ -29,19 +29,19 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
-    """Numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
+    """Return the numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
 
-    More than the megakernel takes: there a row does not wait for the keys of the others.
+    The smallest is more than the megakernel takes, in which a row does not wait for the keys of the others.
     """
     sizes = [max(1 + draft_tokens, MEGAKERNEL_ROWS + 1) << i for i in range(max_rows.bit_length())]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 class RegrownBatch(InputBatch):
-    """Builds a step's input for sequences that give blocks back and get others."""
+    """Builds a step's input for sequences that give blocks of wrong guesses back and later get others."""
 
     def update(self, step: ScheduledStep) -> None:
-        """Take over what the step changed, and all blocks that may have been others before."""
+        """Take over what the step changed, and of grown sequences every block that may have been replaced."""
         for sequence in step.grown:
             slot, lasting = sequence.batch_slot, self.num_lasting_tokens(sequence) // self.block_size
             self._table_lens[slot] = min(self._table_lens[slot], lasting)

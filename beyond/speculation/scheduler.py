@@ -21,7 +21,7 @@ class ShrinkingBlockManager(BlockManager):
     """A block manager whose sequences can become shorter."""
 
     def shrink(self, sequence: Sequence) -> None:
-        """Take back the blocks past a sequence's computed tokens. They hold nothing that the prefix cache knows."""
+        """Free the blocks past a sequence's computed tokens. They hold nothing that the prefix cache knows."""
         table = sequence.block_table
         while len(table) > self.blocks_for(sequence.num_computed_tokens):
             block = table.pop()
@@ -66,7 +66,7 @@ class DraftScheduler(Scheduler):
         step.samples = [True] * len(step)
 
     def _fit_draft(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
-        """Reserve blocks for a draft, or shorten it to the blocks that there are. Nobody is preempted for a guess."""
+        """Reserve blocks for a draft, or shorten it to the blocks that there are. No request is preempted for it."""
         table, blocks = sequence.block_table, len(sequence.block_table)
         del sequence.draft[most:]
         # Where the next step is launched ahead, it may begin behind all guesses of this one and of the one in flight.
