@@ -19,6 +19,7 @@ from benchmarks.micro import (
     kernel_spans,
     layers,
     quantized_bytes,
+    quantized_step,
     rank_message,
     scheduling,
     step_cost,
@@ -295,3 +296,12 @@ def test_a_ranks_command_is_counted_with_its_padding() -> None:
     shape = StepShape(4, 4, 4, 64, 4, 1, 4096)  # three decodes in a graph of four, and tables for the longest context
     assert row["bytes"] == 72 + shape.num_bytes and row["table_bytes"] == 4 * 64 * 4
     assert all(0 < sample["send"] < sample["step"] for sample in row["samples"])
+
+
+def test_a_step_in_8_bits_is_shown_with_the_floor_of_its_own_bytes() -> None:
+    row = {"model": "m", "weight_bytes": 3 * 10**9, "kv_bytes": 10**9}  # a floor of 1 ms
+    rows = [row | {"kind": "int8 + head", "rows": n, "samples": [2e-3, 3e-3, 9e-3]} for n in (1, 8)]
+    result = {"kind": "quantized_step", "rows": rows, "environment": ENVIRONMENT, "ceilings": CEILINGS}
+    tables = quantized_step.table([result])
+    assert [line for line in tables["quantized-step"] if "3.000" in line] == ["| m, 1 | – | 3.000 (3.00 ×) | – | – |"]
+    assert sum("3.000 (3.00 ×)" in line for line in tables["quantized-step-all"]) == 2

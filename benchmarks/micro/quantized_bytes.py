@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, object]] = {
 READ_KINDS = ("weights and head", "KV cache", "all")  # columns of the first table; fp8 takes the bytes of int8
 MEMORIES = {"16 GB": 16 * 10**9, "141 GB": 141 * 10**9}  # of a small GPU, and of an H200
 SEQUENCE = 4096  # tokens of the sequences that should fit
+READ_SHOWN = ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-7b")  # in the lesson
 FITS_SHOWN = ("qwen2.5-0.5b", "qwen2.5-7b")
 BLOCK_SIZE = 64  # what the Triton backend prefers
 
@@ -105,7 +106,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     body = [
         [model, batch, f"{by_kind['bfloat16'] / 1e9:.2f} GB",
          *(f"{by_kind[kind] / by_kind['bfloat16']:.0%}" for kind in READ_KINDS)]
-        for (model, batch), by_kind in found.items()
+        for (model, batch), by_kind in found.items() if model in READ_SHOWN
     ]  # fmt: skip
     head = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in READ_KINDS)]
     counted = ["", "Counted by `python -m benchmarks.micro quantized_bytes`."]
