@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,8 +245,26 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
 def test_nobody_is_preempted_for_a_guess():
     options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
     engine = make_engine(drafter=AlwaysDrafts(0, 0.5, 6), **options)
+    engine.scheduler.watermark = lambda sequence: 0  # both run from the first step on
     step_until_idle(engine, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
     assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("running", "with_a_guess", "guessing"), [(1, 1, 1), (8, 2, 2), (9, 2, 0), (64, 64, 64), (65, 65, 0), (1, 0, 0)]
+)
+def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess, guessing):
+    engine = make_engine(drafter=SimpleNamespace(has_draft=lambda sequence: sequence.request_id < with_a_guess), **POOL)
+    completion = completion_of([1, 2, 3], SamplingParams(max_tokens=9))
+    engine.scheduler.decoding = [SpeculativeSequence(completion, request_id=i) for i in range(running)]
+    assert len(engine._promising()) == guessing
+
+
+def test_the_last_token_of_all_is_not_guessed():
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), **POOL)
+    completions = [completion_of([1, 2], SamplingParams(max_tokens=n)) for n in (1, 2)]
+    engine.scheduler.decoding = list(map(SpeculativeSequence, completions))
+    assert engine._promising() == engine.scheduler.decoding[1:]
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_drafts():

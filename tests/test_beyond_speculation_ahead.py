@@ -193,6 +193,18 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_wa
     assert engine.counters.num_accepted_tokens == 24
 
 
+def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
+    engine = make_engine(**POOL)
+    engine.drafter = Switched()
+    engine.add_request(make_request(0, [5, 6, 7], 30, ignore_eos=True), streams=False)
+    while engine.has_unfinished():
+        engine.step()
+    engine.step()
+    assert len(engine.runner.steps[-2]) > 1, "launched before the end was known"
+    counters = engine.counters
+    assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (30, 6, 23)
+
+
 def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
     engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 300}, max_model_len=1200)
     engine.drafter = Switched()
@@ -223,14 +235,16 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
     assert widest > 0, "no guess ever needed a block of its own"
 
 
-def test_nobody_is_preempted_for_a_guess():
-    engine = make_engine(**POOL | {"num_blocks": 8, "max_num_seqs": 2})
-    engine.drafter = Switched()
-    for i in range(2):
-        engine.add_request(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True), streams=False)
+def test_nobody_is_preempted_for_a_guess(monkeypatch):
+    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # guesses go on, although all are wrong
+    engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 8, "max_num_seqs": 2})
+    engine.scheduler.watermark = lambda sequence: 0  # the second one comes in at once
+    engine.drafter = SimpleNamespace(has_draft=lambda sequence: sequence.request_id == 0)
+    for i, max_tokens in enumerate((30, 13)):  # the second ends just before the two need a ninth block
+        engine.add_request(make_request(i, [5 + i, 6, 7], max_tokens, ignore_eos=True), streams=False)
     while engine.has_unfinished():
         engine.step()
-    assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
+    assert engine.counters.num_preemptions == 0 and engine.counters.num_draft_tokens > 0
 
 
 def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():

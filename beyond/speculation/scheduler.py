@@ -85,11 +85,9 @@ class DraftScheduler(Scheduler):
 
     def _vacate(self, sequence: BatchSequence) -> None:
         sequence.drop_draft()
-        sequence.num_unsure = 0
         super()._vacate(sequence)
 
     def recover(self) -> None:
         for sequence in self.unfinished:
             sequence.drop_draft()
-            sequence.num_unsure = 0
         super().recover()

@@ -25,7 +25,7 @@ class SpeculativeSequence(AheadSequence):
     num_right: int = 0  # of these, from the front, those that were found right
     is_settled: bool = False  # a guess was found wrong, or none is left: what the step sampled behind it is invalid
 
-    num_unsure: int = 0  # guesses in flight: the sequence may be this much longer than the host knows
+    num_unsure: int = 0  # guesses of its last step: until that arrives, it may be this much longer than the host knows
 
     balance: float = 0.0
     pause: int = FIRST_PAUSE
