@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
-from fake_model import EOS, FakeRunner, FakeTokenizer, LateTokens, answer_alone, make_request, run_all
+from fake_model import EOS, FakeRunner, FakeTokenizer, LateTokens, answer_alone, completion_of, make_request, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -15,6 +15,7 @@ from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.overlap import AheadSequence
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
@@ -107,9 +108,9 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
 def test_chunks_of_a_prompt_are_in_flight_together():
     engine = make_pipeline(**ROOMY | {"max_num_batched_tokens": 8})
     engine.add_request(make_request(0, [3] * 24, 1), streams=False)
-    for _ in range(2):
+    for expected in ([False], [False, False], [True, False, False]):  # three batches: the third waits for the first
         engine.step()
-    assert [step.done for step in engine.runner.in_flight] == [False, False]
+        assert [step.done for step in engine.runner.in_flight] == expected
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 5])
@@ -120,3 +121,41 @@ def test_running_sequences_are_divided_into_equal_batches(batches):
     run_all(engine)
     sizes = [len(step) for step in engine.runner.steps[1 : 10 * batches]]
     assert set(sizes) == {30 // batches}
+
+
+def test_a_sequence_that_gave_its_blocks_to_another_of_its_batch_does_not_run():
+    engine = make_pipeline(num_micro_batches=1, **ROOMY | {"num_blocks": 3}, enable_prefix_caching=False)
+    engine.scheduler.watermark = lambda sequence: 0
+    requests = [make_request(i, [i + 1] * n, 5, ignore_eos=True) for i, n in enumerate((4, 2, 1))]
+    for request in requests:  # a block each; then the first one takes the third one's, which needs none itself
+        engine.add_request(request, streams=False)
+    outputs = run_all(engine)
+    assert engine.counters.num_preemptions > 0
+    assert [outputs[i]["token_ids"] for i in range(3)] == [answer_alone(r, 4096)[0] for r in requests]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_failed(fails):
+    engine = make_pipeline(**ROOMY | {"max_num_seqs": 2}, fail_at=frozenset({2}) if fails else frozenset())
+    scheduler = engine.scheduler
+    left = engine.add_request(make_request(0, [1], 9, ignore_eos=True), streams=False)
+    engine.step()
+    engine.abort(left)
+    assert len(scheduler._free_batch_slots) == 1, "its token is in flight"
+    engine.add_request(make_request(1, [2], 9, ignore_eos=True), streams=False)
+    with pytest.raises(RuntimeError, match="the device failed") if fails else nullcontext():
+        run_all(engine)
+    assert sorted(scheduler._free_batch_slots) == [0, 1]
+
+
+def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():
+    scheduler = make_pipeline(**ROOMY | {"max_num_seqs": 2}).scheduler
+    sequence = AheadSequence(completion_of([1, 2, 3]))
+    scheduler.add(sequence)
+    scheduler.schedule()
+    sequence.num_in_flight = 1
+    scheduler.remove(sequence)
+    scheduler.recover()
+    sequence.num_in_flight = 0
+    scheduler.release_slots()
+    assert sorted(scheduler._free_batch_slots) == [0, 1]
