@@ -85,7 +85,7 @@ class AheadEngine(SpeculativeEngine):
     ) -> bool:
         """Give a sequence its next token, unless it ended with an earlier one of this step."""
         if sequence.is_settled:
-            self.counters.num_generated_tokens -= 1  # it counts as sampled, and is none
+            self.counters.num_generated_tokens -= 1  # it was counted as sampled, and is dropped
             return False
         sequence.is_settled = OverlappedEngine._append(self, sequence, token_id, logprob, now)
         return sequence.is_settled

@@ -128,7 +128,7 @@ class SpeculativeEngine(OverlappedEngine):
         if not sequence.draft:
             return super()._append(sequence, token_id, logprob, now)
         if sequence.is_settled:
-            self.counters.num_generated_tokens -= 1  # it counts as sampled, and is none
+            self.counters.num_generated_tokens -= 1  # it was counted as sampled, and is dropped
             return False
         ended = super()._append(sequence, token_id, logprob, now)
         self._check_guess(sequence, token_id)

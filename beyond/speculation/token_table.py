@@ -60,6 +60,7 @@ class TokenTable:
             rows[1, row, first : sequence.max_total_tokens - 1] = noise_keys(
                 sequence, sequence.max_total_tokens - 1 - first
             )
+        # The last token that a sequence may have is sampled and not run.
         facts = [(s.batch_slot, len(s) - 1, s.max_total_tokens - 2) for s in sequences]
         (slots, last, limits), (tokens, noise) = upload([np.array(facts).T, rows], self.tokens.device)
         for table, values in ((self.tokens, tokens), (self._noise, noise), (self.last, last), (self._limits, limits)):

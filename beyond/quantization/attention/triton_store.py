@@ -42,6 +42,7 @@ def _rotate_and_store_kernel(
     BLOCK: tl.constexpr,  # heads per program
     HAS_NORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """Norm and rotate BLOCK heads of one token; write the queries as they are, keys and values in 8 bits."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]; queries, then keys, then values
     head = row[:, None]
@@ -121,6 +122,7 @@ def _store_kernel(
     KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """Write the keys and values of one token in 8 bits."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
