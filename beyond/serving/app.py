@@ -2,8 +2,8 @@
 
     request -> [key? small enough? JSON?] -> protocol.py -> AsyncLLM.submit -> events -> answers.py -> HTTP
 
-Every error is `{"error": {"message", "type", "param", "code"}}` with the status that fits. A client that goes away, at
-whatever point, is noticed because every answer is raced against the end of its connection.
+Every error is `{"error": {"message", "type", "param", "code"}}` with the status that fits. While an answer is
+computed, the end of its connection is awaited too (`unless_gone`), so a client that goes away is noticed at any point.
 """
 
 from __future__ import annotations

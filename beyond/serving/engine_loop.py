@@ -2,10 +2,11 @@
 
     callers, in other threads  --- inbox --->  [do what the inbox says] -> [run a step] -> [deliver its news] -> …
 
-An engine step takes milliseconds, and a web server must never wait that long: it has other clients. So nobody but this
-thread calls the engine. A caller puts a small function into the inbox ("add these requests", "drop those") and goes on;
-the thread empties the inbox before every step, so a request that is dropped has left the engine before the next step
-but one. What a step brought is delivered all at once: one hand-over per step, however many clients there are.
+An engine step takes milliseconds, and a web server must never wait that long: it has other clients. So in the server
+nobody but this thread calls the engine. A caller puts a small function into the inbox ("add these requests", "drop
+those") and goes on; the thread empties the inbox before every step, so a request that is dropped during a step has left
+the engine before the next one begins. What a step brought is delivered all at once: one hand-over per step, however
+many clients there are.
 
 A caller that reads slowly costs the engine nothing. Its tokens wait for it outside the engine, and they are few: an
 answer has at most `max_model_len` tokens. No step ever waits for a reader.
@@ -31,7 +32,7 @@ class EngineClosed(RuntimeError):
 
 
 class Call:
-    """One caller's requests, from when they are handed in until the last one has ended or the caller gives up.
+    """Hold one caller's requests, from when they are submitted until the last one has ended or the caller gives up.
 
     Args:
         requests: what the caller asks, checked.

@@ -1,7 +1,8 @@
 """Answers that a client may leave at any time: server-sent events, and the watch over the connection.
 
-Every answer is raced against the end of its connection. If the client goes first, the work is cancelled, which leaves
-the `with stream` block, which drops the requests; the engine frees their blocks before its next step.
+For every answer the server awaits two things at once: the answer, and the end of its connection. If the client goes
+first, the work is cancelled, which leaves the `with stream` block, which drops the requests; the engine frees their
+blocks before its next step.
 """
 
 from __future__ import annotations

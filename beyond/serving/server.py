@@ -1,7 +1,7 @@
-"""From the first byte of the socket to the last answer: starting, and ending without losing anybody's answer.
+"""Start the server, and shut it down without losing an answer that is being written.
 
-The first Ctrl-C or SIGTERM begins the end: new requests get 503, running answers are finished, for `deadline` seconds;
-then what is left is told that it will not be finished, and the server ends. The second one ends it at once.
+The first Ctrl-C or SIGTERM begins the shutdown: new requests get 503, and running answers are finished, for `deadline`
+seconds; then what is left gets an error, and the server ends. The second one ends it at once.
 """
 
 from __future__ import annotations
