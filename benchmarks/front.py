@@ -64,7 +64,8 @@ def front_table(group: Group, language: str, folder: str = "") -> list[str]:
     floor = [number(group.floor(c.workload, c.figure)) for c in (STEP, LOAD)]
     body.append(["*floor*", adds_of["floor"], *floor, ""])
     lines = markdown(heads, body)
-    return [lines[0], "|---|---|---:|---:|---:|", *lines[2:], *notes(group, front_rows(group), ("single", "mixed"))]
+    below = notes(group, front_rows(group), ("single", "mixed"), language)
+    return [lines[0], "|---|---|---:|---:|---:|", *lines[2:], *below]
 
 
 def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:

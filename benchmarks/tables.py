@@ -36,6 +36,20 @@ class Column:
 WORDS = {
     "single": "one request", "decode32": "batch", "mixed": "load", "prefix": "shared prefix", "ttft": "first token",
 }  # fmt: skip
+NOTES = {  # what stands below a table, by language
+    "en": {
+        "work": list(WORDS.values()), "comma": ", ", "colon": ": ", "not_run": "not run: ", "error": "failed: ",
+        "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
+                 "{} ms from then on",
+        "elsewhere": "measured elsewhere, same workload: ",
+    },
+    "zh": {
+        "work": ["单个请求", "批处理", "高负载", "共享前缀", "首个 token"], "comma": "，", "colon": "：",
+        "not_run": "没有运行：", "error": "失败：",
+        "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
+        "elsewhere": "在别处测量，负载相同：",
+    },
+}  # fmt: skip
 START = Column("start-up, s", "single", "startup_seconds")
 STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
@@ -134,24 +148,25 @@ def table(group: Group, engines: Sequence[str], columns: Sequence[Column], range
     return markdown(["engine", *(column.heading for column in columns)], rows) + notes(group, engines)
 
 
-def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = ()) -> list[str]:
+def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), language: str = "en") -> list[str]:
     """Why there is a dash, what a dagger means, and the first visit where it was much slower than the second."""
+    words, lines, work = NOTES[language], [], dict(zip(WORDS, NOTES[language]["work"], strict=True))
     reasons: dict[tuple[str, str], list[str]] = {}
-    lines = []
-    for (engine, name), row in group.rows.items():
+    for (engine, name), row in sorted(group.rows.items(), key=lambda item: group.engines.index(item[0][0])):
         if engine not in engines or name not in (workloads or (name,)):
             continue
-        for outcome, words in (("not_run", "not run"), ("error", "failed")):
+        for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
-                reasons.setdefault((engine, f"{words}: {row[outcome].splitlines()[0]}"), []).append(name)
+                reasons.setdefault((engine, f"{words[outcome]}{row[outcome].splitlines()[0]}"), []).append(name)
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
-            lines.append(f"- {engine}, {WORDS[name]}: {number(first)} ms per token the first time that a process "
-                         f"serves requests of these lengths, {number(again)} ms from then on")  # fmt: skip
-    lines += [f"- {engine}, {', '.join(map(WORDS.get, names))}: {text}" for (engine, text), names in reasons.items()]
+            lines.append("- " + words["first"].format(engine, work[name], number(first), number(again)))
+    for (engine, text), names in reasons.items():
+        some = [work[name] for name in names] if set(names) != set(WORDS) else []  # else all of them
+        lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
-            lines.append(f"- † measured elsewhere, same workload: {file['source']}")
+            lines.append(f"- † {words['elsewhere']}{file['source']}")
     return ["", *lines] if lines else []
 
 

@@ -204,6 +204,7 @@ def test_a_first_visit_that_was_much_slower_is_said() -> None:
     next(row for row in found["rows"] if row["engine"] == "A")["first_visit"] = {"tpot_ms": 54.6}
     [group] = group_results(named(found))
     assert any("54.6 ms per token the first time" in line for line in front_table(group, "en"))
+    assert any("单个请求：进程第一次" in line and "54.6 毫秒/token" in line for line in front_table(group, "zh"))
 
 
 def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.name is None:
         for name in micro.names():
-            print(f"{name:14} {micro.study(name).__doc__.splitlines()[0]}")
+            print(f"{name:18} {micro.study(name).__doc__.splitlines()[0]}")
         return 0
     try:
         path = run(args)
