@@ -169,7 +169,9 @@ def test_random_weights_are_the_same_for_any_number_of_ranks(ranks, vocab):
         ("model.layers.1.self_attn.o_proj.weight", 1, (hidden, heads), (hidden, heads // ranks)),
     ):
         loaders = [ShardedWeightLoader(random_weights(), config, rank, ranks) for rank in range(ranks)]
-        together = torch.cat([loader.read(name, part) for loader in loaders], dim)
+        slices = [loader.read(name, part) for loader in loaders]
+        assert {own.shape for own in slices} == {part}
+        together = torch.cat(slices, dim)
         assert torch.equal(together.narrow(dim, 0, whole[dim]), random_tensor(name, whole, 0, CPU, F32))
         assert together.narrow(dim, whole[dim], together.shape[dim] - whole[dim]).count_nonzero() == 0
 
