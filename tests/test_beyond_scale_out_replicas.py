@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,11 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("ray.serve", reason="replicas: pip install -e .[ray]")
 
+from ray.exceptions import RayActorError  # noqa: E402
 from starlette.requests import Request  # noqa: E402
+from starlette.responses import Response  # noqa: E402
 
-from beyond.scale_out.replicas import merge_metrics, read_body  # noqa: E402
+from beyond.scale_out.replicas import ATTEMPTS, Engine, Router, merge_metrics, read_body  # noqa: E402
 from beyond.scale_out.serve_replicas import reason  # noqa: E402
 from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
 
@@ -104,6 +106,19 @@ def wait_for(ready: Callable[[], bool]) -> None:
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_client_that_leaves_ends_its_request(server):
+    url, _ = server
+
+    def counts(name: str) -> list[int]:
+        text = httpx.get(f"{url}/metrics", timeout=SECONDS).text
+        return [int(count) for count in re.findall(rf"{name}[^\n]*}} (\d+)$", text, re.MULTILINE)]
+
+    body = chat("Once", max_tokens=4000, ignore_eos=True, stream=True)
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=SECONDS) as answer:
+        next(answer.iter_lines())
+    wait_for(lambda: sum(counts('finished_reason="abort"')) == 1 and not any(counts("num_requests_running")))
 
 
 def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(server):
@@ -200,6 +215,56 @@ def test_a_body_is_read_no_further_than_the_limit():
     parts: list[bytes] = []
     body = asyncio.run(read_body(Request({"type": "http"}, receive), 25))
     assert len(body) == 30
+
+
+class DyingReplicas:
+    """A handle on replicas of which the first ones die before they answer."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.sessions = deaths, []
+
+    def options(self, session_id: str, **_: object) -> DyingReplicas:
+        self.sessions.append(session_id)
+        return self
+
+    async def remote(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
+        yield {"type": "http.response.start", "status": 200, "headers": [(b"x-seen", body)]}
+        if len(self.sessions) <= self.deaths:
+            raise RayActorError
+        yield {"type": "http.response.body", "body": b"answer"}
+
+
+def ask_router(deaths: int, *headers: tuple[bytes, bytes]) -> tuple[Response, DyingReplicas]:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+
+    replicas = DyingReplicas(deaths)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": list(headers)}
+    return asyncio.run(Router(replicas)(Request(scope, receive))), replicas
+
+
+def test_a_request_goes_to_another_replica_until_one_answers_or_three_have_died():
+    for deaths in range(ATTEMPTS):
+        answer, replicas = ask_router(deaths)
+        assert answer.status_code == 200 and answer.headers["x-seen"] == '{"prompt": "x"}'
+        assert replicas.sessions == [session_of(b'{"prompt": "x"}')] * (deaths + 1)
+    answer, replicas = ask_router(ATTEMPTS)
+    assert answer.status_code == 503 and len(replicas.sessions) == ATTEMPTS
+    assert b"3 replicas died before they answered" in answer.body
+
+
+def test_the_client_may_name_its_session():
+    assert ask_router(0, (b"x-session-id", b"mine"))[1].sessions == ["mine"]
+
+
+def test_a_replica_whose_engine_has_failed_is_not_healthy():
+    def check(failure: Exception | None) -> None:
+        llm = SimpleNamespace(engine_loop=SimpleNamespace(failure=failure))
+        asyncio.run(Engine.check_health(SimpleNamespace(llm=llm)))
+
+    check(None)
+    with pytest.raises(ZeroDivisionError):
+        check(ZeroDivisionError())
 
 
 def test_why_replicas_do_not_start_is_the_last_line_of_the_first_message():
