@@ -198,6 +198,7 @@ def check_books(engine: Engine) -> None:
     assert len({sequence.batch_slot for sequence in running}) == len(running)
     assert all(sequence.times_overtaken <= MAX_OVERTAKES for sequence in scheduler.unfinished)
     assert all(sequence.batch_slot == -1 and not sequence.block_table for sequence in scheduler.waiting)
+    assert all(sequence.num_computed_tokens == 0 for sequence in scheduler.waiting)
     for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
         assert [s.request_id for s in queue] == sorted(s.request_id for s in queue)
     if engine.runner.steps:

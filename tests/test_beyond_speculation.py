@@ -260,6 +260,16 @@ def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess
     assert len(engine._promising()) == guessing
 
 
+def test_a_draft_that_did_not_run_is_dropped():
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), overlap=False, enable_chunked_prefill=False, **POOL)
+    engine.add_request(make_request(0, [5, 6, 7], 20, ignore_eos=True), streams=False)
+    engine.step()
+    engine.add_request(make_request(1, [7, 6, 7], 20, ignore_eos=True), streams=False)
+    engine.step()  # the new prompt runs alone
+    assert engine.runner.steps[-1].num_decodes == 0 and len(engine.scheduler.decoding) == 2
+    assert not any(sequence.draft for sequence in engine.scheduler.decoding)
+
+
 def test_the_last_token_of_all_is_not_guessed():
     engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), **POOL)
     completions = [completion_of([1, 2], SamplingParams(max_tokens=n)) for n in (1, 2)]
