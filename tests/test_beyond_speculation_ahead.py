@@ -6,8 +6,18 @@ import random
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
-from fake_model import EOS, VOCAB, FakeTokenizer, LateTokens, completion_of, make_request, next_token
+from fake_model import (
+    EOS,
+    VOCAB,
+    FakeTokenizer,
+    LateTokens,
+    answer_alone,
+    completion_of,
+    make_request,
+    next_token,
+)  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -22,6 +32,7 @@ from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import WRONG, TokenTable
+from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.options import GraphOptions
@@ -167,6 +178,14 @@ def test_what_is_sampled_behind_a_wrong_guess_is_wrong_and_a_second_sample_corre
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
+def run_all(engine: AheadEngine, request: Request) -> list[int]:
+    """Run one request to its end; returns its tokens."""
+    engine.add_request(request, streams=False)
+    while True:
+        for event in engine.step():
+            return event.output["token_ids"]
+
+
 class Switched:
     """Says that there is a guess, or not."""
 
@@ -203,6 +222,14 @@ def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
     assert len(engine.runner.steps[-2]) > 1, "launched before the end was known"
     counters = engine.counters
     assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (30, 6, 23)
+
+
+@pytest.mark.parametrize("max_tokens", range(2, 13))
+def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
+    engine = make_engine(**POOL | {"block_size": 1})
+    engine.drafter = Switched()
+    request = make_request(0, [5, 6, 7], max_tokens, ignore_eos=True)
+    assert run_all(engine, request) == answer_alone(request, 4096)[0]
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
