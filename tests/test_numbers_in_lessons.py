@@ -108,12 +108,35 @@ def megabytes(kind: str) -> float:
     return tutor_format(kind)["matrix_bytes"] / 1e6
 
 
+def http_share() -> float:
+    """What HTTP leaves of the engine's throughput on a CPU."""
+    rates = {row["way"]: row["tokens_per_s"] for row in results("http_cost-cpu")["rows"]}
+    return statistics.median(a / b for a, b in zip(rates["HTTP"], rates["generate"], strict=True))
+
+
+def all_reduces_of_a_step() -> float:
+    """ms of the one-shot all-reduces of a step of one request on two GPUs, by themselves."""
+    found = results(f"all_reduce-h200-{MODEL}")
+    [row] = [r for r in found["rows"] if (r["ranks"], r["rows"], r["library"]) == (2, 1, False)]
+    return 1e3 * statistics.median(row["samples"]) * found["calls_per_step"]
+
+
+def bytes_between_hosts(layout: str) -> float:
+    [row] = [r for r in results("pipeline-two-hosts")["rows"] if r.get("layout") == layout]
+    return row["bytes"]
+
+
+def hidden_state_bytes() -> int:
+    return 4 * preset_config(MODEL).hidden_size
+
+
 F32, D32 = "stage F, 32 requests", "stage F, graphs only, 32 requests"
 IDLE = ("between kernels", "waiting for the CPU")
 A, B, C = "stage_a_naive/README.md", "stage_b_decode_step/README.md", "stage_c_fused_mlp/README.md"
 D, F, KERNELS = "stage_d_paged/README.md", "stage_f_graph_tp/README.md", "stage_f_graph_tp/kernels/README.md"
 EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights before the wait"
 ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
+RANKS, PIPELINE = "stage_f_graph_tp/tensor_parallel/README.md", "beyond/scale_out/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
 EXACT = {
@@ -163,6 +186,9 @@ EXACT = {
             f"{recording('stage E: kernel by kernel').busy / 4e3:.1f}",
         ],
     ),
+    "ranks: all-reduces": (
+        RANKS, "Their all-reduces, measured alone, are {} ms of it", lambda: [f"{all_reduces_of_a_step():.2f}"],
+    ),
 }  # fmt: skip
 # (lesson, sentence, the number behind it, the least and the most for which it may be said)
 ROUGH = {
@@ -206,6 +232,17 @@ ROUGH = {
         EIGHT_BITS, "more than half of them are the LM head",
         lambda: (megabytes("weights int8") - megabytes("weights int8, head too")) / 0.75 / megabytes("weights int8"),
         0.5, 0.6,
+    ),
+    "serving: HTTP": (
+        "beyond/serving/load.md", "HTTP takes about a fifth of the engine's rate", lambda: 1 - http_share(), 0.17, 0.23,
+    ),
+    "tensor parallelism between hosts": (
+        PIPELINE, "Most of it is hidden states",
+        lambda: 2 * 49 * hidden_state_bytes() / bytes_between_hosts("TP 2"), 0.8, 1,
+    ),
+    "stages on two hosts": (
+        PIPELINE, "The stages send two per token",
+        lambda: 2 * hidden_state_bytes() / bytes_between_hosts("PP 2"), 0.8, 1,
     ),
     "kernels: small ones": (
         KERNELS, "The small kernels (pink) are a quarter of a step",

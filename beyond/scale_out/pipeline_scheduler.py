@@ -1,11 +1,11 @@
-"""A scheduler that keeps several batches in flight: stage E's, which leaves out what is under way.
+"""A scheduler that keeps several batches in flight: stage E's, without the sequences whose last token is not known yet.
 
 A token that has been launched and not sampled yet is *in flight*. Its sequence cannot run again before the token is
 known, so with one batch of all sequences every stage but one waits. Therefore a step takes at most its share of the
 decodes, `ceil(decodes / batches)`, and only sequences with nothing in flight: the next step takes others.
 
-    stage 0   [ A ][ B ]head A[ A ]head B[ B ] …        A, B: the two halves of the running sequences
-    stage 1        [ A ][ B ]     [ A ][ B ] …
+    stage 0   [ A ][ B ]head A[ A ]head B[ B ] …        A, B: the halves of the running sequences, through the layers;
+    stage 1        [ A ][ B ]     [ A ][ B ] …          head A: the LM head and the sampler for A's next tokens
 
 Chunks of one prompt need no such rule. Each reads the keys that the chunks before it have written, and every stage
 runs the steps in the order in which they were launched: several chunks of a prompt may be in flight.

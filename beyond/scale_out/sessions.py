@@ -1,4 +1,4 @@
-"""Which requests belong to one session: those that a replica answers faster if it answered the others.
+"""Which requests belong to one session: those that a replica answers faster if it has answered the others before.
 
 A replica has in its prefix cache what it has computed, and nothing of what the others have. The router of `replicas.py`
 therefore sends the requests of one session to one replica.

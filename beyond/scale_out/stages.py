@@ -35,9 +35,9 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """The layers of a stage: consecutive, and the first stages have one less where it does not divide evenly.
+    """Divide the layers among the stages: consecutive ones for each, in numbers that differ by one at most.
 
-    Stage 0 has the LM head too, so it is right that the later ones have more.
+    Stage 0 has the LM head too, so it is one of those with the fewest layers.
     """
     return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
