@@ -37,7 +37,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 class Engine:
-    """One replica.
+    """One replica: an engine with the API of `beyond/serving` around it.
 
     Args:
         engine: `module:class` of the engine.
@@ -56,7 +56,7 @@ class Engine:
         self.app = self.api.app()
 
     async def answer(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
-        """The messages with which the API answers a request. Closing it tells the API that the client has gone."""
+        """Yield the ASGI messages of an answer. Closing the generator tells the API that the client is gone."""
         messages: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
         unread, gone = [{"type": "http.request", "body": body}], asyncio.Event()
 
@@ -90,7 +90,7 @@ class Engine:
 
 
 class Router:
-    """What a client's request meets first.
+    """Sends each request to the replica of its session, and to another one if that dies before it answers.
 
     Args:
         engines: a handle on the replicas.
@@ -128,7 +128,7 @@ class Router:
 
 
 async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, object]]) -> AsyncIterator[bytes]:
-    """The parts of a response. When the client goes away, this is closed, and the replica is told."""
+    """Yield the parts of a response. When the client goes away, the generator is closed, and the replica is told."""
     try:
         yield first.get("body", b"")
         async for message in messages:
@@ -139,7 +139,7 @@ async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, ob
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """A request's body, read no further than just past the limit: the API refuses it then."""
+    """Read a request's body, and stop just past the limit: the API then refuses it."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -149,7 +149,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def merge_metrics(texts: dict[str, str]) -> str:
-    """Several replicas' metrics in one text: the samples of one metric stay together, as Prometheus wants it."""
+    """Merge several replicas' metrics into one text: the samples of one metric stay together, as Prometheus wants it."""
     families: dict[str, list[str]] = {}  # by their HELP and TYPE lines
     for replica, text in texts.items():
         head = ""

@@ -52,13 +52,13 @@ def stage_config(config: ModelConfig, stage: int, num_stages: int) -> ModelConfi
 
 @dataclass(frozen=True)
 class StageTensors:
-    """A checkpoint as one stage sees it: its own layers, counted from 0, the last norm, and on stage 0 the tables.
+    """A checkpoint as one stage sees it: its own layers, counted from 0, the last norm, and on stage 0 the two tables.
 
     Args:
         whole: all weights.
         layers: those of this stage.
         num_layers: of the whole model.
-        has_tables: whether this is stage 0.
+        has_tables: whether this is stage 0, which has the embedding and the LM head.
     """
 
     whole: TensorSource

@@ -40,6 +40,7 @@ class TwoHosts:
         return link["stats64"]["tx"]["bytes"]
 
     def pull_the_cable(self) -> None:
+        """Stop all traffic between the hosts. No connection is closed by that."""
         _ip("-n", self.names[1], "link", "set", CABLE, "down")
 
 

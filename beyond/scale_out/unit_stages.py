@@ -13,7 +13,7 @@ from .pipeline_scheduler import PipelineScheduler
 
 
 class UnitStages:
-    """Stages that take one unit of time for every step, on a clock of their own. It makes up its tokens."""
+    """Stages that take one unit of time for every step, on a clock of their own. The tokens are made up."""
 
     def __init__(self, num_stages: int) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class UnitStep:
 
 
 def counted_spans(work: str, batches: int, stages: int) -> list[list[dict[str, object]]]:
-    """Busy times of `UnitStages`: many requests that decode, or one prompt in `batches` chunks."""
+    """Count when each of `UnitStages` is busy: many requests that decode, or one prompt in `batches` chunks."""
     decode = work == "decode"
     requests, prompt, answer = (8, 1, 64) if decode else (1, 8 * batches, 1)
     scheduler = PipelineScheduler(

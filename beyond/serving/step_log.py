@@ -1,7 +1,7 @@
 """What the live page draws: the engine's last steps; what waits, what runs and what the pool holds between two steps.
 
-A page is a reader like any other and must not slow a step down. So a step notes five numbers here, and the rest is read
-off the queues between two steps, where nothing moves, and only while a page is open.
+A page is a reader like any other and must not slow a step down. So a step notes five numbers here. The rest is read off
+the queues between two steps, where nothing changes, and only while a page is open.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class RankGroup:
         return x if residual is None else residual.add_(x)
 
     def stack(self, x: Tensor) -> Tensor:
-        """All ranks' `x`, in the order of the ranks: `[size, *x.shape]`."""
+        """Gather all ranks' `x`, in the order of the ranks: `[size, *x.shape]`."""
         parts = x.new_empty(self.size, *x.shape)
         if self.one_shot is not None and self.one_shot.supports(parts):
             parts.zero_()  # adding zeros to another rank's part is exact
@@ -107,11 +107,11 @@ class RankGroup:
         return parts
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x [rows, columns]` side by side: `[rows, size * columns]`."""
+        """Gather all ranks' `x [rows, columns]` side by side: `[rows, size * columns]`."""
         return self.stack(x).transpose(0, 1).flatten(1)
 
     def broadcast(self, x: Tensor) -> None:
-        """Rank 0's `x`, written over everybody else's, if there is anybody else."""
+        """Write rank 0's `x` over that of all other ranks."""
         if self.size > 1:
             self._run("broadcast", x, 0)
 

@@ -49,7 +49,7 @@ def check_divisible(config: ModelConfig, size: int) -> None:
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's share. The vocabulary is rounded up, so the last rank's table may end in zero rows."""
+    """Shrink a config to one rank's share. The vocabulary is rounded up: the last rank's table may end in zero rows."""
     check_divisible(config, size)
     return replace(
         config,
@@ -69,7 +69,7 @@ def build_sharded_model(
     device: torch.device,
     group: RankGroup,
 ) -> DecoderModel:
-    """This rank's share of stage D's model, with its weights and its collectives."""
+    """Build this rank's share of stage D's model, with its weights and its collectives."""
     model = DecoderModel(shard_config(config, group.size), backend, max_model_len, dtype, device)
     model.load(ShardedWeightLoader(tensors, config, group.rank, group.size))
     for layer in model.layers:
@@ -82,7 +82,7 @@ def build_sharded_model(
 
 
 class ShardedWeightLoader(WeightLoader):
-    """Reads of every tensor only the slice that this rank holds.
+    """Reads only this rank's slice of every tensor.
 
     Args:
         tensors: the whole checkpoint.
