@@ -149,7 +149,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def merge_metrics(texts: dict[str, str]) -> str:
-    """Merge several replicas' metrics into one text: the samples of one metric stay together, as Prometheus wants it."""
+    """Merge several replicas' metrics into one text: the samples of one metric stay together, as Prometheus asks."""
     families: dict[str, list[str]] = {}  # by their HELP and TYPE lines
     for replica, text in texts.items():
         head = ""
