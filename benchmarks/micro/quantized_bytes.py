@@ -70,16 +70,10 @@ def load_shapes(model: str, options: dict[str, object]) -> Runtime:
 
 
 def build_shapes(
-    config: ModelConfig,
-    backend: AttentionBackend,
-    max_model_len: int,
-    tensors: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: QuantizationOptions,
+    config: ModelConfig, backend: AttentionBackend, max_model_len: int, tensors: TensorSource, *rest: object
 ) -> DecoderModel:
     """`build_quantized_model` without the weights."""
-    return empty_model(config, backend, max_model_len, dtype, device, options)
+    return empty_model(config, backend, max_model_len, *rest)
 
 
 def weight_bytes(runtime: Runtime) -> int:

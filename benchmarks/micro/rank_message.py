@@ -14,13 +14,15 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from benchmarks.micro import caption
 from benchmarks.micro.step_cost import MAX_MODEL_LEN, NullRunner, make_engine
 from benchmarks.text import markdown
-from stage_e_batching.engine import Sampled
-from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, capture_sizes
 from stage_f_graph_tp.rank_runner import StepCommand
+from stage_f_graph_tp.step_input import StepInput, StepShape
 
 README, MARKERS = "stage_f_graph_tp/tensor_parallel", ("rank-message",)
 STEPS, REPEATS = 200, 7
@@ -40,35 +42,27 @@ class SendingRunner(NullRunner):
     """Builds every step's input, padded to a graph's size, and sends it as rank 0 does."""
 
     def __init__(self, connection: Connection, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        super().__init__(max_num_seqs + 1, max_num_batched_tokens)  # 1 for padding
+        super().__init__(max_num_seqs, max_num_batched_tokens)
         self.graphs = DecodeGraphs(capture_sizes(max_num_seqs), self.batch.max_blocks, MAX_MODEL_LEN, max_num_seqs)
         self.connection = connection
         self.seconds = 0.0  # of this thread's CPU time, for packing and sending
         self.bytes_sent = self.table_bytes = 0
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        for sequence in step.admitted:
-            self.sampler.admit(sequence)
-        self.batch.update(step)
-        if not step.sequences:
-            return Sampled([])
-        exact = self.batch.shape_of(step)
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
         shape = self.graphs.padded(exact)
         host = self.buffers.next_host(shape)
         if shape is not exact:
             self.graphs.pad(host, exact.num_seqs)
-        steps, samples = self.batch.fill(step, host), exact.num_samples
-        needs = self.sampler.fill(
-            host.sample_slots[:samples], steps, host.temperatures[:samples], host.noise_keys[:samples]
-        )
+        self.table_bytes += host.block_tables.nbytes
+        return shape, host
+
+    def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         start = time.thread_time()
-        message = StepCommand(shape, samples, needs, self.buffers.packed(shape)).encode()
+        message = StepCommand(shape, len(sample_slots), needs, self.buffers.packed(shape)).encode()
         self.connection.send_bytes(message)
         self.seconds += time.thread_time() - start
         self.bytes_sent += len(message)
-        self.table_bytes += host.block_tables.nbytes
-        self.buffers.send(shape)
-        return Sampled(self.ids[:samples].tolist())
+        return super().execute_step(shape, sample_slots, needs)
 
 
 def measure() -> dict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,12 +20,11 @@ from benchmarks.text import markdown
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Engine, Sampled
-from stage_e_batching.model_runner import Sampler
+from stage_e_batching.engine import Engine
+from stage_e_batching.sampler import SampledTokens
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.step_input import StepBuffers, largest_input
+from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
+from stage_f_graph_tp.step_input import StepShape
 
 README, MARKERS = "stage_e_batching", ("step-cost",)
 MAX_MODEL_LEN, BLOCK_SIZE = 4096, 64
@@ -32,29 +32,21 @@ VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's
 STEPS, REPEATS = 200, 7
 
 
-class NullRunner:
-    """Builds every step's input as the real runner does, and makes up the tokens."""
+class NullRunner(AsyncModelRunner):
+    """Builds and sends every step's input as stage F does, and makes up the tokens; it has no model."""
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int = BLOCK_SIZE) -> None:
-        device = torch.device("cpu")
-        self.batch = InputBatch(max_num_seqs, MAX_MODEL_LEN, block_size)
-        self.sampler = Sampler(max_num_seqs, VOCAB_SIZE, device)
-        num_bytes = largest_input(max_num_batched_tokens, max_num_seqs, self.batch.max_blocks)
-        self.buffers = StepBuffers(num_bytes, device)
+        runtime = SimpleNamespace(
+            model=None, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB_SIZE),
+            max_model_len=MAX_MODEL_LEN, block_size=block_size,
+        )  # fmt: skip
+        super().__init__(runtime, None, max_num_seqs, max_num_batched_tokens)
         self.ids = torch.arange(max_num_seqs) + 100
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        for sequence in step.admitted:
-            self.sampler.admit(sequence)
-        self.batch.update(step)
-        if not step.sequences:
-            return Sampled([])
-        shape = self.batch.shape_of(step)
-        host = self.buffers.next_host(shape)
-        steps = self.batch.fill(step, host)
-        self.sampler.fill(host.sample_slots, steps, host.temperatures, host.noise_keys)
+    def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         self.buffers.send(shape)
-        return Sampled(self.ids[: shape.num_samples].tolist())
+        ids = self.ids[: len(sample_slots)]
+        return InFlight(SampledTokens(ids), ids)
 
 
 def make_engine(

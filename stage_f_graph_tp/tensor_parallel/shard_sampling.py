@@ -55,7 +55,7 @@ class ShardSampler:
         scores[:, self._count :] = -math.inf
         if scores.device.type == "cuda":
             # Here, because only GPUs need Triton.
-            from stage_f_graph_tp.tensor_parallel import shard_sampling_kernels as kernels
+            import stage_f_graph_tp.tensor_parallel.shard_sampling_kernels as kernels
 
             winners = kernels.find_winners(scores, temperatures, noise_keys, self._head.first)
             return kernels.compare_winners(self._head.group.stack(winners), temperatures)
