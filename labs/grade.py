@@ -23,7 +23,7 @@ from pathlib import Path
 
 from labs import progress
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
-from labs.judge import TEST_SECONDS, Job
+from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
 from labs.starter import link_models
 from labs.submission import Unusable, changes_in_given_code, intruders, read_answer

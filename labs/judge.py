@@ -20,51 +20,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from labs.exercises import Exercise, Lab, all_exercises, load_labs
+from labs.exercises import all_exercises
+from labs.job import Job
 from labs.recorder import Recorder
 from labs.submission import Answer, Unusable, read_answer
 
 WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
-TEST_SECONDS = 120.0  # a test may take, and the collection of the tests
 MEMORY = 12 << 30  # bytes of data that a job may have
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is judged in one process.
-
-    Attributes:
-        key: an exercise's id; or a lab's letter for the whole stage, with all of its functions the learner's.
-        work: the submission.
-        tests: directories with `test_lab_x.py`; all must pass.
-    """
-
-    key: str
-    work: str
-    tests: tuple[str, ...]
-    seconds: float = TEST_SECONDS
-
-    @property
-    def lab(self) -> Lab:
-        return load_labs()[self.key[0].lower()]
-
-    @property
-    def exercises(self) -> list[Exercise]:
-        """Whose functions are exchanged."""
-        return [e for e in self.lab.exercises if self.key in (e.id, self.lab.letter) and not e.is_break_it]
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The test classes that judge it, as `file::Class`."""
-        if self.key == self.lab.letter:
-            return (self.lab.whole,)
-        return next(e.tests for e in self.lab.exercises if e.id == self.key)
 
 
 def install(answer: Answer) -> None:

@@ -8,14 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from labs.judge import Job
+from labs.job import Job
 
 # What a test's verdict rests on: an answer that has changed any of these fails.
 GUARDED: tuple[tuple[str, object, tuple[str, ...]], ...] = (
