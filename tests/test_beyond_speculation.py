@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -604,18 +606,58 @@ def test_an_error_leaves_no_draft_behind(plain, monkeypatch):
     assert [finished[i] for i in sorted(finished)] == ids(expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("draft_tokens", [1, 4, 12])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # in 16 bits two noisy scores may be almost alike
-def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
+# ---- in 16 bits, and on a GPU ----------------------------------------------------------------------------------
+
+
+# The tutor's best scores are 10 to 38, where neighbouring numbers of bfloat16 differ by 0.06 to 0.25.
+ROUNDING = 0.5
+
+
+def check_up_to_rounding(found, expected) -> None:
+    """Check that answers are equal, or differ first where the expected two best tokens score almost alike.
+
+    Args:
+        found: greedy outputs.
+        expected: those of stage F, with `logprobs=2`.
+    """
+    for got, want in zip(ids(found), expected, strict=True):
+        different = [i for i, pair in enumerate(zip(got, want["token_ids"], strict=False)) if len(set(pair)) > 1]
+        if not different:
+            assert got == want["token_ids"]
+            continue
+        first = different[0]
+        (best, score), (second, next_score) = sorted(want["logprobs"][first].items(), key=lambda item: -item[1])[:2]
+        assert {got[first], want["token_ids"][first]} == {best, second}
+        assert score - next_score < ROUNDING, f"token {first} is wrong by {score - next_score:.2f}"
+
+
+def answered(token_ids: list[int], *scores: dict[int, float]):
+    return {"token_ids": token_ids, "logprobs": list(scores)}
+
+
+@pytest.mark.parametrize(
+    ("found", "passes"), [([5, 6, 7], True), ([5, 8, 9], True), ([5, 9, 7], False), ([4, 6, 7], False), ([5, 6], False)]
+)
+def test_a_token_may_only_be_another_one_where_two_score_almost_alike(found, passes):
+    expected = answered([5, 6, 7], {5: -0.1, 4: -2.0}, {6: -1.0, 8: -1.1}, {7: -0.5, 3: -4.0})
+    with nullcontext() if passes else pytest.raises(AssertionError):
+        check_up_to_rounding([answered(found)], [expected])
+
+
+def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, overlap: bool) -> None:
+    """Compare answers to questions exactly, and in 16 bits those to repeated text up to rounding.
+
+    Questions of the FAQ have wide margins. The tutor was not trained on text that repeats, and many tokens there score
+    almost alike; a verification has more rows than a decode step, and its kernels may add in another order.
+    """
     questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
-    options = {"device": "cuda", "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
+    options = {"device": device, "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
     stage_f = stage_f_graph_tp.LLM("tutor", **options)
     llm = LLM("tutor", num_speculative_tokens=draft_tokens, overlap=overlap, **options)
     temperature = 0.0 if dtype == "bfloat16" else 0.7
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
-    expected = stage_f.generate(questions, params, False)
+    with_scores = [replace(p, logprobs=2) for p in params]
+    expected = stage_f.generate(questions, with_scores, False)
     assert ids(llm.generate(questions, params, False)) == ids(expected)
     if draft_tokens == 4:
         drafted = LLM("tutor", speculation="model", overlap=overlap, **options)
@@ -625,6 +667,22 @@ def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
     asked_again = [2 * (output["prompt_token_ids"] + output["token_ids"]) for output in expected]
     asked_again = [tokens[: len(tokens) // 2 + 12] for tokens in asked_again]
     for count in (1, 4, 12):
-        answers = stage_f.generate(asked_again[:count], params[:count], False)
-        assert ids(llm.generate(asked_again[:count], params[:count], False)) == ids(answers)
+        answers = stage_f.generate(asked_again[:count], with_scores[:count], False)
+        found = llm.generate(asked_again[:count], params[:count], False)
+        if dtype == "bfloat16":
+            check_up_to_rounding(found, answers)
+        else:
+            assert ids(found) == ids(answers)
     assert llm.engine.counters.num_accepted_tokens > 0
+
+
+def test_in_16_bits_the_tokens_are_stage_fs_up_to_rounding():
+    check_that_tokens_are_stage_fs("cpu", "bfloat16", 4, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("draft_tokens", [1, 4, 12])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
+    check_that_tokens_are_stage_fs("cuda", dtype, draft_tokens, overlap)

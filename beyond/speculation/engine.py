@@ -11,7 +11,8 @@ device guesses there are none at all (`ahead_engine.py`).
 A step verifies guesses g1, g2, … behind the last token t with rows t, g1, g2, …. Each row samples the token that
 follows it, by the same noise as ever. The token sampled in row t is certain; if it equals g1, then row g1 was computed
 from the right tokens, and what it sampled is certain too; and so on. So each step gains the guesses that were right and
-one token more, and every token is the one that the engine would have sampled without guessing.
+one token more, and every token is the one that the engine would have sampled without guessing. (In 16 bits, up to the
+rounding of a step with another number of rows.)
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def make_pools(runtime: Runtime, drafting: Runtime, options: GraphOptions) -> tu
 class LLM(stage_f.LLM):
     """Stage F's engine, which guesses tokens and verifies them.
 
-    Answers are those of stage F, token for token, also where they are sampled with a seed.
+    In float32, answers are those of stage F, token for token, also where they are sampled with a seed. In 16 bits a
+    verification may round scores in another way than a decode step: where the best two tokens are closer than that,
+    the other one may be taken, as also in a batch of another size.
 
     Args:
         model, device, dtype, seed: as in stage A.
