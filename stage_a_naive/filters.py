@@ -14,7 +14,7 @@ from stage_a_naive.params import SamplingParams
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, then top-k, top-p and min-p, for one row `[vocab]`; tokens filtered out become -inf."""
+    """Apply temperature, top-k, top-p and min-p to one row `[vocab]`; in the new row, filtered tokens are -inf."""
     # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing. One that
     # float32 cannot hold would be 0, and 0 / 0 no number.
     logits = (logits - logits.max()) / max(params.temperature, torch.finfo(torch.float32).tiny)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import stage_a_naive.llm as stage
 from labs.tests.support import GREEDY, DigitTokenizer, check_whole_stage, noisy_argmax, one_hot, request_of
@@ -21,13 +22,15 @@ NEG = -math.inf
 class TestChatPrompt:
     def test_one_message(self):
         text = chat.chatml([{"role": "user", "content": "Hi"}])
-        assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", f"got {text!r}"
+        expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        assert text == expected, f"expected {expected!r}, got {text!r}"
 
     def test_several_messages_keep_their_order(self):
         text = chat.chatml([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "两行\nlines"}])
-        assert text == (
+        expected = (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n两行\nlines<|im_end|>\n<|im_start|>assistant\n"
-        ), f"got {text!r}"
+        )
+        assert text == expected, f"expected {expected!r}, got {text!r}"
 
 
 class TestSample:
@@ -66,14 +69,18 @@ class TestSample:
         assert ids == expected, f"argmax(filtered + gumbel_noise(seed, step)) is {expected[:6]}…, got {ids[:6]}…"
 
     def test_greedy_and_random_rows_mix(self):
-        logits = torch.tensor([[0.0, 9.0, 0.0]]).repeat(2, 1)
-        params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=1)]
-        assert sampling.sample(logits, params, [0, 1], [0, 0]).tolist() == [1, 1], "top_k=1 leaves only the likeliest"
+        logits = torch.tensor([[0.0, 1.0, 0.0]]).repeat(21, 1)
+        params = [SamplingParams(temperature=0.0)] + [SamplingParams(top_k=1)] * 20
+        ids = sampling.sample(logits, params, list(range(21)), [0] * 21).tolist()
+        assert ids == [1] * 21, f"top_k=1 leaves only the likeliest, token 1: filter before the noise; got {ids}"
 
 
 class TestFilterLogits:
     def filtered(self, logits: list[float], **params: float) -> torch.Tensor:
-        return filters.filter_logits(torch.tensor(logits), SamplingParams(**params))
+        row = torch.tensor(logits)
+        out = filters.filter_logits(row, SamplingParams(**params))
+        assert row.equal(torch.tensor(logits)), f"return a new row; the one that was given became {row.tolist()}"
+        return out
 
     def kept(self, logits: list[float], **params: float) -> list[int]:
         return [i for i, value in enumerate(self.filtered(logits, **params).tolist()) if value > NEG]
@@ -100,11 +107,12 @@ class TestFilterLogits:
         assert self.kept(logits, top_p=0.01) == [0], "one token always stays"
         assert self.kept(logits, top_p=5e-324) == [0], "the likeliest stays also where float32 rounds top_p to 0"
         shuffled = [logits[i] for i in (3, 0, 2, 1)]
-        assert self.kept(shuffled, top_p=0.7) == [1, 3], "the mask must go back to the tokens' own places"
+        assert self.kept(shuffled, top_p=0.7) == [1, 3], "the mask must go back to the tokens' own positions"
 
     def test_min_p_keeps_what_is_likely_beside_the_likeliest(self):
         logits = torch.tensor([0.6, 0.3, 0.07, 0.03]).log().tolist()
         assert self.kept(logits, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
+        assert self.kept(logits, min_p=0.4) == [0, 1], "0.3 is more than 0.4 times 0.6, the likeliest's probability"
 
     def test_top_k_comes_before_top_p(self):
         logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
@@ -136,6 +144,10 @@ class TestPenalties:
         out = self.penalised([1.0, 1.0, 1.0], [2], [0, 0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25)
         assert out == [1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1.0], f"expected [-0.25, 0.25, 1.0], got {out}"
 
+    def test_the_repetition_penalty_comes_first(self):
+        out = self.penalised([2.0, 1.0], [], [0], repetition_penalty=2.0, presence_penalty=0.5)
+        assert out == [0.5, 1.0], f"first divide, then subtract: 2 / 2 - 0.5 = 0.5, got {out}"
+
     def test_rows_are_independent_and_the_logits_given_stay_as_they_are(self):
         logits = torch.ones(2, 3)
         params = [SamplingParams(), SamplingParams(presence_penalty=1.0)]
@@ -151,21 +163,24 @@ class TestOverlap:
     )
     def test_length_of_the_held_back_end(self, text: str, stop: str, length: int):
         found = stop_strings.overlap(text, stop)
-        assert found == length, f"{text!r} may be going on to {stop!r} with its last {length} letters, got {found}"
+        assert found == length, f"overlap({text!r}, {stop!r}) is {length}, got {found}"
 
 
 class CountingModel:
-    """A model that says last + 1. Its cache is the list of the tokens that it has seen."""
+    """A model that says last + 1. Its cache is transformers', changed in place, with the tokens that it has seen."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
 
     def __call__(self, input_ids, past_key_values=None, use_cache=True, **_):
         assert input_ids.shape[0] == 1, f"input_ids are [1, tokens], got {list(input_ids.shape)}"
-        seen = [*(past_key_values or []), *input_ids[0].tolist()]
-        assert seen == list(range(seen[0], seen[0] + len(seen))), f"token and cache do not fit together: {seen}"
         self.calls.append(input_ids[0].tolist())
-        return SimpleNamespace(logits=one_hot(input_ids + 1, 100), past_key_values=seen)
+        cache = DynamicCache() if past_key_values is None else past_key_values
+        cache.seen = [*getattr(cache, "seen", []), *self.calls[-1]]
+        first = self.calls[0][0]
+        text = list(range(first, self.calls[-1][-1] + 1))
+        assert cache.seen == text, f"cache and input together must be the text so far, {text}, got {cache.seen}"
+        return SimpleNamespace(logits=one_hot(input_ids + 1, 100), past_key_values=cache)
 
 
 class AnyModel:
@@ -208,6 +223,13 @@ class TestGenerateOne:
             eos_token_ids=frozenset({20}), sampling_fn=None,
         )  # fmt: skip
         vars(engine).update(attributes)
+        next_token = engine._next_token
+
+        def checked(logits: torch.Tensor, *others: object) -> int:
+            assert logits.shape == (1, 100), f"self._next_token takes logits [1, vocab], got {list(logits.shape)}"
+            return next_token(logits, *others)
+
+        engine._next_token = checked
         return engine
 
     def generate(self, engine: stage.LLM, prompt: list[int], max_tokens: int, arrival: float = 0.0,
@@ -225,7 +247,8 @@ class TestGenerateOne:
 
     def test_it_stops_at_the_end_of_sequence_token(self):
         output = self.generate(self.engine(), [17], 40)
-        assert (output["token_ids"], output["finish_reason"]) == ([18, 19, 20], "stop"), f"got {output}"
+        ids, reason = output["token_ids"], output["finish_reason"]
+        assert (ids, reason) == ([18, 19, 20], "stop"), f"expected 18, 19, 20 and 'stop', got {ids} and {reason!r}"
 
     def test_an_answer_of_one_token_needs_no_decode_step(self):
         engine = self.engine()
