@@ -24,6 +24,7 @@ which is dropped; its slot lies past everything that is known, so no cached bloc
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class OverlappedEngine(Engine):
             super()._recover()
 
 
-def without_rows(rows: list[int], sampled: Sampled) -> Sampled:
+def without_rows(rows: Container[int], sampled: Sampled) -> Sampled:
     """Return a step's tokens without those of `rows`."""
     kept = [row for row in range(len(sampled.token_ids)) if row not in rows]
     errors = sampled.errors or {}

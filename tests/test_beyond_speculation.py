@@ -40,6 +40,7 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.step_input import host_views
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
@@ -480,6 +481,13 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
         assert recorder.replays[30] > 2, "six sequences of five rows"
         assert ids(llm.generate(PROMPTS[:1], params, False)) == ids(expected[:1])
         assert recorder.replays[5] > 2
+
+
+def test_switched_off_it_is_stage_f(plain):
+    llm = LLM("random:qwen2-tiny", device="cpu", speculation="off", max_num_seqs=4, num_kvcache_blocks=64)
+    assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(plain.generate(PROMPTS, GREEDY, False))
+    assert type(llm.runner) is GraphModelRunner and len(llm.runner.last_tokens) == 4 + 1, "no batch slots for guesses"
+    assert llm.engine.counters.num_verifications == 0
 
 
 @pytest.mark.parametrize("draft_tokens, max_rows", [(1, 2), (1, 3), (4, 5), (4, 640), (64, 100)])

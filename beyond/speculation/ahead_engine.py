@@ -15,33 +15,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.engine import DraftingEngine
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import WRONG
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep, State
-from stage_f_graph_tp.overlap import OverlappedEngine, without_rows
+from stage_f_graph_tp.overlap import without_rows
 
 
-class AheadEngine(SpeculativeEngine):
+class AheadEngine(DraftingEngine):
     """Stage F's engine, whose steps verify guesses that the device makes.
 
     Args:
-        scheduler, runner, drafter, options: as in `SpeculativeEngine`; the drafter only tells who has a guess.
+        scheduler, runner, drafter, options: as in `DraftingEngine`.
         draft_tokens: guesses per sequence.
     """
 
     def __init__(self, *args: object, draft_tokens: int, **options: object) -> None:
-        super().__init__(*args, overlap=True, **options)
+        super().__init__(*args, **options)
         self._draft_tokens = draft_tokens
 
     def run_step(self) -> None:
         """Launch the next step, with a row for each guess, then take in the tokens of the one before."""
         for sequence in self._promising():
-            # A step gives one token more than guesses were right, and the last token of all needs no row.
-            room = sequence.max_total_tokens - len(sequence) - 1
-            sequence.draft = [WRONG] * min(self._draft_tokens, room)  # the device fills them in
-        OverlappedEngine.run_step(self)
+            sequence.draft = [WRONG] * min(self._draft_tokens, sequence.longest_draft)  # the device fills them in
+        super().run_step()
 
     def _count_in_flight(self, step: ScheduledStep) -> None:
         """Let every sequence that samples be longer by one token, and note how many more it may have got."""
@@ -54,31 +52,29 @@ class AheadEngine(SpeculativeEngine):
         super()._count_in_flight(replace(step, sequences=decoding + rest, samples=samples))
 
     def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
-        """Take in the tokens that are certain. Those that guesses gained were in flight too, uncounted."""
-        sequences, wrong = step.sequences, []
-        verified: dict[SpeculativeSequence, int] = {}  # tokens before
-        for row in range(1, step.num_decodes):
-            sequence = sequences[row]
-            if sequence is not sequences[row - 1] or sequence.state is State.FINISHED:
-                continue
-            verified.setdefault(sequence, len(sequence.token_ids))
-            self.counters.num_draft_tokens += 1
-            if sampled.token_ids[row] == WRONG:
-                wrong.append(row)
-                step.samples[row] = False
-                continue
-            sequence.num_in_flight += 1
-            if sequence.block_table:  # it was not preempted meanwhile; its last token of all does not run
-                sequence.num_computed_tokens = min(sequence.num_computed_tokens + 1, sequence.max_total_tokens - 1)
+        """Take in the tokens that are certain, and account for the guesses."""
+        guesses = _rows_of_guesses(step)
+        wrong = {row for row in guesses if sampled.token_ids[row] == WRONG}
+        for row, sequence in guesses.items():
+            step.samples[row] = row not in wrong
+            if step.samples[row]:
+                _count_gained(sequence)
+        verified = {sequence: len(sequence.token_ids) for sequence in guesses.values()}
         super()._take_in(step, without_rows(wrong, sampled) if wrong else sampled)
+        self.counters.num_draft_tokens += len(guesses)
         self.counters.num_verifications += len(verified)
-        for sequence, before in verified.items():
-            sequence.num_right = len(sequence.token_ids) - before - 1
-            self.counters.num_accepted_tokens += sequence.num_right
-            if sequence.state is State.DECODING:
-                if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
-                    sequence.settle()
-                self.scheduler.settle(sequence)
+        for sequence, length in verified.items():
+            self._settle(sequence, len(sequence.token_ids) - length - 1)
+
+    def _settle(self, sequence: SpeculativeSequence, num_right: int) -> None:
+        """Account for a verification that found this many guesses right."""
+        self.counters.num_accepted_tokens += num_right
+        if sequence.state is not State.DECODING:
+            return
+        if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
+            sequence.num_right = num_right
+            sequence.settle()
+        self.scheduler.trim(sequence)
 
     def _append(
         self, sequence: SpeculativeSequence, token_id: int, logprob: dict[int, float] | None, now: float
@@ -87,5 +83,22 @@ class AheadEngine(SpeculativeEngine):
         if sequence.is_settled:
             self.counters.num_generated_tokens -= 1  # it was counted as sampled, and is dropped
             return False
-        sequence.is_settled = OverlappedEngine._append(self, sequence, token_id, logprob, now)
+        sequence.is_settled = super()._append(sequence, token_id, logprob, now)
         return sequence.is_settled
+
+
+def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:
+    """The rows of a step that ran guesses, all but the first of each sequence, where the sequence has not ended."""
+    sequences = step.sequences
+    return {
+        row: sequences[row]
+        for row in range(1, step.num_decodes)
+        if sequences[row] is sequences[row - 1] and sequences[row].state is not State.FINISHED
+    }
+
+
+def _count_gained(sequence: SpeculativeSequence) -> None:
+    """Count a token that a right guess gained. It was in flight too, and its guess is computed."""
+    sequence.num_in_flight += 1
+    if sequence.block_table:  # it was not preempted meanwhile; its last token of all does not run
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens + 1, sequence.max_total_tokens - 1)

@@ -17,18 +17,16 @@ from beyond.speculation.token_table import TokenTable
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.cuda_graph import Recorded, StepGraphs
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
-def num_unresolved(shape: StepShape) -> int:
-    """Return how many rows of a step, the first ones, the device completes.
+class AheadShape(StepShape):
+    """The sizes of a step whose decodes the device completes, their guesses among them.
 
-    For n such rows `num_decodes` is -n. No other step has a negative number there, so only the graphs that were
-    recorded for such steps serve them.
+    A `StepShape` with the same numbers is equal to it. So graphs are chosen by the class too.
     """
-    return max(0, -shape.num_decodes)
 
 
 def is_ahead(step: ScheduledStep) -> bool:
@@ -55,7 +53,7 @@ class AheadBatch(RegrownBatch):
             return shape
         longest = min(shape.max_context_len + self._draft_tokens, self._longest)
         width = -(-longest // self.block_size)
-        return shape._replace(num_decodes=-step.num_decodes, max_context_len=longest, table_width=width)
+        return AheadShape(*shape._replace(max_context_len=longest, table_width=width))
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
         generated = super()._fill_decodes(step, out)
@@ -71,13 +69,16 @@ class AheadGraphs(VerificationGraphs):
 
     def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
         super().__init__(decode_graphs, sizes, *limits)
-        self.shapes = [shape._replace(num_decodes=-shape.num_tokens) for shape in self.shapes]
+        self.shapes = [AheadShape(*shape._replace(num_decodes=shape.num_tokens)) for shape in self.shapes]
 
     def padded(self, shape: StepShape) -> StepShape:
         """The recorded shape that serves `shape`; `shape` itself where none does."""
-        if num_unresolved(shape) < shape.num_tokens:
+        if not isinstance(shape, AheadShape) or shape.num_decodes < shape.num_tokens:
             return self._decode_graphs.padded(shape)
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
+
+    def find(self, shape: StepShape) -> Recorded | None:
+        return super().find(shape) if isinstance(shape, AheadShape) else self._decode_graphs.find(shape)
 
 
 class AheadRunner(SpeculativeRunner):
@@ -107,17 +108,21 @@ class AheadRunner(SpeculativeRunner):
             self.table.enter(new, self._noise_keys)
         self._entered = decoding
 
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
+        """A host buffer for a step of shape `exact`, and the shape to run it in, which is of the same class."""
+        shape, host = super().next_host(exact)
+        return type(exact)(*shape), host
+
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""
-        rows = num_unresolved(shape)
-        if not rows:
+        if not isinstance(shape, AheadShape):
             return super().forward(inputs, shape)
-        self.table.resolve(inputs, rows, self.last_tokens, self.batch.block_size)
+        self.table.resolve(inputs, shape.num_decodes, self.last_tokens, self.batch.block_size)
         return self.run_model(inputs, shape)
 
     def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
         """Keep the sampled tokens on the device; `WRONG` takes the place of those that the host must not see."""
-        if num_unresolved(shape):
+        if isinstance(shape, AheadShape):
             self.table.keep(ids, inputs, self.last_tokens)
         else:
             super().keep(ids, inputs, shape)

@@ -53,23 +53,40 @@ class SpeculationCounters(Counters):
     num_accepted_tokens: int = 0  # of these, those that were right
 
 
-class SpeculativeEngine(OverlappedEngine):
-    """Stage F's engine with drafts.
+class DraftingEngine(OverlappedEngine):
+    """Stage F's engine, which counts guesses and decides who makes some.
 
     Args:
         scheduler, runner, options: as in `Engine`.
-        drafter: makes the guesses; None for none.
-        overlap: whether steps without drafts are launched ahead.
+        drafter: knows who has a guess; None for nobody.
     """
 
     sequence_class = SpeculativeSequence
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, drafter: Drafter | None, overlap: bool, **options: object
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, drafter: Drafter | None, **options: object) -> None:
         super().__init__(scheduler, runner, **options)
         self.counters = SpeculationCounters()
         self.drafter = drafter
+
+    def _promising(self) -> list[SpeculativeSequence]:
+        """The sequences that seem to have a guess; none where they are too few, or too many run."""
+        decoding = self.scheduler.decoding
+        if self.drafter is None or len(decoding) > MAX_SPECULATING:
+            return []
+        promising = [sequence for sequence in decoding if sequence.may_draft and self.drafter.has_draft(sequence)]
+        return promising if len(promising) * SHARE >= len(decoding) else []
+
+
+class SpeculativeEngine(DraftingEngine):
+    """Stage F's engine with drafts that are on the host.
+
+    Args:
+        scheduler, runner, drafter, options: as in `DraftingEngine`.
+        overlap: whether steps without drafts are launched ahead.
+    """
+
+    def __init__(self, *args: object, overlap: bool, **options: object) -> None:
+        super().__init__(*args, **options)
         self._overlap = overlap
 
     def run_step(self) -> None:
@@ -84,14 +101,6 @@ class SpeculativeEngine(OverlappedEngine):
         else:
             Engine.run_step(self)
 
-    def _promising(self) -> list[SpeculativeSequence]:
-        """The sequences that seem to have a guess; none where they are too few, or too many run."""
-        decoding = self.scheduler.decoding
-        if self.drafter is None or len(decoding) > MAX_SPECULATING:
-            return []
-        promising = [sequence for sequence in decoding if sequence.may_draft and self.drafter.has_draft(sequence)]
-        return promising if len(promising) * SHARE >= len(decoding) else []
-
     def _fetch_in_flight(self) -> None:
         """Take in the step that is under way, so that all tokens are on the host."""
         running, self._running = self._running, None
@@ -102,8 +111,7 @@ class SpeculativeEngine(OverlappedEngine):
         """Guess for every sequence that may. Returns whether there is a guess."""
         for sequence in self.scheduler.decoding:
             sequence.draft = self.drafter.draft(sequence) if sequence.may_draft else []
-            # A step gives one token more than guesses were right, and the last token of all needs no row.
-            del sequence.draft[max(0, sequence.completion.num_remaining_tokens - 1) :]
+            del sequence.draft[sequence.longest_draft :]
         return any(sequence.draft for sequence in self.scheduler.decoding)
 
     def _verify(self) -> None:
@@ -118,7 +126,7 @@ class SpeculativeEngine(OverlappedEngine):
         for sequence in verified:
             if sequence.state is State.DECODING:
                 sequence.settle()
-                self.scheduler.settle(sequence)
+                self.scheduler.trim(sequence)
         for sequence in self.scheduler.decoding:  # where prompts have steps of their own, drafts may not have run
             sequence.drop_draft()
 

@@ -80,14 +80,10 @@ class LLM(stage_f.LLM):
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         options, length = self.options, self.options.num_speculative_tokens
+        rows = options.stage_f(max_num_seqs=options.max_rows)  # a batch slot for every row of a step
         self._drafter = NgramDrafter(length) if options.speculation == "ngram" else None
-        rows = options.stage_f(max_num_seqs=options.max_rows)
         if options.tensor_parallel_size > 1:
-            runtime, runner = self._build_ranks(rows, seed)
-            if options.speculation == "model":
-                drafting = self._load_draft(runtime, seed)
-                self._draft_with(drafting, drafting.make_pool(runner.kv_cache.num_blocks))
-            return runtime, runner
+            return self._build_ranks(rows, seed)
         patch = partial(choose_layers, fused=options.fused)
         runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
         if options.speculation == "model":
@@ -100,6 +96,8 @@ class LLM(stage_f.LLM):
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
             return runtime, AheadRunner(runtime, kv_cache, rows, length, table)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
+        if options.speculation == "off":
+            return runtime, GraphModelRunner(runtime, kv_cache, rows)
         return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
 
     def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
@@ -138,6 +136,9 @@ class LLM(stage_f.LLM):
         job = Job.of(self.source.name, self.device, self.dtype, seed, options)
         runtime, runner = self._start_ranks(job, build_worker)
         runner.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+        if self.options.speculation == "model":
+            drafting = self._load_draft(runtime, seed)
+            self._draft_with(drafting, drafting.make_pool(runner.kv_cache.num_blocks))
         return runtime, runner
 
     def _scheduler(self) -> DraftScheduler:

@@ -46,7 +46,9 @@ class SpeculationOptions(GraphOptions):
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest verification: one per running sequence, and the drafts of those that have one."""
+        """Decode rows of the largest step: one per running sequence, and the drafts of those that have one."""
+        if self.speculation == "off":
+            return self.max_num_seqs
         drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
         return min(self.max_num_seqs + drafts, self.max_num_batched_tokens)
 

@@ -77,7 +77,7 @@ class DraftScheduler(Scheduler):
         if len(table) > blocks:
             step.grown.append(sequence)
 
-    def settle(self, sequence: SpeculativeSequence) -> None:
+    def trim(self, sequence: SpeculativeSequence) -> None:
         """After a verification: index what was found right, and give back the blocks of the rest."""
         self.block_manager.index_computed(sequence)
         if not sequence.num_unsure:

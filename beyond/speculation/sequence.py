@@ -39,6 +39,11 @@ class SpeculativeSequence(AheadSequence):
         return len(self.token_ids) < self.resume_at
 
     @property
+    def longest_draft(self) -> int:
+        """Guesses that can be of use: a step gives one token more than were right, and the last of all is not run."""
+        return max(0, self.max_total_tokens - len(self) - 1)
+
+    @property
     def may_draft(self) -> bool:
         """Whether drafts are allowed now.
 
@@ -48,7 +53,7 @@ class SpeculativeSequence(AheadSequence):
         request = self.request
         return (
             not self.is_pausing
-            and self.completion.num_remaining_tokens > 1
+            and self.longest_draft > 0
             and not request.params.needs_penalties
             and request.sampling_fn is None
         )
