@@ -59,7 +59,7 @@ class Frontend:
         self._seeds = random.Random(seed)  # for the requests that bring no seed of their own
         self._pid = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # held for a call: an engine has one set of buffers
+        self._lock = threading.RLock()  # held for a call: an engine has one set of buffers
         self._calling_thread: int | None = None
 
     @property

@@ -81,9 +81,23 @@ class BlockManager:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         """Count the blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raise `ValueError` for a prompt that the whole pool could not hold."""
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"{num_tokens} tokens take {self.blocks_for(num_tokens)} blocks of {self.block_size} tokens, and the "
+                f"KV pool has {self.num_blocks}; shorten the prompt, or raise num_kvcache_blocks or "
+                "gpu_memory_utilization"
+            )
 
     # ---- taking and returning blocks ----------------------------------------------------------------------------
 
@@ -116,9 +130,9 @@ class BlockManager:
         table += [self._take_block() for _ in range(fresh)]
         return True
 
-    def append(self, sequence: Sequence, watermark: int = 0) -> bool:
+    def append(self, sequence: Sequence) -> bool:
         """Make room for the sequence's last token (the one just sampled). At a block's edge this takes a new block."""
-        return self.allocate(sequence, len(sequence), watermark)
+        return self.allocate(sequence, len(sequence))
 
     def free(self, sequence: Sequence) -> None:
         """Return all of a sequence's blocks (finish, abort, preemption, error). A second call returns nothing more."""

@@ -120,7 +120,7 @@ class StaticEngine:
             room -= self.block_manager.blocks_for(sequence.completion.max_total_tokens - 1)
             # One sampling_fn chooses the tokens of a whole batch.
             alike = not batch or sequence.request.sampling_fn is batch[0].request.sampling_fn
-            if batch and (room < 0 or len(batch) == most or not alike):
+            if room < 0 or len(batch) == most or not alike:
                 break
             batch.append(sequence)
         self._batch = batch
@@ -142,8 +142,8 @@ class StaticEngine:
         while budget and self._to_prefill:
             sequence = self._to_prefill[0]
             if not sequence.block_table:
-                self.block_manager.allocate(sequence, len(sequence))  # fits: the batch was chosen to
-                sequence.first_scheduled_time = time.perf_counter()
+                self.block_manager.allocate(sequence, len(sequence))  # they are there: the batch was chosen so
+                sequence.first_scheduled_time = sequence.first_scheduled_time or time.perf_counter()
             chunks.append(self._chunk(sequence, min(budget, sequence.num_uncomputed_tokens)))
             budget -= chunks[-1].count
             if sequence.num_uncomputed_tokens == 0:
@@ -152,14 +152,10 @@ class StaticEngine:
 
     def _decode(self) -> tuple[News, int]:
         """Run one token of every sequence."""
-        news: News = []
         live = [sequence for sequence in self._batch if not sequence.is_finished]
         for sequence in live:
-            if not self.block_manager.append(sequence):  # only a sequence that is alone can outgrow the pool
-                news.append((sequence, sequence.completion.finish("length")))
-        if len(news) < len(live):
-            news += self._run([self._chunk(sequence, 1) for sequence in self._batch])
-        return news, -len(live)
+            self.block_manager.append(sequence)  # there is a block: the batch was chosen so
+        return self._run([self._chunk(sequence, 1) for sequence in self._batch]), -len(live)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         """Plan a sequence's next tokens. Those planned after it, even for the same step, find its blocks."""

@@ -78,7 +78,10 @@ class LLM(Frontend):
 
     def _request(self, *given: object) -> Request:
         request = super()._request(*given)
-        check_fits_pool(request, self.block_manager)
+        try:
+            self.block_manager.check_prompt(len(request.prompt_token_ids))
+        except ValueError as error:
+            raise ValueError(f"prompt {request.index}: {error}") from None
         return request
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
@@ -103,16 +106,23 @@ class LLM(Frontend):
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
-        return Sequence(Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, text_at_end))
+        # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
+        # outgrow the whole pool ends with "length" there.
+        longest = min(self.max_model_len, self.block_manager.capacity + 1)
+        return Sequence(Completion(request, self.tokenizer, self.eos_token_ids, longest, text_at_end))
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
+        """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm.
+
+        While another thread's call runs it waits; from a callback of this thread's own call it does not.
+        """
         [request] = self.requests([prompt], sampling_params)
         sequence = self._sequence(request)
-        self._num_added += 1
-        self._added[sequence] = self._num_added
-        self.engine.waiting.append(sequence)
-        return self._num_added
+        with self._lock:
+            self._num_added += 1
+            self._added[sequence] = self._num_added
+            self.engine.waiting.append(sequence)
+            return self._num_added
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of the current static batch.
@@ -143,15 +153,3 @@ class LLM(Frontend):
     def exit(self) -> None:
         """Close the engine (nano-vllm's name for `close`)."""
         self.close()
-
-
-def check_fits_pool(request: Request, block_manager: BlockManager) -> None:
-    """Refuse a prompt that the whole pool could not hold."""
-    tokens = len(request.prompt_token_ids)
-    blocks = block_manager.blocks_for(tokens)
-    if blocks > block_manager.num_blocks:
-        raise ValueError(
-            f"prompt {request.index} has {tokens} tokens, which take {blocks} blocks of {block_manager.block_size}; "
-            f"the KV pool has {block_manager.num_blocks}. Shorten it, or raise num_kvcache_blocks or "
-            "gpu_memory_utilization"
-        )

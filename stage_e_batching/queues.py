@@ -64,7 +64,7 @@ class Queues:
     @property
     def capacity(self) -> int:
         """Tokens that the whole pool holds."""
-        return self.block_manager.num_blocks * self.block_manager.block_size
+        return self.block_manager.capacity
 
     @property
     def num_running(self) -> int:
@@ -80,15 +80,6 @@ class Queues:
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
-
-    def check_prompt(self, num_tokens: int) -> None:
-        """Raise `ValueError` for a prompt that could never run."""
-        if num_tokens > self.capacity:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens and the whole KV cache holds {self.capacity} "
-                f"({self.block_manager.num_blocks} blocks of {self.block_manager.block_size}); raise "
-                "num_kvcache_blocks or gpu_memory_utilization, or shorten the prompt"
-            )
 
     def add(self, sequence: BatchSequence) -> None:
         """Queue a sequence whose prompt was checked. Its last token needs no slot in the pool: none reads it later."""

@@ -83,11 +83,11 @@ class Scheduler(Queues):
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise `ValueError` for a prompt that could never run."""
-        super().check_prompt(num_tokens)
+        self.block_manager.check_prompt(num_tokens)
         if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
             raise ValueError(
-                f"the prompt has {num_tokens} tokens, more than max_num_batched_tokens={self.max_num_batched_tokens}, "
-                "and enable_chunked_prefill=False keeps prompts whole; raise max_num_batched_tokens or set "
+                f"{num_tokens} tokens are more than max_num_batched_tokens={self.max_num_batched_tokens}, and "
+                "enable_chunked_prefill=False keeps prompts whole; raise max_num_batched_tokens or set "
                 "enable_chunked_prefill=True"
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def test_identical_prompts_of_one_call_share_pages(llm: LLM):
 
 def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_run():
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=2, kvcache_block_size=4)
-    with pytest.raises(ValueError, match="prompt 1 has 9 tokens, which take 3 blocks of 4; the KV pool has 2"):
+    with pytest.raises(ValueError, match="prompt 1: 9 tokens take 3 blocks of 4 tokens, and the KV pool has 2"):
         llm.generate([[1], [2] * 9], GREEDY)
     assert [len(ids) for ids in ids_of(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))] == [2]
     assert_nothing_held(llm)
@@ -112,6 +114,13 @@ def test_a_request_that_outgrows_the_pool_finishes_with_length(expected: list[li
     # 8 slots: 5 for the prompt, 3 for generated tokens, and the last token generated needs none
     assert output["finish_reason"] == "length" and output["token_ids"] == expected[0][:4]
     assert_nothing_held(llm)
+
+
+def test_a_request_that_outgrows_the_pool_ends_in_the_step_of_its_last_token(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=2, kvcache_block_size=4)
+    request = llm.add_request(prompts()[0], GREEDY)
+    steps = [llm.step()[0] for _ in range(4)]
+    assert steps == [[], [], [], [(request, expected[0][:4])]]
 
 
 def test_an_answer_ends_at_max_model_len():
@@ -348,6 +357,28 @@ def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(expect
     while not llm.is_finished():
         outputs.update(llm.step()[0])
     assert outputs == {request: expected[1]}
+
+
+def test_another_threads_request_waits_for_the_call_that_runs_and_a_callbacks_own_does_not(llm: LLM):
+    threads: list[threading.Thread] = []
+    finished: list[bool] = []
+
+    def add_one_here_and_one_there(index: int, piece: str) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=llm.add_request, args=(prompts()[1], GREEDY)))
+            threads[0].start()
+            threads[0].join(0.05)  # time in which it must not get through
+            finished.append(llm.is_finished())
+            llm.add_request(prompts()[0], GREEDY)
+            finished.append(llm.is_finished())
+
+    llm.generate(["hello"], GREEDY, use_tqdm=False, on_text=add_one_here_and_one_there)
+    threads[0].join()
+    assert finished == [True, False]
+    num_finished = 0
+    while not llm.is_finished():
+        num_finished += len(llm.step()[0])
+    assert num_finished == 2
 
 
 def test_a_sampler_that_fails_drops_the_requests_that_it_was_asked_for(expected: list[list[int]]):

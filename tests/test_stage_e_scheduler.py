@@ -98,7 +98,7 @@ def test_without_chunking_a_prompt_runs_whole_and_decodes_wait():
     add(engine, 64, 5, phrase=2)
     engine.step()
     assert [(e.sequence.request_id, e.num_tokens) for e in engine.runner.steps[-1]] == [(1, 64)]
-    with pytest.raises(ValueError, match="65 tokens, more than max_num_batched_tokens=64"):
+    with pytest.raises(ValueError, match="65 tokens are more than max_num_batched_tokens=64"):
         add(engine, 65, 5)
     assert len(run_all(engine)) == 2
 
@@ -111,7 +111,7 @@ def test_a_step_too_small_for_one_token_of_every_sequence_is_refused():
 def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_finish():
     engine = make_engine(**ROOMY)
     add(engine, 5, 5)
-    with pytest.raises(ValueError, match="801 tokens and the whole KV cache holds 800"):
+    with pytest.raises(ValueError, match="801 tokens take 201 blocks of 4 tokens, and the KV pool has 200"):
         add(engine, 801, 5)
     assert len(run_all(engine)) == 1
 
