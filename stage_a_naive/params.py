@@ -11,6 +11,7 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stage_a_naive.errors import shown
 
@@ -53,34 +54,39 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("temperature", as_number, lambda v: v >= 0, "a finite number, 0 or more")
-        self._check("top_k", as_integer, lambda v: v >= 0, "an integer, 0 (off) or more")
-        self._check("top_p", as_number, lambda v: 0 < v <= 1, "above 0 and at most 1")
-        self._check("min_p", as_number, lambda v: 0 <= v <= 1, "between 0 and 1")
-        self._check("repetition_penalty", as_number, lambda v: v > 0, "a finite number above 0")
+        check = partial(check_field, self)
+        check("temperature", as_number, lambda v: v >= 0, "a finite number, 0 or more")
+        check("top_k", as_integer, lambda v: v >= 0, "an integer, 0 (off) or more")
+        check("top_p", as_number, lambda v: 0 < v <= 1, "above 0 and at most 1")
+        check("min_p", as_number, lambda v: 0 <= v <= 1, "between 0 and 1")
+        check("repetition_penalty", as_number, lambda v: v > 0, "a finite number above 0")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, as_number, lambda v: -2 <= v <= 2, "between -2 and 2")
-        self._check("max_tokens", as_integer, lambda v: v >= 1, "an integer, 1 or more")
-        self._check("stop", _as_strings, all, "one or more non-empty strings")
-        self._check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
+            check(name, as_number, lambda v: -2 <= v <= 2, "between -2 and 2")
+        check("max_tokens", as_integer, lambda v: v >= 1, "an integer, 1 or more")
+        check("stop", _as_strings, all, "one or more non-empty strings")
+        check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
         for name, limit in (("seed", 2**64), ("logprobs", 2**31)):
             if getattr(self, name) is not None:
-                self._check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, "None, or an integer, 0 or more")
-
-    def _check(
-        self, name: str, convert: Callable[[object], object], allowed: Callable[[object], bool], rule: str
-    ) -> None:
-        """Replace a value by its plain Python form, or raise `ValueError`. `convert` returns None for a wrong type."""
-        given = getattr(self, name)
-        value = convert(given)
-        if value is None or not allowed(value):
-            raise ValueError(f"{name} must be {rule}, got {shown(given)}")
-        object.__setattr__(self, name, value)
+                check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, "None, or an integer, 0 or more")
 
     @property
     def needs_penalties(self) -> bool:
         """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def check_field(
+    params: object, name: str, convert: Callable[[object], object], allowed: Callable[[object], bool], rule: str
+) -> None:
+    """Replace a field of a frozen dataclass by its plain Python form, or raise `ValueError` if `rule` forbids it.
+
+    `convert` returns None for a wrong type.
+    """
+    given = getattr(params, name)
+    value = convert(given)
+    if value is None or not allowed(value):
+        raise ValueError(f"{name} must be {rule}, got {shown(given)}")
+    object.__setattr__(params, name, value)
 
 
 def as_integer(value: object) -> int | None:

@@ -170,6 +170,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
+        # Stage F computes a token before it has read which one it is: no hash can be made of it yet.
         known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         first, end = sequence.num_indexed_blocks, known // self.block_size
         parent = self._contents[sequence.block_table[first - 1]] if first else None
@@ -241,6 +242,7 @@ class BlockManager:
         if indexed != [block for block, content in enumerate(self._contents) if content is not None]:
             wrong.append("the index and the blocks disagree about what is cached")
         wrong += [f"entry {entry.key:#x} has no block" for entry in entries if not entry.blocks]
+        wrong += [f"key {key:#x} has no entry" for key, bucket in self._index.items() if not bucket]
         if sequences is not None:
             counts = [0] * self.num_blocks
             for block in (block for sequence in sequences for block in sequence.block_table):

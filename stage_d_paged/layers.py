@@ -5,8 +5,9 @@ and V become `qkv_proj`, gate and up become `gate_up_proj`. A packed layer recor
 the checkpoint and fills them in `load`. The two linears whose output is added to the residual stream take it along, so
 that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta C`).
 
-Rounding follows `transformers`: norms are computed in float32, rotary tables are computed in float32 and rounded to the
-model's dtype, so a bfloat16 model picks the same tokens.
+Norms and rotary tables are computed in float32 and then rounded to the model's dtype, as in `transformers`. One thing
+differs: `transformers` rounds a norm twice, before and after its weight, and `F.rms_norm` once. In bfloat16 that can
+change the last bit of an element.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ it runs here after changing its import line.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+
+from stage_a_naive.params import as_integer, as_number, check_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +44,21 @@ class EngineOptions:
     fused_mlp: str = "auto"
 
     def __post_init__(self) -> None:
+        check = partial(check_field, self)
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("max_num_seqs", 1),
             ("max_model_len", 2),  # one token of prompt, one of answer
             ("tensor_parallel_size", 1),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer, {least} or more, got {value!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
-            )
-        block_size, num_blocks = self.kvcache_block_size, self.num_kvcache_blocks
-        if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
-            raise ValueError(f"kvcache_block_size must be None or an integer, 1 or more, got {block_size!r}")
-        if not isinstance(num_blocks, int) or (num_blocks != -1 and num_blocks < 1):
-            raise ValueError(f"num_kvcache_blocks must be -1 (automatic) or an integer, 1 or more, got {num_blocks!r}")
+            check(name, as_integer, lambda v, least=least: v >= least, f"an integer, {least} or more")
+        check("gpu_memory_utilization", as_number, lambda v: 0 < v <= 1, "above 0 and at most 1")
+        if self.kvcache_block_size is not None:
+            check("kvcache_block_size", as_integer, lambda v: v >= 1, "None or an integer, 1 or more")
+        check("num_kvcache_blocks", as_integer, lambda v: v == -1 or v >= 1, "-1 (automatic) or an integer, 1 or more")
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                check(field.name, lambda v: v if isinstance(v, bool) else None, lambda v: True, "True or False")
         if self.fused_mlp not in ("auto", "on", "off"):
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 

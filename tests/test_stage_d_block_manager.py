@@ -179,12 +179,14 @@ def test_a_hash_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch):
 def test_generated_tokens_are_cached_too():
     manager = BlockManager(10, 4)
     sequence = admit(manager, [1, 2, 3])
-    for token in (4, 5):
+    for token in (4, 5, 6, 7, 8):
         sequence.token_ids.append(token)
         assert manager.append(sequence)
         run(manager, sequence)
     manager.free(sequence)
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+    manager.index_computed(sequence)  # it has no blocks any more
 
 
 def test_freeing_twice_returns_the_pages_once():
