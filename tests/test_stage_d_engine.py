@@ -123,6 +123,14 @@ def test_a_request_that_outgrows_the_pool_ends_in_the_step_of_its_last_token(exp
     assert steps == [[], [], [], [(request, expected[0][:4])]]
 
 
+def test_a_batch_may_fill_the_pool_to_its_last_slot(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=4, kvcache_block_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)  # 5 + 4 tokens, the last one needs no slot
+    outputs = ids_of(llm, [prompts()[0], prompts()[0][::-1]], params)
+    assert outputs[0] == expected[0][:4]
+    assert (llm.memory.num_sequences, llm.memory.tokens, llm.memory.blocks) == (2, 16, 4)
+
+
 def test_an_answer_ends_at_max_model_len():
     llm = LLM("random:qwen2-tiny", device="cpu", max_model_len=20)
     [output] = llm.generate([[7] * 15], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
