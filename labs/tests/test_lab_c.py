@@ -49,7 +49,9 @@ class TestFormula:
         out = fused_mlp.swiglu_mlp_reference(x, norm, w_in, w_out, residual, 1e-5)
         assert out.shape == x.shape, f"[rows, hidden] expected, got {list(out.shape)}"
         expected = block_by_hand(x, norm, w_in, w_out, residual, 1e-5)
-        assert torch.allclose(out, expected), "down(silu(gate(n)) * up(n)) + residual, n = RMSNorm(x), gate rows first"
+        error = relative_error(out, expected)
+        formula = "down(silu(gate(n)) * up(n)) + residual, n = RMSNorm(x), gate rows first"
+        assert error < 1e-9, f"{formula}: relative error {error:.2g} in float64, below 1e-9 expected"
 
     def test_eps_is_used(self):
         x, norm, w_in, w_out, residual = (t.double() for t in inputs(1, 16, 24))
@@ -86,15 +88,18 @@ class TestPack:
         storage = mlp.gate_up_proj.untyped_storage().data_ptr()
         for name in ("gate_proj", "up_proj"):
             weight = getattr(mlp, name).weight
-            assert weight.untyped_storage().data_ptr() == storage, f"{name}.weight must be a view of gate_up_proj"
+            is_view = weight.untyped_storage().data_ptr() == storage
+            assert is_view, f"{name}.weight must be a view of gate_up_proj; it has memory of its own"
         assert torch.equal(mlp.gate_proj.weight, gate) and torch.equal(mlp.up_proj.weight, up)
+        assert not mlp.gate_up_proj.requires_grad, "pack the weights' `.data`: the packed matrix takes no gradient"
         mlp.gate_up_proj[16, 0] = 123.0
-        assert mlp.up_proj.weight[0, 0] == 123.0
+        assert mlp.up_proj.weight[0, 0] == 123.0, "row 16 of gate_up_proj must be row 0 of up_proj.weight"
 
     def test_the_parameters_stay_and_the_packed_matrix_is_not_saved(self):
         mlp, _, _ = self.packed()
         names = sorted(mlp.state_dict())
-        assert names == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"], f"state_dict has {names}"
+        expected = ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+        assert names == expected, f"gate_up_proj must not be in the state_dict, got {names}"
         assert "gate_up_proj" in dict(mlp.named_buffers()), "a buffer, so that .to() and CUDA graphs know it"
 
 

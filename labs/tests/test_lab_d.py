@@ -171,7 +171,7 @@ class TestAllocate:
 
 
 class TestFindCached:
-    def test_the_longest_prefix_of_full_pages(self):
+    def test_the_longest_prefix_of_full_blocks(self):
         manager = BlockManager(10, 4)
         first = computed(manager, sequence_of(range(11)))
         assert manager._find_cached(sequence_of([*range(11), 99])) == first.block_table[:2], "2 of its blocks are full"

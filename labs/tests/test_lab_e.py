@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,10 +65,14 @@ def new_step() -> ScheduledStep:
     return ScheduledStep(99, 0.0)
 
 
+def ids_of(sequences: Iterable[BatchSequence]) -> list[int]:
+    return [sequence.request_id for sequence in sequences]
+
+
 def check_books(scheduler: Scheduler) -> None:
     scheduler.block_manager.check_invariants(scheduler.unfinished)
-    rows = [s.batch_slot for s in scheduler.prefilling + scheduler.decoding]
-    assert len(set(rows)) == len(rows) and -1 not in rows, f"running sequences sit in rows {rows}"
+    slots = [s.batch_slot for s in scheduler.prefilling + scheduler.decoding]
+    assert len(set(slots)) == len(slots) and -1 not in slots, f"a batch slot for each running sequence, got {slots}"
     for name, state in (("waiting", State.WAITING), ("prefilling", State.PREFILLING), ("decoding", State.DECODING)):
         queue = getattr(scheduler, name)
         assert all(s.state is state for s in queue), f"the queue {name} holds {[s.state.name for s in queue]}"
@@ -117,7 +122,7 @@ class TestPenaltyState:
         for row in range(4):
             assert torch.allclose(out[row], expected[row]), f"row {row} with {requests[row][2]} differs from stage A"
 
-    def test_rows_are_found_by_their_seats(self):
+    def test_rows_are_found_by_their_batch_slots(self):
         state, params = self.state_of(([1], [2], {}), ([1], [2, 2], {"frequency_penalty": 1.0}))
         out = state.apply(torch.zeros(2, 10), np.array([1, 0]))
         assert out[0, 2] == -2 and not out[1].any(), "row 0 of the logits belongs to batch slot 1 here"
@@ -150,7 +155,7 @@ class TestChunk:
         assert (step.starts, step.num_tokens, step.samples) == ([6], [4], [True]), f"got {step}"
         assert sequence.state is State.DECODING and scheduler.decoding == [sequence] and scheduler.prefilling == []
 
-    def test_full_pages_can_be_shared_at_once(self):
+    def test_full_blocks_can_be_shared_at_once(self):
         scheduler = scheduler_of()
         first = self.prefilling(scheduler, 10)
         scheduler._schedule_chunk(first, new_step(), 9)
@@ -164,6 +169,11 @@ class TestChunk:
         sequence.highest_computed = 4
         scheduler._schedule_chunk(sequence, step, 6)
         assert step.num_recomputed == 4, f"tokens 0 to 3 had run before, got {step.num_recomputed}"
+        scheduler, step = scheduler_of(), new_step()
+        sequence = self.prefilling(scheduler, 10)
+        sequence.highest_computed = 8
+        scheduler._schedule_chunk(sequence, step, 6)
+        assert step.num_recomputed == 6, f"0 to 7 had run, this chunk is 0 to 5: 6 again, got {step.num_recomputed}"
 
     def test_decoding_stays_in_order_of_arrival(self):
         scheduler = scheduler_of()
@@ -184,19 +194,19 @@ class TestDecodes:
         assert step.num_tokens == [1, 1] and step.samples == [True, True] and step.num_decodes == 2
         assert [a.num_computed_tokens, b.num_computed_tokens] == [starts[0] + 1, starts[1] + 1]
 
-    def test_a_token_that_begins_a_page_gets_one(self):
+    def test_a_token_that_begins_a_block_gets_one(self):
         scheduler = scheduler_of()
         [sequence] = decoding(scheduler, 4)
         step = new_step()
         scheduler._schedule_decodes(step)  # token 4 is the first of the second block
-        assert len(sequence.block_table) == 2, f"it has {len(sequence.block_table)} block"
-        assert step.grown == [sequence], "the runner must hear that its block table has grown"
+        assert len(sequence.block_table) == 2, f"its token needs a second block, got {len(sequence.block_table)}"
+        assert step.grown == [sequence], f"`_grow` notes it in step.grown, once, got {ids_of(step.grown)}"
         finish(scheduler, step)
         step = new_step()
         scheduler._schedule_decodes(step)
         assert len(sequence.block_table) == 2 and step.grown == [], "token 5 fits"
 
-    def test_without_pages_the_latest_goes(self):
+    def test_without_a_free_block_the_latest_is_preempted(self):
         scheduler = scheduler_of(num_blocks=2)
         [a] = decoding(scheduler, 4, max_tokens=4)
         b = add(scheduler, 4, 4, phrase=9)
@@ -228,15 +238,16 @@ class TestGrow:
             sequences.append(sequence)
         return scheduler, sequences
 
-    def test_a_free_page_is_simply_taken(self):
+    def test_a_free_block_is_simply_taken(self):
         scheduler = scheduler_of()
         [sequence] = decoding(scheduler, 4)
         step = new_step()
-        assert scheduler._grow(sequence, step) is True
+        assert scheduler._grow(sequence, step) is True, "a block is free: return True"
         assert len(sequence.block_table) == 2, "it has no block for its next token"
-        assert step.grown == [sequence] and step.preempted == [], "nobody has to go for a block that is free"
+        grown, preempted = ids_of(step.grown), ids_of(p.sequence for p in step.preempted)
+        assert (grown, preempted) == ([0], []), f"grown [0] and nothing preempted, got {grown} and {preempted}"
 
-    def test_the_latest_arrival_gives_its_pages_up(self):
+    def test_the_latest_arrival_gives_its_blocks_up(self):
         scheduler, (a, b, c) = self.full(count=3)
         step = new_step()
         assert scheduler._grow(a, step) is True, "the oldest gets its block; it is never the one to go"
@@ -248,8 +259,10 @@ class TestGrow:
     def test_the_one_that_asks_may_be_the_one_to_go(self):
         scheduler, (a, b) = self.full()
         step = new_step()
-        assert scheduler._grow(b, step) is False, "False: it has no batch slot any more"
-        assert [p.sequence for p in step.preempted] == [b] and step.grown == [] and b.state is State.WAITING
+        assert scheduler._grow(b, step) is False, "it arrived last, so it is preempted itself: return False"
+        grown, preempted = ids_of(step.grown), ids_of(p.sequence for p in step.preempted)
+        assert (grown, preempted) == ([], [1]), f"preempted [1] and nothing grown, got {preempted} and {grown}"
+        assert b.state is State.WAITING
         assert len(a.block_table) == 1, "the older one is left alone"
         check_books(scheduler)
 
@@ -259,10 +272,27 @@ class TestGrow:
         b.state = State.PREFILLING
         scheduler.prefilling.append(b)
         step = new_step()
-        assert scheduler._grow(a, step) is True
-        assert [p.sequence for p in step.preempted] == [b], "a prompt under way that came later goes like any other"
+        assert scheduler._grow(a, step) is True, "the later one, in `prefilling`, has a block to give: return True"
+        assert ids_of(p.sequence for p in step.preempted) == [1], "a prompt under way is preempted like any other"
+        check_books(scheduler)
 
-    def test_a_full_page_enters_the_prefix_cache(self):
+    def test_a_preemption_that_frees_no_block_is_followed_by_another(self):
+        scheduler, (a, b) = self.full()
+        scheduler.block_manager.index_computed(b)
+        c = BatchSequence(completion_of(b.token_ids, 4))
+        scheduler.add(c)
+        scheduler.waiting.remove(c)
+        assert scheduler.block_manager.allocate(c, 4) and c.block_table == b.block_table, "c shares b's block"
+        c.state, c.batch_slot = State.DECODING, scheduler._free_batch_slots.pop()
+        scheduler.decoding.append(c)
+        step = new_step()
+        assert scheduler._grow(a, step) is True, "without b and c a block is free: return True"
+        preempted = ids_of(p.sequence for p in step.preempted)
+        assert preempted == [2, 1], f"b still uses the block of 2: preempt until one is free, got {preempted}"
+        assert len(a.block_table) == 2, f"a has {len(a.block_table)} blocks, 2 expected: `allocate` may say no again"
+        check_books(scheduler)
+
+    def test_a_full_block_enters_the_prefix_cache(self):
         scheduler = scheduler_of()
         [sequence] = decoding(scheduler, 7)
         finish(scheduler, scheduler.schedule())  # 8 tokens computed: the second block is full
@@ -327,7 +357,7 @@ class TestAdmit:
         assert a.first_scheduled_time == step.time
         check_books(scheduler)
 
-    def test_no_more_than_there_are_seats(self):
+    def test_no_more_than_there_are_batch_slots(self):
         scheduler, step = scheduler_of(max_num_seqs=2), new_step()
         for i in range(4):
             add(scheduler, 2, phrase=i)
@@ -370,7 +400,7 @@ class TestAdmit:
         scheduler._admit(step, 16)
         assert tries == [large, small] and step.admitted == [small], "one that arrived since then is looked at"
 
-    def test_nobody_comes_into_a_step_that_had_to_preempt(self):
+    def test_no_request_is_admitted_to_a_step_that_had_to_preempt(self):
         scheduler, step = scheduler_of(), new_step()
         add(scheduler, 4)
         step.preempted.append(None)
