@@ -30,6 +30,11 @@ def spread(values: Sequence[float]) -> str:
     return median if len(values) == 1 else f"{median} ({number(min(values))}–{number(max(values))})"
 
 
+def medians(rows: Iterable[dict], *keys: str) -> dict[tuple, float]:
+    """The median of the samples of each row, by the row's values of these keys."""
+    return {tuple(row[key] for key in keys): statistics.median(row["samples"]) for row in rows}
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table; all columns but the first aligned to the right."""
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]

@@ -7,7 +7,6 @@ for comparison. On a CPU, without a graph, between processes. `ranks=2` or `rank
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown
+from benchmarks.text import markdown, medians
 from benchmarks.timing import call_seconds, graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
@@ -69,17 +68,14 @@ def _measure_rank(rank: int, size: int, port: int, hidden: int, kind: str, libra
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per number of ranks and implementation, one column per number of rows."""
-    lines: list[str] = []
+    lines = []
     for result in results:
-        found: dict[tuple[int, bool], dict[int, float]] = {}
-        for row in result["rows"]:
-            found.setdefault((row["ranks"], row["library"]), {})[row["rows"]] = statistics.median(row["samples"])
-        body = [
-            [f"{ranks}, {'NCCL' if library else 'ours'}", *(f"{times[rows] * 1e6:.1f}" for rows in ROWS),
-             f"{times[1] * result['calls_per_step'] * 1e3:.3f}"]
-            for (ranks, library), times in found.items()
-        ]  # fmt: skip
+        found, body = medians(result["rows"], "ranks", "library", "rows"), []
+        for ranks, library in dict.fromkeys(key[:2] for key in found):
+            times = [found[ranks, library, rows] for rows in ROWS]
+            step = f"{times[0] * result['calls_per_step'] * 1e3:.3f}"
+            body.append([f"{ranks}, {'NCCL' if library else 'ours'}", *(f"{t * 1e6:.1f}" for t in times), step])
         heads = ["ranks, by", *(f"{rows} row{'s' * (rows > 1)}, µs" for rows in ROWS)]
         heads.append("all those of a decode step of one row, ms")
         lines += [f"**{result['model']}**", "", *markdown(heads, body), "", caption(result), ""]
-    return {"all-reduce": lines[:-1] or ["No results files yet."]}
+    return {"all-reduce": lines[:-1]}

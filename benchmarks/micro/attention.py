@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import caption
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_panels
 from benchmarks.text import markdown, number, times
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
@@ -212,13 +213,15 @@ def rate(case: Case, row: dict | None, ceilings: dict) -> str:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Two panels of bars: decodes as shares of the copy bandwidth, prefills and mixed as shares of the matmul rate."""
-    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_figure, plain
-
     result, by_name = results[0], {case.name: case for case in cases()}
     measured = {(r["case"], r["backend"]): r for r in result["rows"] if r["preferred"]}
-    figure = new_figure(11, 5)
-    panels = ((True, "decode: % of the copy bandwidth"), (False, "prefill: % of the matmul rate"))
-    for axes, (decode, label) in zip(figure.subplots(1, 2), panels, strict=True):
+    device = result["environment"]["device"]["name"]
+    figure, panels = new_panels(
+        11, 5, {"xlim": (0, 105), "xlabel": "decode: % of the copy bandwidth"},
+        {"xlim": (0, 105), "xlabel": "prefill: % of the matmul rate"}, grid="x",
+        title=f"Decode attention nears the copy bandwidth where contexts are long ({device})",
+    )  # fmt: skip
+    for axes, decode in zip(panels, (True, False), strict=True):
         names = [n for n, case in by_name.items() if case.is_decode == decode and (n, "triton") in measured]
         for offset, (backend, colour) in enumerate(zip(BACKENDS, (GREY, BLUE, ORANGE), strict=True)):
             found = [(i, measured[n, backend]) for i, n in enumerate(names) if (n, backend) in measured]
@@ -226,11 +229,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
             axes.barh([i + 0.27 * (offset - 1) for i, _ in found], shares, height=0.25, color=colour, label=backend)
         axes.set_yticks(range(len(names)), [name.replace(" × ", "×") for name in names])
         axes.invert_yaxis()
-        axes.set_xlim(0, 105)
-        axes.set_xlabel(label)
-        plain(axes, "x")
     axes.legend(loc="lower right")
-    figure.suptitle(
-        f"Decode attention nears the copy bandwidth where contexts are long ({result['environment']['device']['name']})"
-    )
     return {"attention.png": finish(figure, "paged attention by backend, as shares of the device's ceilings").png}

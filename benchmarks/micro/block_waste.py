@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
 from stage_a_naive import SamplingParams
@@ -86,9 +87,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    from benchmarks.pictures.charts import new_panel
-    from benchmarks.pictures.picture import BLUE, ORANGE, finish
-
     waste = named_waste(results[0])
     title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
     figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)

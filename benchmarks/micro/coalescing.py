@@ -7,12 +7,11 @@ of 32 bytes on, one number in eight of what comes. The same number of threads re
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown, number
+from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
+from benchmarks.text import markdown, medians, number
 from benchmarks.timing import graph_seconds
 
 README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("coalescing",), True
@@ -37,7 +36,8 @@ def measure(wanted: int = WANTED) -> dict:
 
 def bandwidths(result: dict) -> dict[int, float]:
     """Wanted bytes per second, by the distance in bytes."""
-    return {row["stride_bytes"]: row["wanted_bytes"] / statistics.median(row["samples"]) for row in result["rows"]}
+    found = medians(result["rows"], "stride_bytes", "wanted_bytes")
+    return {stride: wanted / seconds for (stride, wanted), seconds in found.items()}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -52,9 +52,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """One bar per distance, its length the bandwidth of what was wanted."""
-    from benchmarks.pictures.charts import new_panel
-    from benchmarks.pictures.picture import BLUE, ORANGE, finish
-
     found = bandwidths(results[0])
     first, *_, last = found.values()
     device = results[0]["environment"]["device"]["name"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
-from benchmarks.text import markdown
+from benchmarks.text import markdown, medians
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_d_paged.attention import AttentionBackend
@@ -120,11 +120,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """The lesson's account of a step of one row, and in a file of its own all numbers of rows and contexts."""
     result = results[0]
     copy = result["ceilings"]["copy_bytes_per_s"]
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    steps = {
-        (row["model"], row["variant"], row["rows"], row["context"]): statistics.median(row["samples"])
-        for row in result["rows"]
-    }
+    steps = medians(result["rows"], "model", "variant", "rows", "context")
+    models = list(dict.fromkeys(model for model, *_ in steps))
     floors = [floor_seconds(model, 1, 640, copy) for model in models]
     wholes = [steps[model, "whole", 1, 640] for model in models]
     account = [["floor: the bytes at the speed of a copy", *map(_micros, floors)]]

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, draw_bars, finish, new_panel
 from benchmarks.serve import make_prompts, offer
 from benchmarks.text import markdown, number
 from beyond.serving.__main__ import STAGES
@@ -121,9 +122,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """A bar per way, on the newest results."""
-    from benchmarks.pictures.charts import draw_bars, new_panel
-    from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish
-
     result = results[0]
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
     ratio = statistics.median(

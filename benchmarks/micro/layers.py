@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.micro import caption
 from benchmarks.micro.decode_step import floor_seconds, make_model, step_arguments
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_panel
 from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
@@ -127,14 +128,14 @@ def model_table(result: dict, model: str, columns: tuple[str, ...], shown: tuple
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
-    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_figure, plain
-
     result = results[0]
     name = models_of(result)[0]
     found = medians(result, name)
     copy = result["ceilings"]["copy_bytes_per_s"]
-    figure = new_figure(10, 4)
-    axes = figure.subplots()
+    device = result["environment"]["device"]["name"]
+    x_label = f"rows (one token per request); {name} on {device}"
+    figure, axes = new_panel(10, 4, x_label, "µs per decode step")
+    figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
     for kind, colour, marker in zip(SHORT_KINDS, (ORANGE, GREEN, BLUE, PINK), "s^oD", strict=True):
         rows = [count for count, by_kind in found.items() if kind in by_kind]
         axes.plot(rows, [1e6 * found[count][kind] for count in rows], marker=marker, color=colour, label=KINDS[kind])
@@ -143,9 +144,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(found), list(map(str, found)))
     axes.set_ylim(0)
-    axes.set_xlabel(f"rows (one token per request); {name} on {result['environment']['device']['name']}")
-    axes.set_ylabel("µs per decode step")
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
-    plain(axes)
     return {"layers.png": finish(figure, "the time of a decode step over its rows, by the kind of its layers").png}

@@ -7,13 +7,12 @@ weights of all layers are many times the L2 cache. Before the clock each variant
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown, number
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, finish, new_panels
+from benchmarks.text import markdown, medians, number
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference
@@ -120,7 +119,7 @@ def model_table(result: dict, model: str, shown: tuple[int, ...] = ()) -> list[s
     """Time per layer by number of rows and kernel variant; all rows, or those in `shown`."""
     hidden, inter, _, num_bytes = sizes(model)
     floor = num_bytes / result["ceilings"]["copy_bytes_per_s"]
-    found = {(r["rows"], r["variant"]): statistics.median(r["samples"]) for r in result["rows"] if r["model"] == model}
+    found = medians([row for row in result["rows"] if row["model"] == model], "rows", "variant")
     body = []
     for rows in sorted({rows for rows, _ in found if not shown or rows in shown}):
         times = [found.get((rows, variant)) for variant in VARIANTS]
@@ -132,27 +131,23 @@ def model_table(result: dict, model: str, shown: tuple[int, ...] = ()) -> list[s
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """A panel for each of two models: time against rows, with the floor; the naive kernel is far above the picture."""
-    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, finish, new_figure, plain
-
     result, shown = results[0], (MODELS[0], MODELS[-1])
-    times = {(r["model"], r["variant"], r["rows"]): 1e6 * statistics.median(r["samples"]) for r in result["rows"]}
-    figure = new_figure(9.5, 4.4)
-    for axes, model in zip(figure.subplots(1, 2), shown, strict=True):
-        floor = sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"] * 1e6
+    times = medians(result["rows"], "model", "variant", "rows")
+    floors = {model: sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"] * 1e6 for model in shown}
+    faster = [n for n in ROWS if all(times[m, "fused", n] < times[m, "library", n] for m in shown)]
+    figure, panels = new_panels(
+        9.5, 4.4, *({"title": f"{model}, floor {floors[model]:.1f} µs"} for model in shown),
+        title=f"Up to {max(faster)} rows the fused kernel is faster than the unfused chain "
+              f"({result['environment']['device']['name']}, bfloat16)",
+    )  # fmt: skip
+    for axes, (model, floor) in zip(panels, floors.items(), strict=True):
         for name, colour, marker in (("library", ORANGE, "s"), ("warp", GREEN, "^"), ("fused", BLUE, "o")):
-            points = {rows: time for (of, variant, rows), time in times.items() if (of, variant) == (model, name)}
+            points = {rows: 1e6 * time for (*of, rows), time in times.items() if of == [model, name]}
             label = "library (unfused)" if name == "library" else name
             axes.plot(list(points), list(points.values()), f"{marker}-", color=colour, label=label)
         axes.axhline(floor, color="black", linestyle="--", label="floor: weights read once")
         axes.set_xscale("log", base=2)
         axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
-        axes.set_ylim(0, 5 * floor)
-        axes.set_title(f"{model}, floor {floor:.1f} µs", fontsize=11)
-        axes.set_xlabel("rows")
-        axes.set_ylabel("µs per layer")
-        plain(axes)
+        axes.set(ylim=(0, 5 * floor), xlabel="rows", ylabel="µs per layer")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    faster = [n for n in ROWS if all(times[m, "fused", n] < times[m, "library", n] for m in shown)]
-    device = result["environment"]["device"]["name"]
-    figure.suptitle(f"Up to {max(faster)} rows the fused kernel is faster than the unfused chain ({device}, bfloat16)")
     return {"kernels.png": finish(figure, "time of the MLP block against rows, by kernel variant", dpi=100).png}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from benchmarks.micro import caption
+from benchmarks.pictures.phases import StepTimes, draw_recompute, measure_recompute
 from benchmarks.text import markdown, number
 from stage_a_naive import LLM
 
@@ -17,8 +18,6 @@ README, MARKERS = "stage_a_naive", ("no-cache",)
 
 def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, repeats: int = 5) -> dict:
     """Seconds of every step, cached and recomputed."""
-    from benchmarks.pictures.phases import measure_recompute
-
     llm = LLM(model)
     prompt = [(7 * j) % llm.vocab_size for j in range(prompt_tokens)]
     times = measure_recompute(llm, prompt, tokens, repeats)
@@ -41,7 +40,5 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    from benchmarks.pictures.phases import StepTimes, draw_recompute
-
     [row] = results[0]["rows"]
     return {"no_cache.png": draw_recompute(StepTimes(**row)).png}

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.micro import caption
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, finish, new_panel
 from benchmarks.recording import trace_events
 from benchmarks.text import markdown
 from stage_d_paged import LLM, SamplingParams
@@ -88,9 +89,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """One layer on a time axis, outermost operators coloured by kind."""
-    from benchmarks.pictures.charts import new_panel
-    from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, finish
-
     layer = results[0]["layer"]
     figure, axes = new_panel(11, 2.9, "µs since the layer began", grid="x")
     colours, lanes = (BLUE, GREEN, ORANGE, GREY), range(len(KINDS))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, number
 from benchmarks.timing import measure_ceilings
 from beyond.speculation import LLM
@@ -256,24 +257,20 @@ def floor_table(result: dict) -> list[str]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
-    from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_figure, plain
-
     result = results[0]
-    figure = new_figure(9, 3.6)
-    gain, need = figure.subplots(1, 2)
+    device = result["environment"]["device"]["name"]
+    figure, (gain, need) = new_panels(
+        9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
+        {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
+        title=f"The more requests run, the more a draft must gain ({device})",
+    )  # fmt: skip
     for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
         stage_f, drafted = medians(result, "plain", k), medians(result, "accepted", k)
         batches = list(map(str, stage_f))
         gain.plot(batches, [stage_f[b] / drafted[b] for b in stage_f], "o-", color=colour, label=f"{k} drafted")
         need.plot(batches, list(break_even(result, k).values()), "o-", color=colour, label=f"{k} drafted")
     gain.axhline(1, color="black", linestyle="--", linewidth=1)
-    gain.set_ylabel(f"× stage F's speed, {100 * result['rate']:.0f} % right")
-    need.set_ylabel("drafted tokens that must be right")
     for axes in (gain, need):
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("running requests")
         axes.legend(frameon=False, fontsize=9)
-        plain(axes)
-    device = results[0]["environment"]["device"]["name"]
-    figure.suptitle(f"The more requests run, the more a draft must gain ({device})", fontsize=11)
     return {"break_even.png": finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100).png}

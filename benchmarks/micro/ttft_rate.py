@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from benchmarks.local_server import local_server
 from benchmarks.micro import caption
+from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
 from benchmarks.text import markdown, number
 
@@ -126,9 +127,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Lines of TTFT p99, and of its median, over the rate; on the newest results."""
-    from benchmarks.pictures.charts import new_panel
-    from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish
-
     result = results[0]
     colours = {"E": BLUE, "static": ORANGE, "F": RED}
     words = f"{title(result)}\n({result['environment']['device']['name']})"

@@ -16,6 +16,7 @@ import torch
 from benchmarks.engines import installed_engines
 from benchmarks.measure import close
 from benchmarks.micro import caption
+from benchmarks.pictures.spans import draw_parts
 from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
 from stage_a_naive.sampling import SamplingParams
@@ -131,8 +132,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """A bar per engine on one axis: the parts of a decode step one after another, idle time at the end."""
-    from benchmarks.pictures.spans import draw_parts
-
     result = results[0]
     found = {row["engine"]: waterfall(row) for row in result["rows"]}
     first, *_, fastest = sorted(found, key=lambda name: -sum(found[name].values()))

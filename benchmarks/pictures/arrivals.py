@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.http_stream import Answer
-from benchmarks.pictures.charts import new_panel
-from benchmarks.pictures.picture import BLUE, GREY, Picture, finish
+from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_panel
 
 
 def draw_arrivals(answers: Sequence[Answer], title: str) -> Picture:

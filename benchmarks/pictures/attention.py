@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.pictures.picture import PALETTE as COLOURS
-from benchmarks.pictures.picture import Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import Picture, finish, new_panels
 from stage_d_paged.attention.decode_plan import plan_decode
 
 TILE = 4
@@ -15,8 +15,13 @@ def draw_online_softmax() -> Picture:
     """Sixteen scores in tiles of four: the running maximum, and the weights as they are known after each tile."""
     scores = 2 * torch.randn(16, generator=torch.Generator().manual_seed(5))
     scores[9] = 4.5  # the largest comes late: everything before it is scaled down
-    figure = new_figure(11, 3.8)
-    raw, weights = figure.subplots(1, 2)
+    figure, (raw, weights) = new_panels(
+        11, 3.8,
+        {"ylim": (-5.2, 5.8), "xlabel": "key", "ylabel": "score", "title": "black: the running maximum"},
+        {"ylim": (0, 1.1), "ylabel": "share of each tile in the output",
+         "title": "above: the factor on what was added up before"},
+        title="Online softmax: after every tile the output is right for the keys read so far",
+    )  # fmt: skip
     highest, total, known = -torch.inf, 0.0, torch.zeros(16)
     for i, start in enumerate(range(0, 16, TILE)):
         tile = slice(start, start + TILE)
@@ -35,14 +40,7 @@ def draw_online_softmax() -> Picture:
             weights.bar(f"after tile {i}", share, bottom=bottom, color=COLOURS[j])
             bottom += share
         weights.annotate(f"× {shrink:.2f}" if i else "", (i, 1), xytext=(0, 3), textcoords="offset points", ha="center")
-    raw.set(ylim=(-5.2, 5.8), xlabel="key", ylabel="score")
-    raw.set_title("black: the running maximum", fontsize=11)
     raw.legend(frameon=False, ncols=4, fontsize=9, loc="lower center")
-    weights.set(ylim=(0, 1.1), ylabel="share of each tile in the output")
-    weights.set_title("above: the factor on what was added up before", fontsize=11)
-    for axes in (raw, weights):
-        plain(axes)
-    figure.suptitle("Online softmax: after every tile the output is right for the keys read so far", fontsize=13)
     return finish(figure, "an online softmax over four tiles of scores: running maximum and shares of the tiles")
 
 
@@ -51,8 +49,9 @@ def draw_splits() -> Picture:
     sms, context, tile = 8, 2048, 64
     plan = plan_decode(1, context, 2, 64, 1, 64, torch.bfloat16, sms)
     tiles = context // tile
-    figure = new_figure(11, 3.6)
-    panels = figure.subplots(1, 2, sharey=True)
+    title = f"Split-KV: {sms} programs read {context:,} keys in an eighth of the tiles' time"
+    both = {"xlim": (0, tiles), "ylim": (sms - 0.4, -0.6), "xlabel": f"time, in tiles of {tile} keys"}
+    figure, panels = new_panels(11, 3.6, both, both, title=title, grid="x", sharey=True)
     for axes, splits in zip(panels, (1, min(plan.num_splits, sms)), strict=True):
         for index in range(tiles):
             axes.broken_barh([(index // splits, 0.94)], (index % splits - 0.4, 0.8), color=COLOURS[index % splits])
@@ -61,11 +60,5 @@ def draw_splits() -> Picture:
             axes.broken_barh([(longest, 0.3)], (splits - 1.4, 0.8), color="black")
             axes.annotate("the last one combines (not to scale)", (longest + 0.7, splits - 1), va="center")
         axes.set_title(f"{splits} program{'s' * (splits > 1)}: {longest} tiles one after another", fontsize=11)
-        axes.set_xlim(0, tiles)
-        axes.set_xlabel(f"time, in tiles of {tile} keys")
-        plain(axes, "x")
-    panels[0].set_ylim(sms - 0.4, -0.6)
-    panels[0].set_yticks(range(sms))
-    panels[0].set_ylabel("multiprocessor")
-    figure.suptitle(f"Split-KV: {sms} programs read {context:,} keys in an eighth of the tiles' time", fontsize=13)
+    panels[0].set(yticks=range(sms), ylabel="multiprocessor")
     return finish(figure, "the tiles of one sequence read by one program, and by one program per multiprocessor")

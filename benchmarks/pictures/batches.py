@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.pictures import timeline
-from benchmarks.pictures.charts import new_panel
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panel
 from benchmarks.recording import watch_model
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM as StaticLLM

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from benchmarks.pictures.charts import draw_bars, new_panel
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, draw_bars, finish, new_figure, new_panels
 from stage_a_naive.loading import resolve
 from stage_d_paged import LLM
 from stage_d_paged.config import ModelConfig
@@ -81,12 +80,11 @@ def draw_norm() -> Picture:
         layer.input_layernorm.register_forward_hook(note)
     llm.generate([llm.tokenizer.encode("What is a KV cache?")], use_tqdm=False)
     count = len(llm.runtime.model.layers)
-    figure, axes = new_panel(8, 3, "layer of the tutor", "root mean square")
+    title = "The residual stream grows from layer to layer; its norm does not"
+    figure, [axes] = new_panels(8, 3, {"xlabel": "layer of the tutor", "ylabel": "root mean square", "title": title})
     axes.plot(before[:count], "o-", color=ORANGE, label="x, before the norm")
     axes.plot(after[:count], "s-", color=BLUE, label="RMSNorm(x)")
-    axes.set_xticks(range(count))
-    axes.set_ylim(0)
-    axes.set_title("The residual stream grows from layer to layer; its norm does not", fontsize=12, loc="left")
+    axes.set(xticks=range(count), ylim=0)
     axes.legend(frameon=False)
     return finish(figure, "root mean square of the residual stream before and after the norm of every layer")
 
@@ -98,24 +96,23 @@ def draw_rope() -> Picture:
     half = config.head_dim // 2
     ones = torch.cat([torch.ones(half), torch.zeros(half)]).expand(64, 1, -1)
     turned = rotate(ones, *rotary(torch.arange(64)))[:, 0]  # [positions, head_dim]
-    figure = new_figure(11, 4)
-    pairs, scores = figure.subplots(1, 2, width_ratios=[1.7, 1])
+    figure, (pairs, scores) = new_panels(
+        11, 4,
+        {"xlim": (-0.6, 8.6), "ylim": (-0.6, 2.6), "aspect": "equal", "xlabel": "position", "xticks": range(9),
+         "title": "each pair turns by its own angle per position"},
+        {"xlabel": "position of the key", "ylabel": "position of the query", "title": "equal q·k along every diagonal"},
+        title="RoPE: turned by its position, a query sees how far away a key is", grid="", width_ratios=[1.7, 1],
+    )  # fmt: skip
     for i, (pair, colour) in enumerate(((0, BLUE), (4, ORANGE), (8, GREEN))):
         for position in range(9):
             tip = turned[position, pair].item(), turned[position, pair + half].item()
             pairs.annotate("", (position + 0.42 * tip[0], 2 - i + 0.42 * tip[1]), (position, 2 - i),
                            arrowprops={"arrowstyle": "->", "color": colour, "lw": 2})  # fmt: skip
     pairs.set_yticks([2, 1, 0], ["pair 0\n(fastest)", "pair 4", "pair 8"])
-    pairs.set_xticks(range(9))
-    pairs.set(xlim=(-0.6, 8.6), ylim=(-0.6, 2.6), aspect="equal", xlabel="position")
     pairs.spines[:].set_visible(False)
-    pairs.set_title("each pair turns by its own angle per position", fontsize=11)
     vector = torch.randn(config.head_dim, generator=torch.Generator().manual_seed(0))
     both = rotate(vector.expand(64, 1, -1).contiguous(), *rotary(torch.arange(64)))[:24, 0]
     scores.imshow((both @ both.T).numpy(), cmap="cividis")
-    scores.set(xlabel="position of the key", ylabel="position of the query")
-    scores.set_title("equal q·k along every diagonal", fontsize=11)
-    figure.suptitle("RoPE: turned by its position, a query sees how far away a key is", fontsize=13)
     return finish(figure, "rotary embedding: pairs turn with the position; scores depend on the distance alone")
 
 
@@ -123,8 +120,11 @@ def draw_gqa() -> Picture:
     """KV cache per token with a KV head per query head, and with the model's groups."""
     config = ModelConfig.from_hf(resolve(MODEL).config)
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    figure = new_figure(11, 3.2)
-    groups, sizes = figure.subplots(1, 2, width_ratios=[1.6, 1])
+    figure, (groups, sizes) = new_panels(
+        11, 3.2, {"title": f"{heads} query heads share {kv_heads} key/value heads", "ylim": (-0.45, 1.3)},
+        {"xlabel": "KV cache per token, bfloat16"}, grid="x", width_ratios=[1.6, 1],
+        title=f"GQA makes the KV cache of Qwen2.5-0.5B {heads // kv_heads} times smaller",
+    )  # fmt: skip
     for head in range(heads):
         kv = head // (heads // kv_heads)
         colour, x = (BLUE, ORANGE)[kv], (kv + 0.5) * heads / kv_heads - 0.5
@@ -134,36 +134,27 @@ def draw_gqa() -> Picture:
         groups.plot(x, 0, "s", color=colour, markersize=14)
     for kv in range(kv_heads):
         groups.text((kv + 0.5) * heads / kv_heads - 0.5, -0.3, f"k{kv}, v{kv}", ha="center", fontsize=10)
-    groups.set_ylim(-0.45, 1.3)
     groups.axis("off")
-    groups.set_title(f"{heads} query heads share {kv_heads} key/value heads", fontsize=11)
     values = [
         kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)
     ]
     names = ["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"]
     draw_bars(sizes, names, [(None, values, [GREY, BLUE])], [f"{value:.0f} KiB" for value in values], room=1.25)
-    sizes.set_xlabel("KV cache per token, bfloat16")
-    plain(sizes, "x")
-    figure.suptitle(f"GQA makes the KV cache of Qwen2.5-0.5B {heads // kv_heads} times smaller", fontsize=13)
     return finish(figure, "query heads share key and value heads; bytes of KV cache per token with and without")
 
 
 def draw_swiglu() -> Picture:
     """silu next to relu, and the gate's effect on three values of `up`."""
     gate = torch.linspace(-6, 6, 241)
-    figure = new_figure(11, 3.4)
-    curve, product = figure.subplots(1, 2)
+    figure, (curve, product) = new_panels(
+        11, 3.4, {"xlabel": "g, an element of gate", "title": "silu is a smooth switch"},
+        {"xlabel": "g, an element of gate", "title": "silu(g) · up: the gate decides how much of up passes"},
+        title="SwiGLU: a negative gate shuts, a positive one lets its element of up through",
+    )  # fmt: skip
     curve.plot(gate, F.silu(gate), color=BLUE, linewidth=2, label="silu(g) = g · sigmoid(g)")
     curve.plot(gate, F.relu(gate), color=GREY, linestyle="--", label="relu(g)")
-    curve.set_xlabel("g, an element of gate")
     curve.legend(frameon=False)
-    curve.set_title("silu is a smooth switch", fontsize=11)
-    for up, colour in ((2.0, BLUE), (0.5, SKY), (-1.0, PINK)):
+    for up, colour in ((2.0, BLUE), (0.5, GREEN), (-1.0, ORANGE)):
         product.plot(gate, F.silu(gate) * up, color=colour, linewidth=2, label=f"up = {up:g}")
-    product.set_xlabel("g, an element of gate")
     product.legend(frameon=False)
-    product.set_title("silu(g) · up: the gate decides how much of up passes", fontsize=11)
-    for axes in (curve, product):
-        plain(axes)
-    figure.suptitle("SwiGLU: a negative gate shuts, a positive one lets its element of up through", fontsize=13)
     return finish(figure, "silu beside relu, and silu(gate) times up for three values of up")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro.mlp import sizes
-from benchmarks.pictures.charts import new_panel
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_panel
 from benchmarks.results import of_kind
 from benchmarks.timing import call_seconds, measure_ceilings
 

@@ -9,8 +9,7 @@ from matplotlib.patches import Rectangle
 
 from benchmarks.micro import block_waste
 from benchmarks.micro.block_waste import computed
-from benchmarks.pictures.charts import draw_bars, new_panel
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, finish, new_figure
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
 from benchmarks.recording import watch_model
 from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from matplotlib.ticker import LogLocator
 
-from benchmarks.pictures.charts import new_panel
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, finish, new_panel, new_panels
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
 
@@ -45,8 +44,10 @@ def measure_phases(llm: LLM, lengths: Sequence[int], repeats: int = 3) -> PhaseT
 
 def draw_phases(times: PhaseTimes) -> Picture:
     """Left: the time of a prefill and of one decode step. Right: the same time for each token that it processed."""
-    figure = new_figure(10, 3.8)
-    whole, per_token = figure.subplots(1, 2)
+    figure, (whole, per_token) = new_panels(
+        10, 3.8, {"ylabel": "ms", "title": "time of a forward pass"},
+        {"ylabel": "ms per token", "title": "time for each token in it"}, grid="both",
+    )  # fmt: skip
     for axes in (whole, per_token):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -55,17 +56,12 @@ def draw_phases(times: PhaseTimes) -> Picture:
         axes.yaxis.minorticks_off()
         axes.set_xticks(times.lengths, [str(n) for n in times.lengths])
         axes.set_xlabel("tokens in the prompt")
-        plain(axes, "both")
     whole.plot(times.lengths, [1e3 * t for t in times.prefill], "o-", color=ORANGE, label="prefill: all prompt tokens")
     whole.plot(times.lengths, [1e3 * t for t in times.decode], "s-", color=BLUE, label="decode: one token")
-    whole.set_ylabel("ms")
-    whole.set_title("time of a forward pass")
     whole.legend(frameon=False)
     each = [1e3 * t / n for t, n in zip(times.prefill, times.lengths, strict=True)]
     per_token.plot(times.lengths, each, "o-", color=ORANGE, label="prefill")
     per_token.plot(times.lengths, [1e3 * t for t in times.decode], "s-", color=BLUE, label="decode")
-    per_token.set_title("time for each token in it")
-    per_token.set_ylabel("ms per token")
     return finish(figure, "prefill grows with the prompt, a decode step hardly; for each token, prefill is far cheaper")
 
 

@@ -1,8 +1,12 @@
-"""A drawn figure as a value: notebooks show it, files hold it, and nothing depends on which drawing backend is on."""
+"""A drawn figure as a value, and the panels and bars that most figures are made of.
+
+Notebooks show a `Picture` and files hold it; nothing depends on which drawing backend is on.
+"""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -50,7 +54,58 @@ def finish(figure: Figure, text: str, dpi: int = DPI) -> Picture:
 
 
 def plain(axes: Axes, grid: str = "y") -> None:
-    """No frame at the top and right, and faint lines along one axis."""
+    """No frame at the top and right, and faint lines along an axis, both of them ("both") or none ("")."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, alpha=0.3)
+    if grid:
+        axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def new_panels(
+    width: float, height: float, *panels: Mapping[str, object], title: str = "", grid: str = "y", **layout: object
+) -> tuple[Figure, list[Axes]]:
+    """A figure with plain panels side by side.
+
+    Args:
+        panels: what `Axes.set` is given, for each panel: its labels and limits.
+        title: of the whole figure.
+        layout: keyword arguments of `Figure.subplots`.
+    """
+    figure = new_figure(width, height)
+    found = list(figure.subplots(1, len(panels), squeeze=False, **layout)[0])
+    for axes, own in zip(found, panels, strict=True):
+        axes.set(**own)
+        axes.title.set_fontsize(11)
+        plain(axes, grid)
+    figure.suptitle(title, fontsize=12)
+    return figure, found
+
+
+def new_panel(
+    width: float, height: float, x: str = "", y: str = "", title: str = "", grid: str = "y"
+) -> tuple[Figure, Axes]:
+    """A figure with a single plain panel and its labels."""
+    figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y, "title": title}, grid=grid)
+    return figure, axes
+
+
+Part = tuple[str | None, Sequence[float], object]  # label, a value for each bar, colour or colours
+
+
+def draw_bars(
+    axes: Axes, names: Sequence[str], parts: Sequence[Part], texts: Sequence[str], room: float = 1.15, **look: object
+) -> None:
+    """Bars from the left, the first on top: the parts of each one after another, and a text behind it.
+
+    Args:
+        room: how long the axis is, in longest bars.
+        look: keyword arguments for all parts, as `Axes.barh` has them.
+    """
+    ends = [0.0] * len(names)
+    for label, values, colour in parts:
+        axes.barh(names, values, left=ends, color=colour, label=label, **look)
+        ends = [a + b for a, b in zip(ends, values, strict=True)]
+    for y, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        axes.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, room * max(ends))

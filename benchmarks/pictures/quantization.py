@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from benchmarks.micro.quantized_quality import Text, load, logits_of, read_texts
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel, new_panels
 from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
 from beyond.quantization.llm import LLM
@@ -32,8 +31,7 @@ def row_with_outlier(length: int = 1024, outlier: float = 50.0) -> Tensor:
 
 def draw_errors(row: Tensor, group_sizes: tuple[int | None, ...] = (None, 128)) -> Picture:
     """The error of each number of `row [1, length]` in int8, a panel per way to share scales."""
-    figure = new_figure(10, 2.6)
-    panels = figure.subplots(1, len(group_sizes), sharey=True, squeeze=False)[0]
+    figure, panels = new_panels(10, 2.6, *[{"xlabel": "column"}] * len(group_sizes), sharey=True)
     for axes, group in zip(panels, group_sizes, strict=True):
         quantized = quantize_matrix(row, torch.int8, group)
         error = (dequantize_matrix(quantized, torch.float32, group) - row).abs()[0]
@@ -41,9 +39,7 @@ def draw_errors(row: Tensor, group_sizes: tuple[int | None, ...] = (None, 128)) 
         axes.plot(error, ".", color=GREY, markersize=3)
         axes.step(range(len(bound)), bound, color=BLUE, where="mid", linewidth=1.5, label="bound: half a step")
         per = f"a scale per {group} columns" if group else "one scale"
-        axes.set_title(f"{per}: mean error {error.mean():.3f}", fontsize=11, loc="left")
-        axes.set_xlabel("column")
-        plain(axes)
+        axes.set_title(f"{per}: mean error {error.mean():.3f}", fontsize=11)
     panels[0].set_ylabel("error")
     panels[0].set_ylim(0, 1.35 * max(line.get_ydata().max() for axes in panels for line in axes.lines))
     panels[0].legend(frameon=False, fontsize=9, loc="upper right")
@@ -81,22 +77,18 @@ def exact_by_bits(bits: tuple[int, ...] = (8, 4, 3), count: int = 16) -> dict[st
 
 def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
     """Exact answers by bits per weight."""
-    figure = new_figure(8, 2.8)
-    axes = figure.subplots()
+    by_bits = zip(*(by_bits.items() for by_bits in shares.values()), strict=True)
+    enough = min(pairs[0][0] for pairs in by_bits if all(share == 1 for _, share in pairs))
+    figure, axes = new_panel(8, 2.8, "", "answers word for word", f"Every answer is exact down to {enough} bits")
     width = 0.8 / len(shares)
     for i, ((way, by_bits), colour) in enumerate(zip(shares.items(), (BLUE, ORANGE), strict=True)):
         positions = [place + i * width for place in range(len(by_bits))]
         bars = axes.bar(positions, by_bits.values(), width, color=colour, label=way)
         axes.bar_label(bars, [f"{share:.0%}" for share in by_bits.values()], fontsize=9)
     axes.set_xticks([place + width / 2 for place in range(len(by_bits))], [f"{b} bits" for b in by_bits])
-    axes.set_ylabel("answers word for word")
     axes.set_ylim(0, 1.4)
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
-    by_bits = zip(*(by_bits.items() for by_bits in shares.values()), strict=True)
-    enough = min(pairs[0][0] for pairs in by_bits if all(share == 1 for _, share in pairs))
-    axes.set_title(f"Every answer is exact down to {enough} bits", fontsize=11, loc="left")
-    plain(axes)
     return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
 
 
@@ -104,44 +96,31 @@ def draw_key_scales(llm: LLM, layer: int, num_tokens: int) -> Picture:
     """The scales of a layer's keys, by token and head, in the pool's first blocks."""
     scales = llm.kv_cache.scales[0, layer]  # [blocks, kv_heads, block_size]
     scales = scales.permute(1, 0, 2).flatten(1)[:, :num_tokens]
-    figure = new_figure(10, 2.6)
-    axes = figure.subplots()
+    block_size = llm.runtime.block_size
+    ratio = max((part.amax(1) / part.amin(1)).max().item() for part in scales.split(block_size, 1))
+    title = f"Within one block the scales of a head differ by up to {ratio:.1f} ×"
+    x_label = f"token (a line begins each block of {block_size})"
+    figure, axes = new_panel(10, 2.6, x_label, "scale of the key", title)
     for head, (by_token, colour) in enumerate(zip(scales, (BLUE, ORANGE), strict=False)):
         axes.plot(by_token, color=colour, linewidth=1.2, label=f"head {head}")
-    block_size = llm.runtime.block_size
     for edge in range(0, num_tokens, block_size):
         axes.axvline(edge - 0.5, color=GREY, linewidth=0.6)
     axes.set_ylim(0)
-    axes.set_xlabel(f"token (a line begins each block of {block_size})")
-    axes.set_ylabel("scale of the key")
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="lower right")
-    ratio = max((part.amax(1) / part.amin(1)).max().item() for part in scales.split(block_size, 1))
-    axes.set_title(f"Within one block the scales of a head differ by up to {ratio:.1f} ×", fontsize=11, loc="left")
-    plain(axes)
     return finish(figure, "the scale of each token's key, by head", dpi=90)
 
 
 def draw_bytes(model: str, batches: dict[str, tuple[int, int]]) -> Picture:
     """What a decode step reads of weights and KV cache, for `{name: (requests, tokens of each)}`."""
-    figure = new_figure(10, 2.4)
-    panels = figure.subplots(1, len(batches), squeeze=False)[0]
-    for axes, (name, (requests, context)) in zip(panels, batches.items(), strict=True):
-        draw_batch(axes, model, requests * context)
-        axes.set_title(name, fontsize=11, loc="left")
+    costs = {k: QuantizedBytes(preset_config(model), 2, QuantizationOptions(**o)) for k, o in OPTIONS.items()}
+    weights = [cost.weight_bytes / 1e9 for cost in costs.values()]
+    labels = [{"title": name, "xlabel": "GB per decode step"} for name in batches]
+    figure, panels = new_panels(10, 2.4, *labels, grid="x")
+    for axes, (requests, context) in zip(panels, batches.values(), strict=True):
+        keys_values = [requests * context * cost.kv_bytes_per_token / 1e9 for cost in costs.values()]
+        totals = [f"{a + b:.2f} GB" for a, b in zip(weights, keys_values, strict=True)]
+        draw_bars(axes, list(costs), (("weights", weights, BLUE), ("KV cache", keys_values, ORANGE)), totals, room=1.3)
     panels[0].legend(frameon=False, fontsize=9, loc="lower right")
     for axes in panels[1:]:
         axes.set_yticklabels([])
     return finish(figure, f"bytes of weights and KV cache that a decode step of {model} reads", dpi=90)
-
-
-def draw_batch(axes: Axes, model: str, tokens: int) -> None:
-    costs = {k: QuantizedBytes(preset_config(model), 2, QuantizationOptions(**o)) for k, o in OPTIONS.items()}
-    weights = [cost.weight_bytes / 1e9 for cost in costs.values()]
-    keys_values = [tokens * cost.kv_bytes_per_token / 1e9 for cost in costs.values()]
-    axes.barh(list(costs), weights, color=BLUE, label="weights")
-    bars = axes.barh(list(costs), keys_values, left=weights, color=ORANGE, label="KV cache")
-    axes.bar_label(bars, [f"{a + b:.2f} GB" for a, b in zip(weights, keys_values, strict=True)], padding=3, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * (weights[0] + keys_values[0]))
-    axes.set_xlabel("GB per decode step")
-    plain(axes, "x")

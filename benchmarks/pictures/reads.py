@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.patches import Rectangle
 
-from benchmarks.pictures.picture import BLUE, SKY, Picture, finish, new_figure
+from benchmarks.pictures.picture import BLUE, SKY, Picture, finish, new_panels
 
 LANES, SECTOR = 32, 32  # threads of a warp; bytes that the memory delivers at least
 Read = tuple[int, int, int]  # weight row, first byte in it, number of bytes
@@ -33,9 +33,10 @@ def sectors(reads: Sequence[Read]) -> set[tuple[int, int]]:
 
 def draw_reads() -> Picture:
     """Corner of a weight matrix, once for each kernel: delivered sectors pale, wanted bytes dark."""
-    figure = new_figure(10, 3.4)
-    panels = figure.subplots(1, 2, sharey=True)
     kernels = (("naive", naive_read(), 128), ("warp", warp_read(), 16 * LANES))
+    title = "One read of a warp: 32 addresses far apart, or side by side"
+    both = {"xlabel": "byte in the weight row", "ylim": (LANES, -0.5)}
+    figure, panels = new_panels(10, 3.4, both, both, title=title, grid="", sharey=True)
     for axes, (kernel, reads, shown) in zip(panels, kernels, strict=True):
         delivered = sectors(reads)
         for row, start in delivered:
@@ -45,13 +46,7 @@ def draw_reads() -> Picture:
         wanted = sum(count for *_, count in reads)
         fetched = SECTOR * len(delivered)
         axes.set_title(f"{kernel}: {wanted} of {fetched:,} delivered bytes are used", fontsize=11)
-        axes.set_xlim(0, shown)
-        axes.set_xticks(range(0, shown + 1, shown // 4))
-        axes.set_xlabel("byte in the weight row")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylim(LANES, -0.5)
-    panels[0].set_yticks(range(0, LANES, 8))
-    panels[0].set_ylabel("weight row")
+        axes.set(xlim=(0, shown), xticks=range(0, shown + 1, shown // 4))
+    panels[0].set(yticks=range(0, LANES, 8), ylabel="weight row")
     panels[0].text(40, 16, "dark: what a thread asked for\npale: delivered beside it", fontsize=10, va="center")
-    figure.suptitle("One read of a warp: 32 addresses far apart, or side by side", fontsize=12)
     return finish(figure, "a scattered read uses two bytes of every 32 that are delivered, a coalesced one all of them")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from benchmarks.pictures.charts import draw_bars, new_panel
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, Picture, finish, new_figure
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
 from benchmarks.recording import Recording, from_rows
 from benchmarks.results import of_kind
 from benchmarks.text import number
@@ -41,7 +40,7 @@ def draw_kinds(recordings: list[Recording]) -> Picture:
     counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
     parts = [
         (kind, [count[kind] / r.steps for count, r in zip(counts, recordings, strict=True)], colour)
-        for (kind, _), colour in zip(KINDS, (BLUE, GREEN, ORANGE, PINK, GREY), strict=True)
+        for (kind, _), colour in zip(KINDS, (*PALETTE[:4], GREY), strict=True)
     ]
     totals = [f"{len(r.spans) / r.steps:.0f}" for r in recordings]
     draw_bars(axes, [r.name for r in recordings], parts, totals, room=1.1, height=0.55)
@@ -84,7 +83,7 @@ def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) 
     """
     [parts] = {tuple(found) for found in steps.values()}
     figure, axes = new_panel(10, 0.5 * len(steps) + 1.8, axis, grid="x")
-    colours = (*(BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)[: len(parts) - 1], "#EEEEEE")
+    colours = (*PALETTE[: len(parts) - 1], "#EEEEEE")
     bars = [
         (part, [found[part] / 1e3 for found in steps.values()], colour)
         for part, colour in zip(parts, colours, strict=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, GREEN, GREY, Picture, finish, new_figure, new_panel
 from beyond.speculation import LLM
 from stage_a_naive.chat import render_chat
 from stage_a_naive.sampling import SamplingParams
@@ -77,17 +77,12 @@ def draw_tokens(steps: list[Step]) -> Picture:
 
 def draw_steps(steps: list[Step]) -> Picture:
     """For every step: the tokens of its draft, and those that were right."""
-    figure = new_figure(10, 2.8)
-    axes = figure.subplots()
+    drafted, right = (sum(getattr(step, name) for step in steps) for name in ("num_drafted", "num_right"))
+    figure, axes = new_panel(10, 2.8, "step", "tokens of the draft", f"{right} of {drafted} guesses were right")
     numbers = range(1, len(steps) + 1)
     axes.bar(numbers, [step.num_drafted for step in steps], color="white", edgecolor=BLUE, label="guessed")
     axes.bar(numbers, [step.num_right for step in steps], color=GREEN, label="right")
-    axes.set_xlabel("step")
-    axes.set_ylabel("tokens of the draft")
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.5 * max(1, *(step.num_drafted for step in steps)))
-    drafted, right = (sum(getattr(step, name) for step in steps) for name in ("num_drafted", "num_right"))
-    axes.set_title(f"{right} of {drafted} guesses were right", fontsize=11, loc="left")
-    plain(axes)
     return finish(figure, "guessed and right tokens of every step", dpi=90)

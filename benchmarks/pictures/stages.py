@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from benchmarks.groups import Group
-from benchmarks.pictures.charts import draw_bars
-from benchmarks.pictures.picture import Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import Picture, draw_bars, finish, new_panels
 from benchmarks.pictures.rates import colour_of, plot_rates
 from benchmarks.text import number
 from stage_a_naive import SamplingParams
@@ -73,17 +72,13 @@ def run_stage(letter: str, question: str, questions: Sequence[str]) -> StageRun:
 
 def draw_stages(runs: dict[str, StageRun]) -> Picture:
     """Left: one request, time of a decode step. Right: many requests, tokens per second."""
-    figure = new_figure(10, 0.4 * len(runs) + 1.3)
-    single, many = figure.subplots(1, 2)
+    labels = ("one request: ms per token (less is better)", "all together: tokens/s (more is better)")
+    figure, panels = new_panels(10, 0.4 * len(runs) + 1.3, *({"xlabel": label} for label in labels), grid="x")
     names = [f"stage {letter}" for letter in runs]
-    for axes, values, label in (
-        (single, [run.ms_per_token for run in runs.values()], "one request: ms per token (less is better)"),
-        (many, [run.tokens_per_s for run in runs.values()], "all together: tokens/s (more is better)"),
-    ):
+    for axes, figure_of in zip(panels, ("ms_per_token", "tokens_per_s"), strict=True):
+        values = [getattr(run, figure_of) for run in runs.values()]
         bars = [(None, values, [colour_of(letter) for letter in runs])]
         draw_bars(axes, names, bars, list(map(number, values)), 1.2, edgecolor="black", linewidth=0.6, height=0.65)
-        axes.set_xlabel(label)
-        plain(axes, "x")
     return finish(figure, "the time of a token for one request, and tokens per second for many, by stage")
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.engines import study_engines
 from benchmarks.measurement import in_alternating_order
-from benchmarks.pictures.charts import new_panel
-from benchmarks.pictures.picture import GREY, Picture, finish
+from benchmarks.pictures.picture import GREY, Picture, finish, new_panel
 from benchmarks.pictures.rates import colour_of
 from benchmarks.tables import recorded_groups
 from stage_a_naive.sampling import SamplingParams
