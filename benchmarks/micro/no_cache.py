@@ -34,7 +34,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         body.append([name, *(number(1e3 * t) for t in (steps[1], steps[-1])), number(sum(steps))])
     heads = ["", "2nd token, ms", f"token {len(row['cached'])}, ms", "all of them, s"]
     prompt, repeats = row["prompt_tokens"], result["repeats"]
-    note = f"{result['model']}, after a prompt of {prompt} tokens; of each step the least of {repeats} runs"
+    note = f"{result['model']}, after a prompt of {prompt} tokens; a step is the fastest of {repeats} runs"
     lines = ["![Time of every step without a cache and with the KV cache](no_cache.png)", ""]
     return {"no-cache": [*lines, *markdown(heads, body), "", caption(result, note)]}
 
