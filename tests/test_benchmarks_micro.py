@@ -200,7 +200,6 @@ def test_an_engine_is_idle_again_after_its_recording_and_the_file_holds_it() -> 
     assert again == [recording]
     for picture in (draw_gaps(again, "a CPU"), draw_kinds(again)):
         assert picture.png.startswith(b"\x89PNG")
-    assert kernel_spans.table([]) == {}
 
 
 def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:

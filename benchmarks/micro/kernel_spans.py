@@ -1,14 +1,11 @@
 """What runs in a decode step, and when: every kernel with its start and its length, and the gaps between them (GPU).
 
-On a GPU the spans are the kernels, as the device's own clock saw them, inside CUDA graphs too. On a CPU (the notebooks)
-they are the innermost operators; between them Python and PyTorch's dispatcher are at work. Either way a gap is time in
-which the hardware that multiplies is idle. Recording slows down the CPU, which launches the work, and not the kernels.
+A gap is time in which the hardware that multiplies is idle. What is recorded, and how, is said in `recording.py`.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 from itertools import count
 
 import torch
@@ -135,18 +132,6 @@ def _parts(spans: list[Span]) -> list[str]:
     return found
 
 
-def print_account(recording: Recording) -> None:
-    """Print where a step's microseconds go: one line per kernel, the largest first, and the gaps."""
-    print(f"{recording.name}: {recording.whole / recording.steps:.0f} µs per step", end="")
-    print(f", {(recording.whole - recording.busy) / recording.steps:.0f} of them between kernels")
-    totals: dict[str, list[float]] = {}
-    for span in recording.spans:
-        totals.setdefault(span.name, []).append(span.length)
-    for kernel, lengths in sorted(totals.items(), key=lambda item: -sum(item[1])):
-        share, launches = sum(lengths) / recording.steps, len(lengths) / recording.steps
-        print(f"  {share:8.1f} µs  {launches:5.1f} × {statistics.median(lengths):6.2f}  {kernel[:90]}")
-
-
 # Name, engine, options, and which recordings are made of it.
 ENGINES = (
     ("stage E: kernel by kernel", StageE, {}, "decode"),
@@ -176,10 +161,8 @@ def measure(
         llm = engine(model, device="cuda", **limits, **switches)
         for rows in requests if kinds != "prefill" else ():
             recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
-            print_account(recordings[-1])
         for length in prompts if kinds != "decode" else ():
             recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
-            print_account(recordings[-1])
         llm.close()
         del llm
         gc.collect()
@@ -189,8 +172,6 @@ def measure(
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Where the microseconds of stage F's steps go, and the pictures."""
-    if not results:
-        return {}
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
     own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
     own = {name: r for name, r in own.items() if name.split()[0].isdigit() or name.startswith("prompt")}

@@ -8,11 +8,9 @@ The tutor's own text needs no script: there drafts are right as often as they ar
 from __future__ import annotations
 
 import gc
-import json
 import random
 import statistics
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,13 +25,11 @@ from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
+from stage_a_naive.tutor import read_faq
 
 README, MARKERS = "beyond/speculation", ("speculation", "speculation-text", "speculation-floor")
 RATE = 0.83  # of the tokens of the drafts
-PROMPT, CONTEXTS = 128, (128, 2048)
-FAQ = Path(__file__).resolve().parents[2] / "models" / "tutor" / "faq.jsonl"
-
-
+PROMPT = 128  # tokens
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
 COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
@@ -78,20 +74,18 @@ class ScriptedLLM(LLM):
 
 
 def measure(
-    model: str = "random:qwen2.5-0.5b", drafts: int | tuple[int, ...] = (4, 8, 12),
-    batches: int | tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 160, repeats: int = 5,
+    model: str = "random:qwen2.5-0.5b", drafts: tuple[int, ...] = (4, 8, 12),
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 160, repeats: int = 5,
 ) -> dict:  # fmt: skip
     """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
     rows = []
-    batches = batches if isinstance(batches, tuple) else (batches,)
-    for draft in drafts if isinstance(drafts, tuple) else (drafts,):
+    for draft in drafts:
         llm = ScriptedLLM(
             model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
             enable_prefix_caching=False, max_num_batched_tokens=4096,
         )  # fmt: skip
         for batch in batches:
-            rows += measure_batch(llm, batch, draft, PROMPT, tokens, repeats)
-        rows += measure_batch(llm, 1, draft, CONTEXTS[-1], tokens, repeats)
+            rows += measure_batch(llm, batch, draft, tokens, repeats)
         llm.close()
         del llm
         gc.collect()
@@ -103,7 +97,7 @@ def measure(
     return result
 
 
-def measure_batch(llm: ScriptedLLM, batch: int, draft: int, prompt: int, tokens: int, repeats: int) -> list[dict]:
+def measure_batch(llm: ScriptedLLM, batch: int, draft: int, tokens: int, repeats: int) -> list[dict]:
     """Seconds per token of one request, in turns: without drafts, with accepted ones, with wrong ones, with none found.
 
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
@@ -118,33 +112,27 @@ def measure_batch(llm: ScriptedLLM, batch: int, draft: int, prompt: int, tokens:
             llm.script(RATE if way == "accepted" else 0.0)
             if way not in ("accepted", "wrong"):
                 llm.engine.drafter = ngram if way == "looking" else None
-            sample = run(llm, batch, prompt, params)
+            sample = run(llm, batch, params)
             if repeat:  # the first is the warm-up
                 found.setdefault(way, []).append(sample)
     llm.engine.drafter = ngram
-    rows = [
-        {
-            "draft": draft, "batch": batch, "prompt": prompt, "way": way,
-            "samples": [seconds for seconds, _ in samples],
-            "tokens_per_step": statistics.median(per_step for _, per_step in samples),
-        }
-        for way, samples in found.items()
-    ]  # fmt: skip
-    print(f"{draft} drafted, batch {batch}, prompt {prompt}: ms per token " + ", ".join(
-        f"{row['way']} {1e3 * statistics.median(row['samples']):.3f} ({row['tokens_per_step']:.2f} a step)"
-        for row in rows
-    ), flush=True)  # fmt: skip
+    rows = []
+    for way, samples in found.items():
+        seconds, per_step = zip(*samples, strict=True)
+        rows.append({"draft": draft, "batch": batch, "prompt": PROMPT, "way": way, "samples": list(seconds),
+                     "tokens_per_step": statistics.median(per_step)})  # fmt: skip
+        print(f"{draft} drafted, batch {batch}, {way}: {1e3 * min(seconds):.3f} ms per token", flush=True)
     return rows
 
 
-def run(llm: LLM, batch: int, prompt: int, params: SamplingParams) -> tuple[float, float]:
+def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     """Seconds per token of one request, and tokens per step and request, while all decode."""
     ids = random.Random(batch)
-    prompts = [[ids.randrange(llm.vocab_size) for _ in range(prompt)] for _ in range(batch)]
+    prompts = [[ids.randrange(llm.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
     before = replace(llm.engine.counters)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     steps = llm.engine.counters.num_steps - before.num_steps
-    prefill_steps = -(-batch * prompt // llm.options.max_num_batched_tokens)
+    prefill_steps = -(-batch * PROMPT // llm.options.max_num_batched_tokens)
     seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
 
@@ -155,8 +143,7 @@ def measure_text(questions: int = 16) -> list[dict]:
     Asked once, and asked the same again after its answer, which is then in the prompt.
     """
     rows, answers = [], None
-    asked = [json.loads(line)["question"] for line in FAQ.read_text(encoding="utf-8").splitlines()[:questions]]
-    once = [[{"role": "user", "content": question}] for question in asked]
+    once = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:questions]]
     for speculation in ("off", "ngram", "model"):
         llm = LLM("tutor", speculation=speculation, max_num_seqs=8)
         llm.chat(once[0], GREEDY)
@@ -174,13 +161,13 @@ def measure_text(questions: int = 16) -> list[dict]:
     return rows
 
 
-def medians(result: dict, way: str, draft: int, prompt: int = PROMPT) -> dict[int, float]:
+def rows_of(result: dict, way: str, draft: int) -> list[dict]:
+    return [row for row in result["rows"] if (row["way"], row["draft"], row["prompt"]) == (way, draft, PROMPT)]
+
+
+def medians(result: dict, way: str, draft: int) -> dict[int, float]:
     """Batch size -> median seconds per token."""
-    return {
-        row["batch"]: statistics.median(row["samples"])
-        for row in result["rows"]
-        if (row["way"], row["draft"], row["prompt"]) == (way, draft, prompt)
-    }
+    return {row["batch"]: statistics.median(row["samples"]) for row in rows_of(result, way, draft)}
 
 
 def drafts_of(result: dict) -> list[int]:
@@ -190,12 +177,10 @@ def drafts_of(result: dict) -> list[int]:
 def break_even(result: dict, draft: int) -> dict[int, float]:
     """Batch size -> tokens of a draft that must be right, or the step takes longer than it gains."""
     plain = medians(result, "plain", draft)
-    per_step = {
-        row["batch"]: statistics.median(row["samples"]) * row["tokens_per_step"]
-        for row in result["rows"]
-        if (row["way"], row["draft"], row["prompt"]) == ("accepted", draft, PROMPT)
+    return {
+        row["batch"]: statistics.median(row["samples"]) * row["tokens_per_step"] / plain[row["batch"]] - 1
+        for row in rows_of(result, "accepted", draft)
     }
-    return {batch: seconds / plain[batch] - 1 for batch, seconds in per_step.items()}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -212,12 +197,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
     costs = []
     for way, before in (("looking", "plain, noisy"), ("wrong", "plain")):
-        ratios = [
-            medians(result, way, k)[batch] / medians(result, before, k)[batch] - 1
-            for k in lengths
-            for batch in medians(result, way, k)
-        ]
-        costs.append(100 * max(ratios))
+        pairs = ((medians(result, way, k), medians(result, before, k)) for k in lengths)
+        costs.append(100 * max(slow[batch] / fast[batch] - 1 for slow, fast in pairs for batch in slow))
     cost = (
         f"On text that repeats nothing, looking costs at most {costs[0]:.1f} % of the time per token; with drafts that "
         f"are always wrong, at most {costs[1]:.1f} %."
