@@ -26,7 +26,7 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.penalties import PenaltyState
-from stage_e_batching.sampler import SMALLEST, RowLogprobs, SampledTokens, draw_reference, filter_rows, row_logprobs
+from stage_e_batching.sampler import SMALLEST, RowLogprobs, SampledTokens, filter_rows, row_logprobs, sample_reference
 from stage_e_batching.sampling_functions import choose_replaced
 from stage_e_batching.step import BatchSequence, ScheduledStep
 
@@ -174,7 +174,7 @@ class Sampler:
             return sample_rows(scores, temperatures, noise_keys)
         if self._mixed_ids is None:
             self._mixed_ids = mix32(torch.arange(self._vocab_size, device=self._device))
-        return draw_reference(scores, temperatures, noise_keys, self._mixed_ids)
+        return sample_reference(scores, temperatures, noise_keys, self._mixed_ids)
 
     def _filter(self, scores: Tensor, batch_slots: np.ndarray, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         rows = np.flatnonzero(self._needs[batch_slots] & FILTERED)

@@ -106,7 +106,7 @@ def _keep_top_p(rows: Tensor, top_p: Tensor) -> Tensor:
     return rows.masked_fill(surplus, -math.inf)
 
 
-def draw_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:
+def sample_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:
     """Sample by Gumbel-max over `scores / temperature`, argmax where the temperature is 0: the definition, in PyTorch.
 
     Args:

@@ -1,6 +1,6 @@
 """CUDA graphs for steps with prompt tokens: prefill, and prefill mixed with decodes.
 
-A prefill of 128 tokens is a millisecond of GPU work, and launching it kernel by kernel takes the CPU about ten times as
+A prefill of 128 tokens is a millisecond of GPU work, and launching it kernel by kernel takes the CPU several times as
 long. The launches are the same for every prompt of one length, so they can be recorded like a decode step's:
 
 * there is a graph for each of a few *numbers of tokens*, and a step is padded up to the next one;

@@ -346,3 +346,15 @@ def test_flash_refuses_blocks_that_it_cannot_read():
 def test_auto_on_a_gpu_picks_a_kernel_and_says_which():
     backend = pick_backend("auto", CUDA, torch.bfloat16, 64)
     assert backend.name in ("triton", "flash") and backend.reason
+
+
+@pytest.mark.parametrize(("capability", "large"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(
+    capability: tuple[int, int], large: bool, monkeypatch: pytest.MonkeyPatch
+):
+    triton_prefill = pytest.importorskip("stage_d_paged.attention.triton_prefill")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    hopper = triton_prefill._is_hopper.__wrapped__(CUDA)
+    config = triton_prefill.choose_prefill_config(element_size=2, hopper=hopper, tokens=8192)
+    tiles = config.num_stages * 2 * config.block_n * 128 * 2  # keys and values of heads of 128, in bytes
+    assert (tiles > 64 * 2**10) == large

@@ -20,7 +20,7 @@ from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching import sampler as sampler_module
 from stage_e_batching.model_runner import Sampler
-from stage_e_batching.sampler import draw_reference
+from stage_e_batching.sampler import sample_reference
 from stage_e_batching.step import BatchSequence
 
 VOCAB = 40
@@ -239,7 +239,7 @@ def test_draws_follow_the_distribution():
     admit_all(sampler, [row], [0])
     rows = 20_000
     keys = torch.tensor([noise_key(5, i) for i in range(rows)]).to(torch.int32)
-    ids = draw_reference(probs.log().expand(rows, 4), torch.ones(rows), keys, mix32(torch.arange(4)))
+    ids = sample_reference(probs.log().expand(rows, 4), torch.ones(rows), keys, mix32(torch.arange(4)))
     assert torch.bincount(ids, minlength=4).div(rows).tolist() == pytest.approx(probs.tolist(), abs=0.015)
 
 
@@ -247,7 +247,7 @@ KERNEL_PARITY = """
 import torch
 from stage_a_naive.noise import mix32, noise_key
 from stage_e_batching import sampler_kernels
-from stage_e_batching.sampler import SMALLEST, draw_reference
+from stage_e_batching.sampler import SMALLEST, sample_reference
 device = "{device}"
 torch.manual_seed(0)
 for rows, vocab, dtype in {cases}:
@@ -258,7 +258,7 @@ for rows, vocab, dtype in {cases}:
     temperatures[0] = 0.8
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
     ids = sampler_kernels.sample_rows(scores.to(device), temperatures.to(device), keys.to(device)).cpu()
-    expected = draw_reference(scores, temperatures, keys, mix32(torch.arange(vocab)))
+    expected = sample_reference(scores, temperatures, keys, mix32(torch.arange(vocab)))
     assert torch.equal(ids, expected), (rows, vocab, dtype, (ids != expected).nonzero())
 print("equal")
 """

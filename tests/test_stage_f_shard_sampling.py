@@ -14,7 +14,7 @@ from test_stage_f_parallel import CPU, F32, on_ranks
 
 from stage_a_naive.noise import mix32, noise_key
 from stage_d_paged.layers import Embedding
-from stage_e_batching.sampler import SMALLEST, draw_reference
+from stage_e_batching.sampler import SMALLEST, sample_reference
 from stage_f_graph_tp.tensor_parallel import RankGroup, ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
@@ -38,7 +38,7 @@ def test_all_ranks_choose_the_token_of_the_whole_row(vocab, ranks):
         head.own_logits = lambda hidden: F.pad(own, (0, share - own.shape[1]))
         return ShardSampler(head)(logits, temperatures, keys)
 
-    expected = draw_reference(logits, temperatures, keys, mix32(torch.arange(vocab)))
+    expected = sample_reference(logits, temperatures, keys, mix32(torch.arange(vocab)))
     assert expected[6] == share - 1
     for ids in on_ranks(ranks, work):
         assert torch.equal(ids, expected)
@@ -77,7 +77,7 @@ def test_stacking_by_the_one_shot_all_reduce_is_exact(monkeypatch):
 KERNEL_PARITY = """
 import torch
 from stage_a_naive.noise import mix32, noise_key
-from stage_e_batching.sampler import draw_reference
+from stage_e_batching.sampler import sample_reference
 from stage_f_graph_tp.tensor_parallel import shard_sampling as reference, shard_sampling_kernels as kernels
 device = "{device}"
 torch.manual_seed(0)
@@ -97,7 +97,7 @@ for rows, share, ranks, dtype in {cases}:
         found.append(kernels.find_winners(part.to(device), temperatures.to(device), keys.to(device), first))
     ids = kernels.compare_winners(torch.stack(found), temperatures.to(device)).cpu()
     assert torch.equal(ids, reference.compare_winners(torch.stack(expected), cool)), (rows, share, ranks)
-    assert torch.equal(ids, draw_reference(scores, cool, keys, mixed))
+    assert torch.equal(ids, sample_reference(scores, cool, keys, mixed))
     assert ids[0] == share - 1
 print("equal")
 """

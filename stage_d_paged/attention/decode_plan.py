@@ -19,7 +19,7 @@ class DecodeConfig:
         block_n: keys per tile.
         num_warps, num_stages: of a program; stages are tiles whose loads are in flight together.
         programs_per_sm: the context is split until the grid has this many programs per multiprocessor,
-        split_keys: but no split gets fewer keys than this, because combining has its cost.
+        split_keys: but into at most one split per this many keys, because combining has its cost.
         min_splits: splits of a long context, however large the batch; two even out unequal lengths.
     """
 
@@ -36,7 +36,7 @@ class DecodePlan(NamedTuple):
 
     programs: int
     num_splits: int  # at most, per sequence
-    split_keys: int  # keys that a split gets at least
+    split_keys: int  # a sequence has at most one split per this many keys
     partial_rows: int  # partial results: sequences × heads × splits
     constants: dict[str, object]
 

@@ -15,6 +15,7 @@ Two ideas fit a flat batch of sequences of different lengths:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -169,9 +170,13 @@ def _prefill_kernel(
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@cache
 def _is_hopper(device: torch.device) -> bool:
-    """Tell whether the GPU (9.0 or later) has a tensor memory accelerator, and 227 KiB of shared memory per program."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Tell whether the GPU has a tensor memory accelerator, and 227 KiB of shared memory per program.
+
+    Hopper and Blackwell do, compute capabilities 9 and 10. GeForce cards of capability 12 have 99 KiB.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _descriptor(cache: torch.Tensor, block_n: int) -> TensorDescriptor | None:

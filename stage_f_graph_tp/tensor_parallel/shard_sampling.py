@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stage_a_naive.noise import gumbel_from_bits, mix32
-from stage_e_batching.sampler import draw_reference
+from stage_e_batching.sampler import sample_reference
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
 HOTTEST = 1e30  # any higher temperature does the same, but minus infinity divided by an infinite one is no number
@@ -77,7 +77,7 @@ def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first
         float32 `[4, rows, 1]`: the winner's logit, its noise, the row's highest logit, and the winner's id, which a
         float32 holds exactly below 2**24.
     """
-    best = draw_reference(scores, temperatures, noise_keys, mixed_ids)
+    best = sample_reference(scores, temperatures, noise_keys, mixed_ids)
     noise = gumbel_from_bits(mix32(mixed_ids[best] ^ (noise_keys.long() & 0xFFFFFFFF)))
     logit = scores.gather(1, best[:, None])[:, 0].float()
     return torch.stack([logit, noise, scores.amax(-1).float(), (first + best).float()])[..., None]
