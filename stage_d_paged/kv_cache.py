@@ -166,8 +166,7 @@ def memory_report(
     holders = [(num_tokens, table) for num_tokens, table in held if table]
     for num_tokens, table in holders:
         for i, block in enumerate(table):
-            in_block = min(block_size, max(0, num_tokens - i * block_size))
-            filled[block] = max(filled.get(block, 0), in_block)
+            filled[block] = min(block_size, max(0, num_tokens - i * block_size))  # a shared one is full for all
     return MemoryReport(
         num_sequences=len(holders),
         block_size=block_size,

@@ -358,3 +358,14 @@ def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(
     config = triton_prefill.choose_prefill_config(element_size=2, hopper=hopper, tokens=8192)
     tiles = config.num_stages * 2 * config.block_n * 128 * 2  # keys and values of heads of 128, in bytes
     assert (tiles > 64 * 2**10) == large
+
+
+@pytest.mark.parametrize(
+    ("seqs", "context_len", "num_splits"), [(1, 64, 1), (1, 65, 2), (1, 100_000, 64), (8, 100_000, 64), (1024, 640, 2)]
+)
+def test_a_context_is_split_for_all_multiprocessors_but_not_finer_than_a_program_can_combine(
+    seqs: int, context_len: int, num_splits: int
+):
+    plan = plan_decode(seqs, context_len, 14, 64, 2, 64, torch.bfloat16, sm_count=132)
+    assert plan.num_splits == num_splits <= plan.constants["SPLITS_PAD"]
+    assert plan.programs == seqs * 2 * num_splits

@@ -10,6 +10,7 @@ import torch
 from stage_a_naive import LLM as NaiveLLM
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
+from stage_d_paged.batch import largest_step
 from stage_d_paged.kv_cache import CPU_POOL_BYTES, blocks_that_fit, cpu_num_blocks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -285,6 +286,13 @@ def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
     assert cpu_num_blocks(block_bytes=2**23, block_size=16, max_model_len=4096) == 256
 
 
+def test_the_largest_step_can_be_measured_in_a_pool_of_one_block(llm: LLM):
+    step = largest_step(num_tokens=100, max_len=40, block_size=16, device=torch.device("cpu"))
+    assert step.metadata.context_lens.tolist() == [40, 40, 20] and step.last_rows.tolist() == [39, 79, 99]
+    hidden = llm.runtime.model(step.input_ids, step.positions, llm.runtime.make_pool(1), step.metadata)
+    assert hidden.shape[0] == 100
+
+
 def test_no_room_for_one_page_says_what_was_free_and_what_to_change():
     with pytest.raises(MemoryError, match=r"2\.00 MiB, 1\.00 MiB are left.*300 MiB of the GPU.*Raise gpu_memory_util"):
         blocks_that_fit(2**20, 2**21, 300 * 2**20, 0.9)
@@ -368,6 +376,37 @@ def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(expect
     while not llm.is_finished():
         outputs.update(llm.step()[0])
     assert outputs == {request: expected[1]}
+
+
+def test_a_call_that_a_second_interrupt_kept_from_dropping_its_requests_leaves_them_to_the_next(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "drop", interrupted)
+        llm.generate(prompts()[:3], GREEDY, use_tqdm=False, on_text=interrupted)
+    texts: dict[int, str] = {}
+    [output] = llm.generate(
+        [prompts()[5]], GREEDY, use_tqdm=False, on_text=lambda i, piece: texts.update({i: texts.get(i, "") + piece})
+    )
+    assert output["token_ids"] == expected[5] and texts == {0: output["text"]}
+    assert_nothing_held(llm)
+
+
+def test_a_request_that_has_finished_is_returned_after_a_step_that_fails(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    request = llm.add_request(prompts()[0], GREEDY)
+    llm.generate(["beside it"], GREEDY, use_tqdm=False)
+    llm.sampling_fn = lambda logits, params: logits
+    llm.add_request(prompts()[1], GREEDY)
+    with pytest.raises(ValueError, match="sampling_fn must return"):
+        llm.step()
+    assert llm.step()[0] == [(request, expected[0])]
+    assert llm.is_finished()
 
 
 def test_another_threads_request_waits_for_the_call_that_runs_and_a_callbacks_own_does_not(llm: LLM):

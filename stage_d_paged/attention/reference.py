@@ -43,7 +43,7 @@ class ReferenceAttention:
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        if metadata.max_query_len == 1 and query.shape[0] == metadata.context_lens.shape[0]:
+        if metadata.max_query_len == 1:
             return _decode(query, k_cache, v_cache, metadata.context_lens, metadata.block_tables, scale)
         starts = metadata.cu_seqlens_q.tolist()
         query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
