@@ -5,13 +5,8 @@
     python -m benchmarks.run --size gpu --model random:qwen2.5-0.5b --engines A "B compiled" F --output a.json
     python -m benchmarks.run --merge a.json b.json --publish h200-qwen2.5-0.5b
 
-What makes it honest: a fresh process per engine and repeat; the order of the engines reversed in every second repeat,
-so that a machine that warms up or is disturbed favours no engine; tokens compared before anything is timed (an engine
-that answers differently is refused); every sample kept; the hardware's floor printed beside the figure; and whatever
-did not run named with the reason.
-
-Results go to `benchmarks/local/`, which git ignores. `--publish NAME` also writes `benchmarks/results/NAME.json`, at
-the end of a complete measurement from a clean commit.
+`benchmarks/README.md` says what makes it honest. Results go to `benchmarks/local/`, which git ignores. `--publish NAME`
+also writes `benchmarks/results/NAME.json`, at the end of a complete measurement from a clean commit.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import numpy as np
+
 from benchmarks.http_stream import Answer, stream_completion
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -118,12 +120,8 @@ def summarize(
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between the two nearest values, as NumPy's."""
-    if not values:
-        return None
-    ordered, at = sorted(values), (len(values) - 1) * share / 100
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low + (high - low) * (at - math.floor(at))
+    """Linear between the two nearest values; None of nothing."""
+    return float(np.percentile(values, share)) if len(values) else None
 
 
 def read_goals(words: Sequence[str]) -> dict[str, float]:

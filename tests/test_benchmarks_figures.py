@@ -97,7 +97,7 @@ def test_the_answer_without_a_cache_is_measured_step_by_step() -> None:
 
 def test_the_strided_kernel_reads_every_nth_number() -> None:
     program = (
-        "import torch; from benchmarks.micro._strided_sum import BLOCK, strided_sums\n"
+        "import torch; from benchmarks.micro._kernels import BLOCK, strided_sums\n"
         "source = torch.arange(2 * BLOCK * 4, dtype=torch.float32)\n"
         "for stride in (1, 4):\n"
         "    expected = source[: 2 * BLOCK * stride : stride].view(2, BLOCK).sum(1)\n"

@@ -22,7 +22,7 @@ REPEATS = 20
 
 def measure(wanted: int = WANTED) -> dict:
     """Seconds for the same number of wanted bytes, by the distance of neighbouring threads' addresses."""
-    from benchmarks.micro._strided_sum import BLOCK, strided_sums  # Triton, which not every system has
+    from benchmarks.micro._kernels import BLOCK, strided_sums  # Triton, which not every system has
 
     source = torch.ones(wanted * max(STRIDES), dtype=torch.float32, device="cuda")
     rows = []

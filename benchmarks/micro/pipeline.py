@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.pictures.pipeline import draw_stages
+from benchmarks.pictures.picture import PALETTE, finish, new_figure
 from benchmarks.text import markdown
 from beyond.scale_out import two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
@@ -26,6 +26,7 @@ from stage_a_naive.sampling import SamplingParams
 
 README, MARKERS = "beyond/scale_out", ("idle", "stages-speed", "bytes-sent")
 STAGES, SAMPLES = 2, 3
+SHOWN = 12.5  # units of time in the picture
 LOADS = {"one request": 1, "32 requests": 32}
 LAYOUTS = {"one rank": {}, "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
 
@@ -174,7 +175,7 @@ def median(samples: list[float]) -> float:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """The classical picture, of the counted stages."""
+    """The classical picture, of the counted stages: a lane per stage, a colour per batch, white where one is idle."""
     idle, at_the_ends = idle_in_theory("decode", 1, 3), idle_in_theory("prefill", 4, 3)
     panels = {
         f"one batch in flight: the stages are idle for {idle:.0%} of their time": counted_spans("decode", 1, stages=3),
@@ -182,4 +183,24 @@ def draw(results: list[dict]) -> dict[str, bytes]:
         f"a prompt in four chunks: they are idle for {at_the_ends:.0%}, at its beginning and its end":
             counted_spans("prefill", 4, stages=3),
     }  # fmt: skip
-    return {"stages.png": draw_stages(panels, "As many batches as stages keep all stages busy").png}
+    title = "As many batches as stages keep all stages busy"
+    figure = new_figure(9, 1.75 * len(panels) + 0.4)
+    for axes, (label, stages) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):
+        for stage, spans in enumerate(stages):
+            for span in spans:
+                width = min(span["end"], SHOWN) - span["start"]
+                if width <= 0:
+                    continue
+                colour = PALETTE[span["batch"] % 4]
+                axes.barh(stage, width, 0.84, left=span["start"], color=colour, edgecolor="white", linewidth=1)
+                if width > 0.6:
+                    middle = span["start"] + width / 2
+                    axes.text(middle, stage, f"{span['step']}", ha="center", va="center", color="white", fontsize=9)
+        axes.set_yticks(range(len(stages)), [f"stage {stage}" for stage in range(len(stages))])
+        axes.set_ylim(len(stages) - 0.5, -0.5)
+        axes.set_xlim(0, SHOWN)
+        axes.set_title(label, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
+    figure.suptitle(title, fontsize=12)
+    return {"stages.png": finish(figure, title).png}

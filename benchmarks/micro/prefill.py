@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 
 from benchmarks.micro import caption
 from benchmarks.text import markdown
+from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
 
@@ -51,49 +50,29 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 def _time_to_first_token(llm: LLM, length: int) -> list[float]:
     ids, params = random.Random(length), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    seconds = []
-    for _ in range(WARM_UPS + REPEATS):
-        prompt = [ids.randrange(10000) for _ in range(length)]
-        start = time.perf_counter()
-        llm.generate([prompt], params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    return seconds[WARM_UPS:]
-
-
-@triton.jit
-def _add_one(x):
-    tl.store(x, tl.load(x) + 1)
+    prompts = iter([[ids.randrange(10000) for _ in range(length)] for _ in range(WARM_UPS + REPEATS)])
+    return call_seconds(lambda: llm.generate([next(prompts)], params, use_tqdm=False), llm.device, REPEATS, WARM_UPS)
 
 
 def launch_costs() -> dict[str, float]:
     """CPU time per launch, while the GPU keeps up; the kernels write one number."""
+    from benchmarks.micro._kernels import add_one_kernel  # Triton, which not every system has
+
     x = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     x.add_(1)
     with torch.cuda.graph(graph):
         for _ in range(LAUNCHES):
             x.add_(1)
-    found = {
-        "PyTorch": _per_call(lambda: x.add_(1), LAUNCHES),
-        "Triton": _per_call(lambda: _add_one[(1,)](x), LAUNCHES),
-        "graph": _per_call(graph.replay, 10) / LAUNCHES,
+
+    def per_call(call: Callable[[], object], times: int) -> float:
+        return statistics.median(call_seconds(lambda: [call() for _ in range(times)], x.device, repeats=5)) / times
+
+    return {
+        "PyTorch": per_call(lambda: x.add_(1), LAUNCHES),
+        "Triton": per_call(lambda: add_one_kernel[(1,)](x), LAUNCHES),
+        "graph": per_call(graph.replay, 10) / LAUNCHES,
     }
-    print({name: f"{1e6 * seconds:.2f} µs" for name, seconds in found.items()})
-    return found
-
-
-def _per_call(call: Callable[[], object], times: int) -> float:
-    for _ in range(3):
-        call()
-    samples = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / times)
-    return statistics.median(samples)
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:

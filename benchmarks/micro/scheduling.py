@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.micro.batching import StaticAdmission
-from benchmarks.micro.step_cost import NullRunner
+from benchmarks.micro.step_cost import null_engine
 from benchmarks.pictures import timeline
 from benchmarks.text import markdown, times
 from benchmarks.workloads import make_workload
-from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import scheduler as rules
-from stage_e_batching.engine import Engine
 from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
@@ -55,15 +53,7 @@ def run(
         trace: record the steps here.
         later: requests from this one on arrive one by one, every third step.
     """
-    scheduler = scheduler_class(**options)
-    engine = Engine(
-        scheduler,
-        NullRunner(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size),
-        tokenizer=load_tokenizer(resolve("tutor")),
-        eos_token_ids=frozenset(),
-        max_model_len=4096,
-        trace=Trace(trace) if trace else None,
-    )
+    engine = null_engine(scheduler_class(**options), trace=Trace(trace) if trace else None)
     waiting = []
     for i, (prompt, answer) in enumerate(lengths):
         params = SamplingParams(max_tokens=answer, ignore_eos=True)

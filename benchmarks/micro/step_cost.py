@@ -23,6 +23,7 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
 from stage_e_batching.sampler import SampledTokens
 from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.trace import Trace
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.step_input import StepShape
 
@@ -49,18 +50,22 @@ class NullRunner(AsyncModelRunner):
         return InFlight(SampledTokens(ids), ids)
 
 
-def make_engine(
-    num_sequences: int, prompt_len: int, temperature: float, runner: NullRunner | None = None
-) -> Engine:
+def null_engine(scheduler: Scheduler, runner: NullRunner | None = None, trace: Trace | None = None) -> Engine:
+    """Stage E's engine with this scheduler, and a runner without a model."""
+    limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size
+    return Engine(
+        scheduler, runner or NullRunner(*limits), tokenizer=load_tokenizer(resolve("tutor")),
+        eos_token_ids=frozenset(), max_model_len=MAX_MODEL_LEN, trace=trace,
+    )  # fmt: skip
+
+
+def make_engine(num_sequences: int, prompt_len: int, temperature: float, runner: NullRunner | None = None) -> Engine:
     """An engine with `num_sequences` decoding sequences."""
     scheduler = Scheduler(
         num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_seqs=512,
         max_num_batched_tokens=16384,
     )  # fmt: skip
-    engine = Engine(
-        scheduler, runner or NullRunner(512, 16384), tokenizer=load_tokenizer(resolve("tutor")),
-        eos_token_ids=frozenset({0}), max_model_len=MAX_MODEL_LEN,
-    )  # fmt: skip
+    engine = null_engine(scheduler, runner)
     params = SamplingParams(temperature=temperature, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(num_sequences):

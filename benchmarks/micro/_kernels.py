@@ -1,4 +1,4 @@
-"""The kernel of the study `coalescing`: every thread reads one number, and neighbours read numbers `stride` apart."""
+"""The Triton kernels of studies that need one of their own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ BLOCK = 1024
 
 @triton.jit
 def strided_sum_kernel(source, sums, stride, BLOCK: tl.constexpr):
-    """Add up `BLOCK` numbers that are `stride` apart per program; without the sum a compiler could drop the read."""
+    """Add up `BLOCK` numbers that are `stride` apart per program; without the sum a compiler could drop the reads.
+
+    Every thread reads one number, and neighbours read numbers `stride` apart.
+    """
     program = tl.program_id(0)
     offsets = (program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * stride
     tl.store(sums + program, tl.sum(tl.load(source + offsets)))
+
+
+@triton.jit
+def add_one_kernel(x):
+    """Add one to a number: as little as a kernel can do."""
+    tl.store(x, tl.load(x) + 1)
 
 
 def strided_sums(source: torch.Tensor, stride: int, wanted: int) -> torch.Tensor:
