@@ -48,6 +48,8 @@ def excerpt(at: str, root: Path = ROOT) -> str:
 def cut(source: str, first: str, last: str) -> str:
     """The lines from the first that has `first` in it to the next that has `last`, without their common indentation.
 
+    Lines of `#pragma` are left out.
+
     Raises:
         LookupError: there are no such lines.
     """
@@ -56,7 +58,7 @@ def cut(source: str, first: str, last: str) -> str:
     end = next((i for i, line in enumerate(lines) if i >= start and last in line), None)
     if end is None:
         raise LookupError(f"no lines from {first!r} to {last!r} in: {lines[0]}")
-    return textwrap.dedent("\n".join(lines[start : end + 1]))
+    return textwrap.dedent("\n".join(line for line in lines[start : end + 1] if not line.startswith("#pragma")))
 
 
 def fill(text: str, root: Path = ROOT) -> str:

@@ -52,7 +52,7 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
         (model, "device", str, "auto", "auto | cpu | cuda"),
         (model, "dtype", str, "auto", "auto | float32 | float16 | bfloat16"),
         (model, "seed", int, 0, "for random weights and unseeded requests"),
-        (sampling, "max-tokens", int, 256, "length of the answer at most"),
+        (sampling, "max-tokens", int, 256, "the most tokens to generate"),
         (sampling, "temperature", float, 0.0, "0 takes the best token; higher is more random"),
         (sampling, "top-k", int, 0, "sample from the K best tokens; 0 is off"),
         (sampling, "top-p", float, 1.0, "sample from the best tokens that have this probability together"),

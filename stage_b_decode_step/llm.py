@@ -42,7 +42,7 @@ class LLM(NaiveLLM):
         last_logits_only: compute the prompt's logits for its last position only (transformers' `logits_to_keep`).
         async_eos: find the end of sequence a few steps late instead of waiting for the device at every step.
         sync_every: with `async_eos`, send tokens to the host every this many steps; None is 8 on a GPU, and 1 on a CPU,
-            which computes while Python waits. At most twice as many steps are computed in vain.
+            which computes while Python waits. After the end, up to `2 * sync_every - 1` steps are computed in vain.
         buffers: write each step's token into buffers allocated once instead of new tensors.
         pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
         sdpa: fused attention kernels, chosen by name, instead of attention written out.

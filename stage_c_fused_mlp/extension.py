@@ -183,7 +183,7 @@ def _build(extension: Extension, verbose: bool) -> None:
     parts = f"C++ and CUDA for {', '.join(extension.architectures)}" if extension.cuda else "C++ only"
     _say(f"building the extension {extension.name} ({parts}), once, into {extension.library.parent}")
     if not extension.cuda:
-        _say(f"without CUDA: {extension.why_no_cuda}")
+        _say(f"its CUDA kernels are left out, which is fine without a GPU: {extension.why_no_cuda}")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=extension.library.parent, prefix="building-") as folder:
         try:

@@ -2,11 +2,11 @@
 
 Between two attention layers a transformer does the same thing to every token on its own: normalise, multiply by a tall
 matrix, apply a nonlinearity, multiply by a wide matrix. `swiglu_mlp_reference` says it in a few lines of PyTorch, at
-least one kernel a line; for one token the kernels are short, and much of the time goes into launching them and into
+least one kernel per line; for one token the kernels are short, and much of the time goes into launching them and into
 waiting for memory in between. The operator `torch.ops.six_engines.fused_swiglu_mlp` is one call:
 
-    naive    the formula as it reads, one thread a neuron
-    warp     one warp a weight row, so that neighbouring lanes read neighbouring addresses
+    naive    the formula as it reads, one thread per neuron
+    warp     one warp per weight row, so that neighbouring lanes read neighbouring addresses
     fused    one kernel for the whole block, weights always in flight; on a CPU, one loop over the weights in C++
     library  PyTorch's own kernels, one after the other
     auto     whichever was measured to be the fastest for the number of rows

@@ -40,3 +40,8 @@ def test_lines_are_cut_out_of_a_function_and_lines_that_are_gone_are_an_error(tm
     assert "```python\nfor b in c:\n    d(b)\n```" in excerpts.fill(text, tmp_path)
     with pytest.raises(LookupError, match=r"no lines from 'for b' to 'a = 1' in: def f\(\):"):
         excerpts.fill(text.replace("d(b)", "a = 1"), tmp_path)
+
+
+def test_an_excerpt_of_a_kernel_leaves_pragmas_out():
+    source = "  for (;;) {\n#pragma unroll\n    f();\n  }"
+    assert excerpts.cut(source, "for", "f()") == "for (;;) {\n  f();"

@@ -1,7 +1,7 @@
 // The first fused kernel that one writes: LayerNorm, up, SiLU, down of the classical block, in one launch.
 //
-// One block a row of x; between the steps the row's neurons stay in shared memory and never see global memory. That is
-// what "fused" meant in the article that this course grew from. What is missing to be fast is the subject of
+// One block per row of x; between the steps the row's neurons stay in shared memory and never see global memory. That
+// is what "fused" meant in the article that this course grew from. What is missing to be fast is the subject of
 // mlp_warp.cu and mlp_fused.cu.
 #include "common/vectors.cuh"
 #include "stage_c/layernorm_mlp.h"

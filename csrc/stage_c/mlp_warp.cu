@@ -1,4 +1,4 @@
-// The warp kernel: one warp a weight row, so that 32 lanes read 512 neighbouring bytes at a time, on all
+// The warp kernel: one warp per weight row, so that 32 lanes read 512 neighbouring bytes at a time, on all
 // multiprocessors. Two launches, because an output needs every neuron: gate and up first, then down.
 #include "stage_c/mlp.h"
 #include "stage_c/rms_norm.cuh"
