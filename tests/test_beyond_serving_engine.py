@@ -292,3 +292,13 @@ def test_what_takes_longer_than_the_deadline_is_told_so(llm):
         *_, error, done, _ = answer.result(60).text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert done == "data: [DONE]"
+
+
+def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(llm):
+    with running(llm, deadline=3600) as server:
+        server.llm.engine_loop.pause()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=20) as response:
+            server.server._loop.call_soon_threadsafe(lambda: [server.server.begin_end() for _ in range(2)])
+            error, done = (line for line in response.iter_lines() if line)
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+        wait_until(lambda: not server.thread.is_alive())

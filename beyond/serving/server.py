@@ -47,17 +47,19 @@ class Server(uvicorn.Server):
             left = self._llm.num_unfinished
             print(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)", flush=True)
             self._end = asyncio.ensure_future(self._finish())
+            self._end.add_done_callback(self._close)  # also when it is cancelled before it has begun
         else:
             self._end.cancel()
 
     async def _finish(self) -> None:
-        try:
-            if not await self._llm.drain(self._deadline):
-                left = self._llm.num_unfinished
-                print(f"[serving] answers that were not complete after {self._deadline:g} s: {left}", flush=True)
-        finally:
-            self._llm.engine_loop.close()  # what is left is told so
-            self.should_exit = True
+        if not await self._llm.drain(self._deadline):
+            left = self._llm.num_unfinished
+            print(f"[serving] answers that were not complete after {self._deadline:g} s: {left}", flush=True)
+
+    def _close(self, _: asyncio.Task[None]) -> None:
+        self._llm.draining = True
+        self._llm.engine_loop.close()  # what is left is told so
+        self.should_exit = True
 
 
 async def serve(
