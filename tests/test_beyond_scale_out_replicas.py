@@ -6,6 +6,7 @@ One Ray cluster serves all of it; starting one takes many seconds.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -25,11 +26,12 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("ray.serve", reason="replicas: pip install -e .[ray]")
 
 from ray.exceptions import RayActorError  # noqa: E402
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError  # noqa: E402
 from starlette.requests import Request  # noqa: E402
 from starlette.responses import Response  # noqa: E402
 
 from beyond.scale_out.replicas import ATTEMPTS, Engine, Router, merge_metrics, read_body  # noqa: E402
-from beyond.scale_out.serve_replicas import reason  # noqa: E402
+from beyond.scale_out.serve_replicas import main, reason  # noqa: E402
 from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,13 +57,19 @@ def engines() -> set[int]:
     return found
 
 
+def running(url: str) -> list[int]:
+    """How many requests each replica runs; as many numbers as there are replicas that serve."""
+    text = httpx.get(f"{url}/metrics", timeout=SECONDS).text
+    return [int(count) for count in re.findall(r"num_requests_running\{[^}]*\} (\d+)", text)]
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, subprocess.Popen]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "beyond.scale_out.serve_replicas", "--replicas", "2", "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--max-num-seqs", "16"],
+        [*command, "--port", str(port), "--max-num-seqs", "16", "--max-queue", "4"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     lines = []
@@ -121,6 +129,24 @@ def test_a_client_that_leaves_ends_its_request(server):
     wait_for(lambda: sum(counts('finished_reason="abort"')) == 1 and not any(counts("num_requests_running")))
 
 
+def test_beyond_the_room_of_all_replicas_a_request_is_sent_away(server):
+    async def flood() -> httpx.Response:
+        """100 long requests at once, given up when the first is answered; 2 × 20 have room, as many may wait."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server[0], timeout=SECONDS, limits=limits) as client:
+            body = chat("Once", max_tokens=4000, ignore_eos=True)
+            asks = [asyncio.ensure_future(client.post("/v1/chat/completions", json=body)) for _ in range(100)]
+            done, others = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+            for ask in others:
+                ask.cancel()
+            await asyncio.wait(asks)
+            return done.pop().result()
+
+    refused = asyncio.run(flood())
+    assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+    assert "Retry-After" in refused.headers
+
+
 def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(server):
     """Long answers that are not streamed: nothing has reached the client when the replica dies."""
     url, _ = server
@@ -133,8 +159,8 @@ def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(ser
     def both_run() -> bool:
         if all(answer.done() for answer in answers):  # at first; or they were faster than this look at them
             answers.extend(pool.submit(ask, len(answers) + i) for i in range(12))
-        running = re.findall(r"num_requests_running\{[^}]*\} (\d+)", httpx.get(f"{url}/metrics", timeout=SECONDS).text)
-        return len(running) == 2 and min(map(int, running)) > 0
+        counts = running(url)
+        return len(counts) == 2 and min(counts) > 0
 
     with ThreadPoolExecutor(12) as pool:
         wait_for(both_run)
@@ -165,7 +191,7 @@ def test_a_rolling_restart_under_load_fails_no_request(server):
         wait_for(lambda: len(answers) >= 8)
         before = engines()
         process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: len(engines()) == 2 and not engines() & before)
+        wait_for(lambda: len(engines()) == 2 and not engines() & before and len(running(url)) == 2)
         count = len(answers)
         wait_for(lambda: len(answers) >= count + 8)
     finally:
@@ -176,7 +202,6 @@ def test_a_rolling_restart_under_load_fails_no_request(server):
 
 
 def test_a_stream_that_has_begun_breaks_with_its_replica_and_does_not_look_complete(server):
-    """The last test that uses the replicas: it ends all of them."""
     url, _ = server
     body = chat("Once", max_tokens=4000, ignore_eos=True, stream=True)
     lines = []
@@ -190,6 +215,33 @@ def test_a_stream_that_has_begun_breaks_with_its_replica_and_does_not_look_compl
                 for process in engines():  # it is not known which of them answers
                     os.kill(process, signal.SIGKILL)
     assert lines[0].startswith("data: {") and "data: [DONE]" not in lines
+
+
+def test_at_the_end_running_answers_are_finished(server):
+    """The last test that uses the replicas: it ends all of them."""
+    url, process = server
+    body = chat("Once", max_tokens=400, ignore_eos=True, stream=True)
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=SECONDS) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert next(lines).startswith("data: {")
+        process.send_signal(signal.SIGTERM)
+        *others, done = lines
+    assert len(others) == 399 and done == "data: [DONE]"
+    assert process.wait(SECONDS) == 0
+
+
+def test_a_replica_that_ends_finishes_what_it_has_before_it_closes():
+    calls: list[object] = []
+
+    async def drain(seconds: float) -> bool:
+        calls.append(seconds)
+        return True
+
+    async def close() -> None:
+        calls.append("close")
+
+    asyncio.run(Engine.end(SimpleNamespace(llm=SimpleNamespace(drain=drain, close=close)), 5))
+    assert calls == [5, "close"]
 
 
 def test_what_begins_alike_is_one_session():
@@ -218,10 +270,10 @@ def test_a_body_is_read_no_further_than_the_limit():
 
 
 class DyingReplicas:
-    """A handle on replicas of which the first ones die before they answer."""
+    """A handle on replicas of which the first ones die before they answer, or fail otherwise."""
 
-    def __init__(self, deaths: int) -> None:
-        self.deaths, self.sessions = deaths, []
+    def __init__(self, deaths: int, error: Exception) -> None:
+        self.deaths, self.error, self.sessions = deaths, error, []
 
     def options(self, session_id: str, **_: object) -> DyingReplicas:
         self.sessions.append(session_id)
@@ -230,15 +282,17 @@ class DyingReplicas:
     async def remote(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
         yield {"type": "http.response.start", "status": 200, "headers": [(b"x-seen", body)]}
         if len(self.sessions) <= self.deaths:
-            raise RayActorError
+            raise self.error
         yield {"type": "http.response.body", "body": b"answer"}
 
 
-def ask_router(deaths: int, *headers: tuple[bytes, bytes]) -> tuple[Response, DyingReplicas]:
+def ask_router(
+    deaths: int, *headers: tuple[bytes, bytes], error: Exception | None = None
+) -> tuple[Response, DyingReplicas]:
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
 
-    replicas = DyingReplicas(deaths)
+    replicas = DyingReplicas(deaths, error or RayActorError())
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": list(headers)}
     return asyncio.run(Router(replicas)(Request(scope, receive))), replicas
 
@@ -250,7 +304,17 @@ def test_a_request_goes_to_another_replica_until_one_answers_or_three_have_died(
         assert replicas.sessions == [session_of(b'{"prompt": "x"}')] * (deaths + 1)
     answer, replicas = ask_router(ATTEMPTS)
     assert answer.status_code == 503 and len(replicas.sessions) == ATTEMPTS
-    assert b"3 replicas died before they answered" in answer.body
+    error = json.loads(answer.body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "server_error"
+    assert "3 replicas died before they answered" in error["message"]
+    answer, replicas = ask_router(1, error=DeploymentUnavailableError("Engine"))
+    assert answer.status_code == 503 and len(replicas.sessions) == 1 and b"no replica serves" in answer.body
+
+
+def test_a_request_for_which_nobody_has_room_is_told_so_and_not_tried_again():
+    answer, replicas = ask_router(1, error=BackPressureError(9, 9))
+    assert answer.status_code == 429 and "retry-after" in answer.headers and len(replicas.sessions) == 1
+    assert json.loads(answer.body)["error"]["code"] == "queue_full"
 
 
 def test_the_client_may_name_its_session():
@@ -267,6 +331,21 @@ def test_a_replica_whose_engine_has_failed_is_not_healthy():
         check(ZeroDivisionError())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--replicas", "0"], "--replicas must be"),
+        (["--max-queue", "-1"], "--max-queue"),
+        (["--engine", "no_such_module:LLM"], "no_such_module"),
+        (["--port", "65536"], "port 65536"),
+    ],
+)
+def test_replicas_that_cannot_begin_say_why_in_one_line(options, said, capsys):
+    assert main(options) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
 def test_why_replicas_do_not_start_is_the_last_line_of_the_first_message():
     def status(**messages: str) -> SimpleNamespace:
         deployments = {name: SimpleNamespace(message=message) for name, message in messages.items()}
@@ -275,6 +354,15 @@ def test_why_replicas_do_not_start_is_the_last_line_of_the_first_message():
     trace = "It failed. Error:\n  File 1\nValueError: max_num_seqs must be at least 1, got 0\n"
     assert reason(status(Router="", Engine=trace)) == "ValueError: max_num_seqs must be at least 1, got 0"
     assert reason(status(Router="", Engine="")) == "Ray gives no reason"
+
+
+def test_metrics_are_those_of_the_replicas_that_live():
+    async def results_async(return_exceptions: bool) -> list[object]:
+        assert return_exceptions
+        return [("one", "a{} 1\n"), RayActorError()]
+
+    handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results_async=results_async))
+    assert asyncio.run(Router(handle).metrics()).body == b'\na{replica="one",} 1\n'
 
 
 def test_metrics_of_replicas_stay_together_by_metric():

@@ -22,14 +22,16 @@ from itertools import groupby
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from beyond.scale_out.sessions import session_of
 from beyond.serving.app import Api
-from beyond.serving.async_llm import AsyncLLM
-from beyond.serving.protocol import Limits
+from beyond.serving.async_llm import AsyncLLM, QueueFull
+from beyond.serving.http_errors import error_response
+from beyond.serving.protocol import Limits, RequestError
 
 CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
@@ -80,6 +82,11 @@ class Engine:
         text = (await self.api.metrics(None)).body.decode()
         return serve.get_replica_context().replica_id.unique_id, text
 
+    async def end(self, seconds: float) -> None:
+        """Take no new requests, finish those that are here, and after `seconds` tell what is left that it ends."""
+        await self.llm.drain(seconds)
+        await self.llm.close()
+
     async def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
         if (failure := self.llm.engine_loop.failure) is not None:
@@ -113,18 +120,27 @@ class Router:
                 # Nothing has been sent to the client, so a replica that dies until now loses nothing.
                 start, first = await anext(messages), await anext(messages)
                 break
+            except BackPressureError:
+                return error_response(QueueFull("all replicas are full, and as many requests wait as may; retry later"))
+            except DeploymentUnavailableError as error:
+                return error_response(RequestError(f"no replica serves: {error.message}", 503))
             except RayActorError as error:
                 if not left:
-                    text = f"{ATTEMPTS} replicas died before they answered: {error}"
-                    return JSONResponse({"error": {"message": text, "type": "server_error"}}, status_code=503)
+                    return error_response(RequestError(f"{ATTEMPTS} replicas died before they answered: {error}", 503))
         response = StreamingResponse(_bodies(first, messages), start["status"])
         response.raw_headers = list(start["headers"])
         return response
 
     async def metrics(self) -> Response:
-        """The metrics of all replicas, each line with its replica's name."""
-        found = await self.engines.broadcast("metrics").results_async()
-        return PlainTextResponse(merge_metrics(dict(found)), media_type="text/plain; version=0.0.4")
+        """The metrics of all replicas that live, each line with its replica's name."""
+        found = await self.engines.broadcast("metrics").results_async(return_exceptions=True)
+        texts = dict(each for each in found if not isinstance(each, BaseException))
+        return PlainTextResponse(merge_metrics(texts), media_type="text/plain; version=0.0.4")
+
+    async def end(self, seconds: float) -> None:
+        """End all replicas: see `Engine.end`."""
+        with suppress(DeploymentUnavailableError):  # there are none
+            await self.engines.broadcast("end", seconds).results_async(return_exceptions=True)
 
 
 async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, object]]) -> AsyncIterator[bytes]:
@@ -181,11 +197,13 @@ def application(
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
     """
+    room = options["max_num_seqs"] + max_queue  # of a replica
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     engines = serve.deployment(Engine).options(
         name="Engine",
         num_replicas=replicas,
-        max_ongoing_requests=options["max_num_seqs"] + max_queue,
+        max_ongoing_requests=room,
+        max_queued_requests=replicas * room,  # in the router, for a replica with room; with fewer a burst is refused
         graceful_shutdown_timeout_s=deadline,
         graceful_shutdown_wait_loop_s=0.2,  # how often a replica that is replaced looks whether it has answered all
         health_check_period_s=1,
@@ -196,6 +214,8 @@ def application(
     router = serve.deployment(Router).options(
         name="Router",
         max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=deadline,
+        graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
     return router.bind(engines.bind(engine, options, max_queue, api_key, release))

@@ -1,8 +1,9 @@
 """`python -m beyond.scale_out.serve_replicas`: serve several engines over HTTP, from the command line.
 
 All options but `--replicas` are those of `python -m beyond.serving`. SIGUSR1 replaces the replicas one by one, while
-the others serve; Ctrl-C or SIGTERM ends them all. It joins the cluster that `ray start` has made on this machine, or
-makes one.
+the others serve. Ctrl-C or SIGTERM ends them all as it ends a single server: running answers are finished, for
+`--deadline` seconds, and a second signal does not wait. It joins the cluster that `ray start` has made on this machine,
+or makes one.
 """
 
 from __future__ import annotations
@@ -13,36 +14,52 @@ import os
 import queue
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from beyond.serving.__main__ import STAGES, parse
+from stage_a_naive.errors import one_line
 
 if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ServeStatus
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit code: 0, or 2 after a one-line error."""
+    try:
+        return run(argv)
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # while Ray started
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def run(argv: list[str] | None) -> int:
+    """As `main`, but errors of what was asked are raised."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--replicas", type=int, default=2, metavar="N")
     own, rest = first.parse_known_args(argv)
     options, engine_options = parse(rest)
     if own.replicas < 1:
-        print(f"error: --replicas must be 1 or more, got {own.replicas}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--replicas must be 1 or more, got {own.replicas}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
         from ray import serve
 
         from beyond.scale_out.replicas import application
+        from beyond.serving.server import listen
     except ImportError as error:
-        print(f"error: replicas need Ray Serve: pip install 'ray[serve]' ({error})", file=sys.stderr)
-        return 2
+        raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
+    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
+        port = free.getsockname()[1]
     print(f"[replicas] starting Ray and {own.replicas} engines", flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
-    serve.start(http_options={"host": options.host, "port": options.port})
+    serve.start(http_options={"host": options.host, "port": port})
     uses_gpu = engine_options["device"] != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     ranks = engine_options.get("tensor_parallel_size", 1) * engine_options.get("pipeline_parallel_size", 1)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -68,13 +85,29 @@ def main(argv: list[str] | None = None) -> int:
                 serve.shutdown()
                 return 2
         else:
-            what = f"{own.replicas} engines at http://{options.host}:{options.port}/v1, release {release}"
+            what = f"{own.replicas} engines at http://{options.host}:{port}/v1, release {release}"
             print(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)", flush=True)
         if signals.get() != signal.SIGUSR1:
             break
         release += 1
-    serve.shutdown()
+    print("[replicas] ending; running answers are finished (again to end at once)", flush=True)
+    try:
+        finish(serve.get_app_handle("default"), options.deadline, signals)
+    finally:
+        serve.shutdown()
     return 0
+
+
+def finish(router: DeploymentHandle, seconds: float, signals: queue.SimpleQueue[int]) -> None:
+    """Let the replicas finish their running answers, for `seconds` at most and until another signal comes."""
+    from ray import serve
+
+    ended = router.end.remote(seconds)
+    while signals.empty():
+        with suppress(TimeoutError):
+            ended.result(timeout_s=0.2)
+            serve.delete("default")  # waits until the last bytes are on their way; `shutdown` would cut them off
+            break
 
 
 def reason(status: ServeStatus) -> str:

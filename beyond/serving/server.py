@@ -62,6 +62,19 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on an address; port 0 takes a free one.
+
+    Raises:
+        OSError: there is no such port, it is taken, or the address is not this machine's.
+    """
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
+
+
 async def serve(
     llm: LLM,
     *,
@@ -85,13 +98,9 @@ async def serve(
         on_ready: called with the server and its port when it listens.
 
     Raises:
-        OSError: there is no such port, it is taken, or the address is not this machine's.
+        OSError: see `listen`.
     """
-    try:
-        listening = socket.create_server((host, port))  # before the engine's thread begins
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
+    listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue)
     api = Api(async_llm, model, limits or Limits(), api_key)
     view = LiveView(api) if page else None
