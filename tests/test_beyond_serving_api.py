@@ -240,6 +240,8 @@ def test_a_conversation_that_is_none_is_refused(client, messages):
 def test_a_refusal_has_the_name_that_the_client_used(client):
     error = refused(client, "/v1/chat/completions", messages=CHAT, max_completion_tokens=0)
     assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens must")
+    error = refused(client, "/v1/chat/completions", messages=CHAT, logprobs=True, top_logprobs=21)
+    assert error["param"] == "top_logprobs" and error["message"].startswith("top_logprobs must")
 
 
 def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):

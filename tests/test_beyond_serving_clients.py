@@ -160,6 +160,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
         (["--engine", "collections:OrderedDict"], "serve stage E, F"),
         (["--max-queue", "-1"], "--max-queue"),
         (["--deadline", "-1"], "--deadline"),
+        (["--deadline", "nan"], "--deadline"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--port", "65536", "--num-kvcache-blocks", "16"], "port 65536"),
     ],
@@ -170,6 +171,14 @@ def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
     assert main(["--port", "0", "--device", "cpu", *options]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("error: ") and said in told
+
+
+def test_a_stage_and_another_engine_are_not_both_taken(capsys):
+    from beyond.serving.__main__ import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--stage", "f", "--engine", "stage_e_batching:LLM"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_an_engine_of_a_plain_module_has_its_own_options(tmp_path, monkeypatch):

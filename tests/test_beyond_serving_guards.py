@@ -21,7 +21,7 @@ from beyond.serving.answers import as_json  # noqa: E402
 from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits  # noqa: E402
 from beyond.serving.sse import frame  # noqa: E402
 
-KEY = "a key"
+KEY = "ein Schlüssel"  # not ASCII, and with a space
 ALLOWED = {200, 400, 404, 413, 429}
 
 
@@ -35,8 +35,8 @@ def llm():
 @pytest.fixture(scope="module")
 def client(llm):
     options = {"api_key": KEY, "limits": Limits(body_bytes=3000, prompts=4, n=4)}
-    with running(llm, **options) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        client.headers["Authorization"] = f"Bearer {KEY}"
+    headers = {"Authorization": f"Bearer {KEY}".encode()}
+    with running(llm, **options) as server, httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
         yield client
 
 

@@ -34,14 +34,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]]:
     """The command line: the server's options, and those of the engine that it names."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--stage", choices=STAGES, default="e", help="which engine (default: %(default)s)")
-    first.add_argument("--engine", metavar="MODULE:LLM", help="another engine, such as beyond.quantization:LLM")
+    name = "python -m beyond.serving"
+    first = argparse.ArgumentParser(prog=name, add_help=False, allow_abbrev=False)
+    which = first.add_mutually_exclusive_group()
+    which.add_argument("--stage", choices=STAGES, default="e", help="which engine (default: %(default)s)")
+    which.add_argument("--engine", metavar="MODULE:LLM", help="another engine, such as beyond.quantization:LLM")
     chosen, _ = first.parse_known_args(argv)
 
-    parser = argparse.ArgumentParser(
-        prog="python -m beyond.serving", description="An engine behind the OpenAI API.", parents=[first]
-    )
+    parser = argparse.ArgumentParser(prog=name, description="An engine behind the OpenAI API.", parents=[first])
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]
     engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
     importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
-    if options.max_queue < 0 or options.deadline < 0 or options.api_key == "":
+    if options.max_queue < 0 or not options.deadline >= 0 or options.api_key == "":
         raise ValueError("--max-queue and --deadline must be 0 or more, and --api-key must not be empty")
     names = [action.dest for action in engine._group_actions]
     return options, {name: getattr(options, name) for name in names}

@@ -103,7 +103,8 @@ class Api:
         if self._key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.encode(), self._key.encode())  # takes equally long wherever they differ
+        # Header bytes come as Latin-1. The comparison takes equally long wherever the two differ.
+        right = hmac.compare_digest(given.encode("latin-1"), self._key.encode())
         if scheme.lower() != "bearer" or not right:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 

@@ -112,7 +112,7 @@ def parse_completion(body: object, limits: Limits) -> Ask:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
     """
     fields = check_fields(body, COMPLETION_FIELDS)
-    count = fields.get("logprobs")
+    count = _integer(fields, "logprobs", 0, limits.logprobs)
     params = _sampling_params(fields, limits, count, default_max_tokens=16)
     return _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
 
@@ -128,7 +128,7 @@ def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
         if "max_tokens" in fields:
             raise RequestError("max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
         fields["max_tokens"] = fields["max_completion_tokens"]
-    wanted, count = _boolean(fields, "logprobs"), fields.get("top_logprobs")
+    wanted, count = _boolean(fields, "logprobs"), _integer(fields, "top_logprobs", 0, limits.logprobs)
     if count is not None and not wanted:
         raise RequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
     params = _sampling_params(fields, limits, (count or 0) if wanted else None, default_max_tokens=max_model_len)
@@ -166,9 +166,8 @@ def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, li
 
 
 def _sampling_params(
-    fields: Mapping[str, object], limits: Limits, logprobs: object, default_max_tokens: int
+    fields: Mapping[str, object], limits: Limits, logprobs: int | None, default_max_tokens: int
 ) -> SamplingParams:
-    _integer({"logprobs": logprobs}, "logprobs", 0, limits.logprobs)
     _boolean(fields, "ignore_eos")
     for name in ("stop", "stop_token_ids"):
         values = fields.get(name)
