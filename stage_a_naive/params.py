@@ -67,7 +67,8 @@ class SamplingParams:
         check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
         for name, limit in (("seed", 2**64), ("logprobs", 2**31)):
             if getattr(self, name) is not None:
-                check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, "None, or an integer, 0 or more")
+                rule = f"None, or an integer from 0 to {limit - 1}"
+                check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, rule)
 
     @property
     def needs_penalties(self) -> bool:
