@@ -76,3 +76,16 @@ def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         builder.grid_idx = index // (columns * layers), index // layers % columns, index % layers
 
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+@pytest.fixture
+def draw_norm_weights():
+    """Give a model norm weights that matter: in an untrained one all are 1."""
+
+    def draw(model):
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.data.uniform_(0.2, 2, generator=generator)
+
+    return draw

@@ -64,7 +64,6 @@ def make_weight(rows, columns, name, group, device, dtype):
 def check_products(tokens, in_features, out_features, name, group, device, dtype, splits=1):
     """The four products of a layer, with random tokens and weights."""
     from beyond.quantization import products
-    from stage_f_graph_tp.kernels.skinny_gemm import scale_rows
 
     torch.manual_seed(tokens)
     x = torch.randn(tokens, in_features + 3, device=device).to(dtype)[:, :in_features]
@@ -73,7 +72,7 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     close(products.product(x, weight, bias), x.double() @ exact.t() + bias.double(), dtype)
     close(products.dequantize(weight, dtype), exact, dtype)
 
-    stream = scale_rows(x, gain)
+    stream = products.scale_rows(x, gain)
     found = products.normed_product(stream, EPS, weight, bias)
     close(found, normed(x, gain) @ exact.t() + bias.double(), dtype)
 
@@ -233,16 +232,18 @@ def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matri
         ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}),
     ],
 )
-def test_interpreted_whole_models_give_the_references_tokens(preset, options, monkeypatch):
+def test_interpreted_whole_models_give_the_references_tokens(preset, options, monkeypatch, draw_norm_weights):
     import beyond.quantization
     from beyond.quantization import SamplingParams, fused_layers
 
     prompts, params = [[5, 6, 7] * 3, [9, 10]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     options |= {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 4}
-    expected = beyond.quantization.LLM(f"random:{preset}", **options).generate(prompts, params, False)
-    llm = beyond.quantization.LLM(f"random:{preset}", **options)
+    reference, llm = (beyond.quantization.LLM(f"random:{preset}", **options) for _ in range(2))
+    for engine in reference, llm:
+        draw_norm_weights(engine.runner.model)
+    expected = reference.generate(prompts, params, False)
     model = llm.runner.model
-    monkeypatch.setattr(fused_layers, "SKINNY_GEMM_MAX_TOKENS", 8)  # prefill in nine launches per layer, decode in six
+    monkeypatch.setattr(fused_layers, "SKINNY_GEMM_MAX_TOKENS", 8)  # a prompt is more than few tokens
     fused_layers.use_kernels(model)
     fused_layers.fuse_layers(model, model.layers[0].self_attn.backend)
     found = llm.generate(prompts, params, False)

@@ -76,6 +76,30 @@ def check_silu_and_multiply(rows, intermediate, device, dtype):
     torch.testing.assert_close(found.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_products_of_rows_not_yet_normalised(rows, size, device, dtype):
+    """The product of the rows as they are, then the kernel, gives what the product of the normalised rows gives."""
+    from stage_f_graph_tp.kernels.elementwise import Rows, rotate_and_store, silu_and_multiply
+
+    torch.manual_seed(rows)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    x = (3 * torch.randn(rows, size + 8, device=device)).to(dtype)[:, :size]  # the rows do not lie side by side
+    normalised = F.rms_norm(x.float(), (size,), None, 0.1)
+    weight = (torch.randn(80, size, device=device) / size**0.5).to(dtype)
+    gate, up = (normalised @ weight.float().T).chunk(2, dim=-1)
+    found = silu_and_multiply(F.linear(x, weight), Rows(x, 0.1))
+    torch.testing.assert_close(found.float(), F.silu(gate) * up, **tolerance)
+
+    bias, rotary = torch.randn(80, device=device).to(dtype), torch.randn(2, 9, 2, 8, device=device).to(dtype)
+    positions, slots = torch.arange(rows, device=device) % 9, torch.arange(rows, device=device)
+    results = []
+    whole = (normalised @ weight.float().T + bias.float()).to(dtype)
+    for product, rest in (whole, ()), (F.linear(x, weight), (None, Rows(x, 0.1), bias)):
+        pool = torch.zeros(2, 76, 4, 1, 16, device=device, dtype=dtype)
+        query = rotate_and_store(product.view(rows, 5, 16), 3, tuple(rotary), positions, tuple(pool), slots, *rest)
+        results.append((query.float(), pool.float()))
+    torch.testing.assert_close(results[1], results[0], **tolerance)
+
+
 def check_rms_norm(rows, size, device, dtype):
     from stage_f_graph_tp.kernels.elementwise import rms_norm
 
@@ -111,6 +135,12 @@ def test_interpreted_activation_is_stage_ds(rows, intermediate):
 
 
 @interpreted
+@pytest.mark.parametrize(("rows", "size"), [(1, 896), (5, 20)])
+def test_interpreted_norm_after_the_product_is_the_norm_before_it(rows, size):
+    check_products_of_rows_not_yet_normalised(rows, size, CPU, F32)
+
+
+@interpreted
 @pytest.mark.parametrize(("rows", "size"), [(1, 896), (3, 128), (2, 1024), (2, 20)])
 def test_interpreted_norm_is_the_definition(rows, size):
     check_rms_norm(rows, size, CPU, F32)
@@ -138,16 +168,18 @@ def test_interpreted_dependent_attention_combines_splits_of_unequal_contexts():
 
 @interpreted
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
-def test_interpreted_whole_models_give_stage_es_tokens(preset):
+def test_interpreted_whole_models_give_stage_es_tokens(preset, draw_norm_weights):
     from stage_f_graph_tp.kernels.fused_layers import FusedLayer, fuse_layers
 
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = {"device": "cpu", "num_kvcache_blocks": 64, "kvcache_block_size": 4}
-    expected = stage_e_batching.LLM(f"random:{preset}", **options).generate(PROMPTS, params, False)
-    llm = stage_f_graph_tp.LLM(f"random:{preset}", **options)
+    stage_e, llm = (package.LLM(f"random:{preset}", **options) for package in (stage_e_batching, stage_f_graph_tp))
+    for engine in stage_e, llm:
+        draw_norm_weights(engine.runner.model)
+    expected = stage_e.generate(PROMPTS, params, False)
     model = llm.runner.model
     addresses = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    fuse_layers(model, skinny_max_tokens=10)  # prefill in nine launches per layer, decode in five
+    fuse_layers(model, skinny_max_tokens=10)  # a prompt is more than few tokens
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == addresses, "a weight was copied"
     assert all(isinstance(layer, FusedLayer) for layer in model.layers)
     found = llm.generate(PROMPTS, params, False)
@@ -185,6 +217,13 @@ def test_on_a_gpu_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim
 @pytest.mark.parametrize(("rows", "intermediate"), [(1, 4864), (300, 3072), (5, 20)])
 def test_on_a_gpu_the_activation_is_stage_ds(rows, intermediate, dtype):
     check_silu_and_multiply(rows, intermediate, CUDA, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 896), (300, 1024), (5, 20)])
+def test_on_a_gpu_the_norm_after_the_product_is_the_norm_before_it(rows, size, dtype):
+    check_products_of_rows_not_yet_normalised(rows, size, CUDA, dtype)
 
 
 @pytest.mark.gpu

@@ -33,8 +33,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
     assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    return F.rms_norm(x.double(), weight.shape, weight.double(), eps)
+def normed(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+    return F.rms_norm(x.double(), x.shape[1:], None, eps)
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
@@ -43,12 +43,12 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device, dtype, tiles=None):
-    from stage_f_graph_tp.kernels.skinny_gemm import qkv_rotate, scale_rows
+    from stage_f_graph_tp.kernels.skinny_gemm import qkv_rotate, sum_squares
 
     torch.manual_seed(tokens + heads)
     make = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
     total = heads + 2 * kv_heads
-    x, gain = make(tokens, hidden + 3)[:, :hidden], make(hidden)
+    x = make(tokens, hidden + 3)[:, :hidden]
     weight, b = make(total * head_dim, hidden), make(total * head_dim) if bias else None
     config = ModelConfig.from_hf(resolve("random:qwen3-tiny").config)
     object.__setattr__(config, "head_dim", head_dim)
@@ -62,7 +62,7 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
     pool = torch.full((40, 4, kv_heads, head_dim), 7.0, device=device, dtype=dtype)
     pools = [[guarded(pool) for _ in "kv"] for _ in range(2)]
 
-    qkv = normed(x, gain) @ weight.double().t() + (b.double() if bias else 0.0)
+    qkv = normed(x) @ weight.double().t() + (b.double() if bias else 0.0)
     qk, value = qkv.view(tokens, total, head_dim).split((heads + kv_heads, kv_heads), dim=1)
     if head_norm:
         qk = F.rms_norm(qk, (head_dim,), None, HEAD_EPS) * norm.weight.double()
@@ -70,7 +70,7 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
     expected, key = rotate(qk, cos.double(), sin.double()).split((heads, kv_heads), dim=1)
     store(key.to(dtype), value.to(dtype).contiguous(), *pools[0], slots)
     found = qkv_rotate(
-        scale_rows(x, gain), EPS, weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
+        sum_squares(x), EPS, weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
         (norm.weight, HEAD_EPS) if head_norm else None, tiles,
     )  # fmt: skip
 
@@ -86,14 +86,13 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
 
 
 def check_gate_up(tokens, hidden, intermediate, device, dtype, tiles=None):
-    from stage_f_graph_tp.kernels.skinny_gemm import gate_up_silu, scale_rows
+    from stage_f_graph_tp.kernels.skinny_gemm import gate_up_silu, sum_squares
 
     torch.manual_seed(tokens)
-    x, gain = (100 * torch.randn(tokens, hidden + 5, device=device)).to(dtype)[:, :hidden], torch.rand(hidden)
-    gain = gain.to(device, dtype)
+    x = (100 * torch.randn(tokens, hidden + 5, device=device)).to(dtype)[:, :hidden]
     weight = torch.randn(2 * intermediate, hidden, device=device).to(dtype)
-    found = gate_up_silu(scale_rows(x, gain), 1000.0, weight, tiles)
-    gate, up = (normed(x, gain, 1000.0) @ weight.double().t()).chunk(2, dim=-1)
+    found = gate_up_silu(sum_squares(x), 1000.0, weight, tiles)
+    gate, up = (normed(x, 1000.0) @ weight.double().t()).chunk(2, dim=-1)
     assert found.shape == (tokens, intermediate) and found.dtype == dtype
     close(found, F.silu(gate) * up, dtype)
 
@@ -105,32 +104,31 @@ def check_product_add(tokens, in_features, out_features, splits, device, dtype):
     x = torch.randn(tokens, in_features + 1, device=device).to(dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, device=device).to(dtype)
     residual = torch.randn(tokens, out_features + 3, device=device).to(dtype)
-    gain = torch.rand(out_features, device=device).to(dtype)
     arrival_counters = torch.zeros(256, dtype=torch.int32, device=device)
     tiles = None if splits is None else Tiles(rows=16, splits=splits)
     first, second = (guarded(residual)[:, :out_features] for _ in range(2))
     expected = first.double() + x.double() @ weight.double().t()
-    assert product_add(x, weight, first, None, arrival_counters, tiles) is first
+    stream = product_add(x, weight, first, arrival_counters, tiles)
+    assert stream.x is first, "written over the residual"
     close(first, expected, dtype)
     assert not arrival_counters.any(), "the counters must be left as they were"
-    again = product_add(x, weight, second, gain, arrival_counters, tiles)
+    again = product_add(x, weight, second, arrival_counters, tiles)
     assert torch.equal(again.x, first), "the parts are added up in the same order every time"
-    close(again.scaled, first.double() * gain.double(), dtype)
-    squares = again.squares.double().sum(0)
+    squares = stream.squares.double().sum(0)
     torch.testing.assert_close(squares, first.double().square().sum(1), rtol=1e-5, atol=0)
 
 
 def check_chain(tokens, splits, device, dtype):
-    """A product reads the norm that another has begun: sums of squares over 3 parts of a row."""
+    """A product reads the sums of squares that another has made, over 3 parts of a row."""
     from stage_f_graph_tp.kernels.skinny_gemm import Tiles, gate_up_silu, product_add
 
     torch.manual_seed(tokens)
     make = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
-    x, weight, residual, gain, gate_up = make(tokens, 64), make(40, 64), make(tokens, 40), make(40), make(48, 40)
+    x, weight, residual, gate_up = make(tokens, 64), make(40, 64), make(tokens, 40), make(48, 40)
     arrival_counters = torch.zeros(8, dtype=torch.int32, device=device)
-    stream = product_add(x, weight, residual, gain, arrival_counters, Tiles(rows=16, splits=splits))
+    stream = product_add(x, weight, residual, arrival_counters, Tiles(rows=16, splits=splits))
     assert stream.squares.shape == (3, tokens)
-    gate, up = (normed(stream.x, gain) @ gate_up.double().t()).chunk(2, dim=-1)
+    gate, up = (normed(stream.x) @ gate_up.double().t()).chunk(2, dim=-1)
     close(gate_up_silu(stream, EPS, gate_up), F.silu(gate) * up, dtype)
 
 
@@ -177,7 +175,7 @@ def test_interpreted_product_and_sum_are_the_definition(tokens, in_features, out
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 2])
-def test_interpreted_product_reads_the_norm_that_another_has_begun(splits):
+def test_interpreted_product_reads_the_squares_of_the_one_before(splits):
     check_chain(5, splits, CPU, F32)
 
 
@@ -187,13 +185,13 @@ def test_interpreted_product_of_more_tiles_than_counters_is_refused():
 
     arrival_counters = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 tiles need as many arrival counters, got 2"):
-        product_add(torch.ones(1, 64), torch.ones(40, 64), torch.ones(1, 40), None, arrival_counters, Tiles(16, 2))
+        product_add(torch.ones(1, 64), torch.ones(40, 64), torch.ones(1, 40), arrival_counters, Tiles(16, 2))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("splits", [1, 2])
-def test_on_a_gpu_a_product_reads_the_norm_that_another_has_begun(splits, dtype):
+def test_on_a_gpu_a_product_reads_the_squares_of_the_one_before(splits, dtype):
     check_chain(5, splits, CUDA, dtype)
 
 

@@ -113,11 +113,14 @@ def launch_of(
         return (lambda: products.product(x, weight, None, tiles)) if eight_bits else (lambda: F.linear(x, weight))
     module = products if eight_bits else skinny_gemm
     if matrix.kind == "gate_up":
-        stream = skinny_gemm.scale_rows(x, torch.ones_like(x[0]))
+        stream = products.scale_rows(x, torch.ones_like(x[0])) if eight_bits else skinny_gemm.sum_squares(x)
         return lambda: module.gate_up_silu(stream, 1e-6, weight, tiles)
     residual = torch.zeros(tokens, matrix.rows, device="cuda", dtype=DTYPE)
-    gain, counters = torch.ones_like(residual[0]), torch.zeros(4096, dtype=torch.int32, device="cuda")
-    return lambda: module.product_add(x, weight, residual, gain, counters, tiles)
+    counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    if not eight_bits:
+        return lambda: skinny_gemm.product_add(x, weight, residual, counters, tiles)
+    gain = torch.ones_like(residual[0])
+    return lambda: products.product_add(x, weight, residual, gain, counters, tiles)
 
 
 def tile_candidates(matrix: Matrix, tokens: int) -> list[object]:

@@ -103,6 +103,20 @@ def gate_up_silu_kernel(
     tl.store(out + target, gate * tl.sigmoid(gate) * (up * scale), mask=inside)
 
 
+@triton.jit
+def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
+    """Compute the first half of a norm, one row per program: `x * gain` and the sum of squares."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PAD)
+    inside = column < SIZE
+    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    start_next(PDL)
+    wait_for_previous(PDL)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
+    tl.store(squares + row, tl.sum(values * values, 0))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
     x, x_stride, tokens, values, scales, residual, residual_stride, gain, scaled, squares, partial, arrival_counters,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,9 @@ from beyond.quantization.product_kernels import (
     gate_up_silu_kernel,
     product_add_kernel,
     product_kernel,
+    scale_kernel,
 )
 from stage_f_graph_tp.kernels.pdl import pdl_settings
-from stage_f_graph_tp.kernels.skinny_gemm import Stream
 
 PRODUCT_MAX_TOKENS = 256  # above, dequantise and let the library multiply
 
@@ -49,6 +50,31 @@ class Tiles:
     warps: int
     stages: int
     splits: int = 1
+
+
+class Stream(NamedTuple):
+    """The residual stream and the first half of the norm that reads it next.
+
+    Stage F moves the norm's weight into the columns of the matrix behind it. Here they are in 8 bits already when they
+    are read from a checkpoint, with a scale per row, so the weight multiplies what the matrix multiplies.
+    """
+
+    x: Tensor  # [tokens, hidden]
+    scaled: Tensor  # [tokens, hidden]: x * the norm's weight
+    squares: Tensor  # float32 [parts, tokens]: sums of x², over parts of the row
+
+
+def scale_rows(x: Tensor, gain: Tensor) -> Stream:
+    """Compute the first half of a norm of `x [tokens, hidden]` with the weight `gain`."""
+    tokens, hidden = x.shape
+    scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
+    squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
+    pad = triton.next_power_of_2(hidden)
+    scale_kernel[(tokens,)](
+        x, x.stride(0), gain, scaled, squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
+        **pdl_settings(x.device),
+    )  # fmt: skip
+    return Stream(x, scaled, squares)
 
 
 def product(x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
@@ -104,7 +130,8 @@ def product_add(
 ) -> Stream | Tensor:  # fmt: skip
     """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
 
-    Args, result and errors are those of stage F's `product_add`; `weight` is `Quantized`.
+    Args and errors are those of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight
+    `[out_features]` of the norm that reads the sum next, or None. Where there is a `gain`, the sum is a `Stream`.
     """
     tokens = x.shape[0]
     rows, columns = weight.values.shape

@@ -329,13 +329,22 @@ class TestSiluAndMultiply:
         assert wrong <= 10, f"{wrong} of 2000 float16 results are not the rounded float32 result: convert before silu"
 
 
+    def test_rows_that_were_not_normalised_are_scaled(self):
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 24), torch.randn(2 * 13, 24)
+        out = elementwise.silu_and_multiply(x @ weight.T, elementwise.Rows(x, 1e-6))
+        gate, up = (F.rms_norm(x, (24,), eps=1e-6) @ weight.T).chunk(2, -1)
+        error = float((out - F.silu(gate) * up).abs().nan_to_num(torch.inf).max())
+        assert error < 1e-3, f"the product of rows that are not normalised yet: largest error {error:.3g}; scale both halves"
+
+
 class TestSkinnyGemm:
     @pytest.mark.parametrize("hidden, inter, tokens", [(32, 16, 1), (48, 24, 5), (40, 20, 17)])
     def test_gate_and_up_of_the_same_neurons_come_from_one_tile(self, hidden: int, inter: int, tokens: int):
         torch.manual_seed(0)
-        x, gain, weight = torch.randn(tokens, hidden), torch.rand(hidden) + 0.5, torch.randn(2 * inter, hidden)
-        out = skinny_gemm.gate_up_silu(skinny_gemm.scale_rows(x, gain), 1e-6, weight, skinny_gemm.Tiles(8))
-        normalised = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+        x, weight = torch.randn(tokens, hidden), torch.randn(2 * inter, hidden)
+        out = skinny_gemm.gate_up_silu(skinny_gemm.sum_squares(x), 1e-6, weight, skinny_gemm.Tiles(8))
+        normalised = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         gate, up = (normalised @ weight.T).chunk(2, -1)
         error = float((out - F.silu(gate) * up).abs().nan_to_num(torch.inf).max())
         assert error < 1e-3, (

@@ -5,16 +5,39 @@ starting kernels and waiting for memory, not into arithmetic, so every launch sa
 In stage D, the way from the QKV product to attention is a norm of the heads (Qwen3), three element-wise kernels for the
 rotation, and the store into the blocks; `rotate_and_store` is one kernel. `silu_and_multiply` is the MLP's activation
 in one kernel instead of two. The sums with the residual are part of the matrix products already (`ResidualLinear`).
+
+**No kernel for the norm.** With the norm's weight `g` in the matrix, `W' = W diag(g)`, `rms_norm(x) Wᵀ` is
+`x W'ᵀ / sqrt(mean(x²) + eps)`: one number per row. So the product takes the rows as they are, and the kernel behind it,
+given those rows, computes their scale and multiplies by it (`Rows`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
+
 HEADS_PER_PROGRAM = 8
+
+
+class Rows(NamedTuple):
+    """The rows `[tokens, hidden]` that a product was given before their norm, and the norm's epsilon."""
+
+    x: Tensor
+    eps: float
+
+
+@triton.jit
+def _row_scale(x, x_stride, row, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    """`1 / sqrt(mean(x²) + eps)` of a row."""
+    column = tl.arange(0, SIZE_PAD)
+    values = tl.load(x + row * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
 
 
 @triton.jit
@@ -28,44 +51,59 @@ def _rotate_and_store_kernel(
     positions,
     slot_mapping,
     norm_weight,
+    bias,
+    rows,
     qkv_stride,
     slot_stride,
+    rows_stride,
     eps,
+    rows_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,  # heads per program
     HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
+    ROWS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]; queries, then keys, then values
     column = tl.arange(0, HALF_PAD)[None, :]  # [1, HALF_PAD]
     inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
-    first = token * qkv_stride + head * (2 * HALF) + column
-    x1 = tl.load(qkv + first, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(qkv + first + HALF, mask=inside, other=0.0).to(tl.float32)
-
     turns = head < HEADS + KV_HEADS  # values are stored as they are
     position = tl.load(positions + token)
     angle = position * (2 * HALF) + HALF + column  # the tables hold (cos, cos) and (-sin, sin)
     c = tl.load(cos + angle, mask=column < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=column < HALF, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping + token)  # int64; -1 stores nothing
+    in_head = head * (2 * HALF) + column
+    start_next(PDL)
+    wait_for_previous(PDL)
+    x1 = tl.load(qkv + token * qkv_stride + in_head, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(qkv + token * qkv_stride + in_head + HALF, mask=inside, other=0.0).to(tl.float32)
+    if ROWS > 0:
+        scale = _row_scale(rows, rows_stride, token, rows_eps, ROWS, ROWS_PAD)
+        x1 *= scale
+        x2 *= scale
+    if HAS_BIAS:
+        x1 += tl.load(bias + in_head, mask=inside, other=0.0).to(tl.float32)
+        x2 += tl.load(bias + in_head + HALF, mask=inside, other=0.0).to(tl.float32)
     n1, n2 = x1, x2
     if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
+        scales = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
         weighted = inside & turns
-        weight = norm_weight + head * (2 * HALF) + column
-        n1 = x1 * scale * tl.load(weight, mask=weighted, other=0.0).to(tl.float32)
-        n2 = x2 * scale * tl.load(weight + HALF, mask=weighted, other=0.0).to(tl.float32)
+        n1 = x1 * scales * tl.load(norm_weight + in_head, mask=weighted, other=0.0).to(tl.float32)
+        n2 = x2 * scales * tl.load(norm_weight + in_head + HALF, mask=weighted, other=0.0).to(tl.float32)
     y1 = tl.where(turns, n1 * c - n2 * s, x1)
     y2 = tl.where(turns, n2 * c + n1 * s, x2)
 
     is_query = inside & (head < HEADS)
-    target = token * (HEADS * 2 * HALF) + head * (2 * HALF) + column
+    target = token * (HEADS * 2 * HALF) + in_head
     tl.store(query + target, y1, mask=is_query)
     tl.store(query + target + HALF, y2, mask=is_query)
-    slot = tl.load(slot_mapping + token)  # int64; -1 stores nothing
     is_key = inside & (head >= HEADS) & turns & (slot >= 0)
     key_offset = slot * slot_stride + (head - HEADS) * (2 * HALF) + column
     tl.store(k_cache + key_offset, y1, mask=is_key)
@@ -84,6 +122,8 @@ def rotate_and_store(
     layer_cache: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
     norm: tuple[Tensor, float] | None = None,
+    rows: Rows | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Norm the heads (where the model does), rotate queries and keys, store keys and values in their blocks.
 
@@ -95,6 +135,8 @@ def rotate_and_store(
         layer_cache: keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
         slot_mapping: `[tokens]`, int64; -1 stores nothing.
         norm: the weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm.
+        rows: what the product was given, if that is still to be normalised.
+        bias: `[(heads + 2 kv_heads) * head_dim]`, if the product is still to be increased by it.
 
     Returns:
         The rotated queries, `[tokens, heads, head_dim]`. The arithmetic is float32, rounded once at the end.
@@ -104,44 +146,70 @@ def rotate_and_store(
     query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rotary
     weight, eps = norm if norm is not None else (query, 0.0)
+    x, rows_eps = rows if rows is not None else (qkv, 0.0)
+    width = 0 if rows is None else x.shape[1]
     _rotate_and_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
-        qkv, query, k_cache, v_cache, cos, sin, positions, slot_mapping, weight,
-        qkv.stride(0), k_cache.stride(1), eps,
+        qkv, query, k_cache, v_cache, cos, sin, positions, slot_mapping, weight, query if bias is None else bias, x,
+        qkv.stride(0), k_cache.stride(1), x.stride(0), eps, rows_eps,
         HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=norm is not None,
-        num_warps=4,
+        HAS_BIAS=bias is not None, ROWS=width, ROWS_PAD=triton.next_power_of_2(max(1, width)),
+        num_warps=4, **pdl_settings(qkv.device),
     )  # fmt: skip
     return query
 
 
 @triton.jit
-def _silu_and_multiply_kernel(gate_up, out, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_multiply_kernel(
+    gate_up, out, rows, rows_stride, eps,
+    INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
+    ROWS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
+    start_next(PDL)
+    wait_for_previous(PDL)
     gate = tl.load(gate_up + token * 2 * INTERMEDIATE + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up + token * 2 * INTERMEDIATE + INTERMEDIATE + column, mask=inside).to(tl.float32)
+    if ROWS > 0:
+        scale = _row_scale(rows, rows_stride, token, eps, ROWS, ROWS_PAD)
+        gate *= scale
+        up *= scale
     tl.store(out + token * INTERMEDIATE + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`."""
+def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None) -> Tensor:
+    """Compute `silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`.
+
+    `rows`: what the product was given, if that is still to be normalised.
+    """
     tokens, width = gate_up.shape
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    x, eps = rows if rows is not None else (gate_up, 0.0)
+    size = 0 if rows is None else x.shape[1]
     block = min(1024, triton.next_power_of_2(width // 2))
     grid = (tokens, triton.cdiv(width // 2, block))
-    _silu_and_multiply_kernel[grid](gate_up, out, INTERMEDIATE=width // 2, BLOCK=block, num_warps=4)
+    _silu_and_multiply_kernel[grid](
+        gate_up, out, x, x.stride(0), eps, INTERMEDIATE=width // 2, BLOCK=block, ROWS=size,
+        ROWS_PAD=triton.next_power_of_2(max(1, size)), num_warps=4, **pdl_settings(gate_up.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     inside = column < SIZE
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    start_next(PDL)
+    wait_for_previous(PDL)
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + column, values * scale * weights, mask=inside)
 
 
@@ -151,5 +219,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     pad = triton.next_power_of_2(size)
     warps = min(8, max(1, pad // 512))
-    _rms_norm_kernel[(tokens,)](x, weight, out, x.stride(0), eps, SIZE=size, SIZE_PAD=pad, num_warps=warps)
+    _rms_norm_kernel[(tokens,)](
+        x, weight, out, x.stride(0), eps, SIZE=size, SIZE_PAD=pad, num_warps=warps, **pdl_settings(x.device)
+    )
     return out

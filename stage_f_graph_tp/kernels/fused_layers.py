@@ -2,10 +2,10 @@
 
 `fuse_layers(model)` replaces the layers of a built model by layers that hold the same weights and call other kernels:
 
-    any number of tokens   norm · QKV · rotate + store · attention · output + residual
-                           norm · gate-up · silu × up · down + residual                        nine launches
-    skinny GEMM            norm + QKV + rotate + store · attention · output + residual + norm
-                           gate-up + silu × up · down + residual                               five
+    element-wise fusion   QKV · norm + rotate + store · attention · output + residual
+                          gate-up · norm + silu × up · down + residual                     seven launches, any tokens
+    skinny GEMM           QKV + norm + rotate + store · attention · output + residual
+                          gate-up + norm + silu × up · down + residual                     five, for few tokens
 
 It works on whole models and on one rank's share alike.
 """
@@ -13,6 +13,7 @@ It works on whole models and on one rank's share alike.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
@@ -20,7 +21,7 @@ from stage_d_paged.attention.triton_paged import TritonAttention
 from stage_d_paged.layers import ResidualLinear, RMSNorm, RotaryEmbedding
 from stage_d_paged.model import DecoderLayer, DecoderModel
 from stage_f_graph_tp.kernels.decode_attention import DependentAttention
-from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store, silu_and_multiply
+from stage_f_graph_tp.kernels.elementwise import Rows, rms_norm, rotate_and_store, silu_and_multiply
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import (
     SKINNY_GEMM_MAX_TOKENS,
@@ -28,7 +29,7 @@ from stage_f_graph_tp.kernels.skinny_gemm import (
     gate_up_silu,
     product_add,
     qkv_rotate,
-    scale_rows,
+    sum_squares,
 )
 
 Rotation = tuple[Tensor, Tensor, Tensor]
@@ -47,23 +48,22 @@ class RotaryTables(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm as one small kernel."""
+    """RMSNorm as one small kernel, of what the last layer returns."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor | Stream) -> Tensor:
+        return rms_norm(x.x if isinstance(x, Stream) else x, self.weight, self.eps)
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in nine launches, or in five with skinny GEMMs.
+    """A decoder layer in seven launches, or in five with skinny GEMMs.
 
     Args:
-        layer: the layer whose weights it uses.
-        next_norm: the norm that reads the layer's output; None after the last layer.
+        layer: the layer whose weights it uses; the norms' weights are in the matrices (`move_norm_weights`).
         backend: attention.
         arrival_counters: int32 zeros for `product_add`, shared by all layers.
         skinny_max_tokens: tokens up to which it uses the skinny GEMMs.
@@ -72,7 +72,6 @@ class FusedLayer(nn.Module):
     def __init__(
         self,
         layer: DecoderLayer,
-        next_norm: RMSNorm | None,
         backend: AttentionBackend,
         arrival_counters: Tensor,
         skinny_max_tokens: int,
@@ -82,7 +81,6 @@ class FusedLayer(nn.Module):
         self.self_attn = layer.self_attn
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
-        self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
         self.backend = backend
         self._arrival_counters = arrival_counters
         self._skinny_max_tokens = skinny_max_tokens
@@ -99,20 +97,22 @@ class FusedLayer(nn.Module):
             query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
             return self._mlp(attention.o_proj(attended.flatten(1), x))
-        stream = x if isinstance(x, Stream) else scale_rows(x, self.input_layernorm.weight)
+        stream = _as_stream(x)
         query = self._skinny_queries(stream, rotation, layer_cache, metadata.slot_mapping)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        stream = self._add_product(attended.flatten(1), attention.o_proj, stream.x, norm.weight)
-        activated = gate_up_silu(stream, norm.eps, mlp.gate_up_proj.weight)
-        return self._add_product(activated, mlp.down_proj, stream.x, self._next_gain)
+        stream = _as_stream(self._add_product(attended.flatten(1), attention.o_proj, stream.x))
+        activated = gate_up_silu(stream, self.post_attention_layernorm.eps, self.mlp.gate_up_proj.weight)
+        return self._add_product(activated, self.mlp.down_proj, stream.x)
 
     def _queries(self, x: Tensor, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
         """Compute rotated queries, `[tokens, heads, head_dim]`, and store keys and values in their blocks."""
-        attention, norm = self.self_attn, self.input_layernorm
+        attention, (x, rows) = self.self_attn, _before_norm(x, self.input_layernorm)
         cos, sin, positions = rotation
-        packed = attention.qkv_proj(rms_norm(x, norm.weight, norm.eps)).view(x.shape[0], -1, attention.head_dim)
-        return rotate_and_store(packed, attention.num_heads, (cos, sin), positions, layer_cache, slots, self._head_norm)
+        packed = F.linear(x, attention.qkv_proj.weight).view(x.shape[0], -1, attention.head_dim)
+        return rotate_and_store(
+            packed, attention.num_heads, (cos, sin), positions, layer_cache, slots, self._head_norm, rows,
+            attention.qkv_proj.bias,
+        )  # fmt: skip
 
     def _skinny_queries(
         self, stream: Stream, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor
@@ -131,33 +131,59 @@ class FusedLayer(nn.Module):
         return None if norm is None else (norm.weight, norm.eps)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(rms_norm(x, norm.weight, norm.eps))), x)
+        mlp, (given, rows) = self.mlp, _before_norm(x, self.post_attention_layernorm)
+        return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(given), rows), x)
 
-    def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
+    def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor) -> Tensor | Stream:
         """Compute `residual + linear(x)`. A shard of the product needs an all-reduce before the sum: its own class."""
         if type(linear) is ResidualLinear:
-            return product_add(x, linear.weight, residual, gain, self._arrival_counters)
-        total = linear(x, residual)
-        return total if gain is None else scale_rows(total, gain)
+            return product_add(x, linear.weight, residual, self._arrival_counters)
+        return linear(x, residual)
+
+
+def _as_stream(x: Tensor | Stream) -> Stream:
+    return x if isinstance(x, Stream) else sum_squares(x)
+
+
+def _before_norm(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows | None]:
+    """What a product is given, and what is left of the norm for the kernel behind it.
+
+    float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
+    """
+    if x.dtype == torch.float16:
+        return rms_norm(x, norm.weight, norm.eps), None
+    return x, Rows(x, norm.eps)
 
 
 def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS) -> None:
-    """Replace a model's layers by fused ones, in place; no weight is copied.
+    """Replace a model's layers by fused ones, in place; no weight is copied, but norms' weights move into the products.
 
     `skinny_max_tokens`: tokens up to which a layer uses the skinny GEMMs.
     """
     device = model.norm.weight.device
     backend = _dependent(model.layers[0].self_attn.backend, model, device)
     arrival_counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-    next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
-    layers = [
-        FusedLayer(layer, next_norm, backend, arrival_counters, skinny_max_tokens)
-        for layer, next_norm in zip(model.layers, next_norms, strict=True)
-    ]
+    move_norm_weights(model)
+    layers = [FusedLayer(layer, backend, arrival_counters, skinny_max_tokens) for layer in model.layers]
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
     model.layers = nn.ModuleList(layers)
+
+
+@torch.no_grad()
+def move_norm_weights(model: DecoderModel) -> None:
+    """Multiply the weights of each layer's norms into the columns of the matrices behind them, and set them to 1.
+
+    `rms_norm(x, g) Wᵀ = rms_norm(x, 1) (W diag(g))ᵀ`. In 16 bits, this rounds each weight of the matrix once more, and
+    saves the rounding of `x * g`.
+    """
+    for layer in model.layers:
+        for norm, linear in (
+            (layer.input_layernorm, layer.self_attn.qkv_proj),
+            (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
+        ):
+            linear.weight.mul_(norm.weight)
+            norm.weight.fill_(1)
 
 
 def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.device) -> AttentionBackend:

@@ -6,11 +6,12 @@ product does their work as well:
 
     qkv_rotate       norm of the rows · QKV · norm of the heads (Qwen3) · rotation · store into the blocks
     gate_up_silu     norm of the rows · gate and up · silu(gate) * up
-    product_add      product · sum with the residual · first half of the norm that comes next
+    product_add      product · sum with the residual · squares for the norm that comes next
 
-**The norm is split in two.** `rms_norm(x) Wᵀ = (x * g) Wᵀ / sqrt(mean(x²) + eps)`. The kernel that writes the residual
-stream `x` also writes `x * g` and the sum of the squares of what it wrote; the product that reads them multiplies at
-once and divides its finished sums. So no kernel has to see a whole row before it can begin (`Stream`).
+**The norm comes after the product.** As in `elementwise.py`, the norm's weight is in the matrix, and what is left is a
+scale per row. The kernel that writes the residual stream `x` also sums the squares of what it wrote; the product that
+reads them multiplies at once and scales its finished sums. So no kernel has to see a whole row before it can begin
+(`Stream`).
 
 **Weights are the left operand.** A tile is `[weight rows, tokens]`: its many rows are weights and its few columns are
 tokens, because the tensor cores' tiles are at least 16 high (64 for Hopper's largest) and at least 8 wide.
@@ -42,7 +43,7 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
     gate_up_silu_kernel,
     product_add_kernel,
     qkv_rotate_kernel,
-    scale_kernel,
+    sum_squares_kernel,
 )
 
 SKINNY_GEMM_MAX_TOKENS = 64  # up to here these kernels were measured faster than library products with kernels between
@@ -51,10 +52,9 @@ _STAGES = 6  # such loads in flight, shared memory permitting
 
 
 class Stream(NamedTuple):
-    """The residual stream and the first half of the norm that reads it next."""
+    """The residual stream and the sums that the norm which reads it next needs."""
 
     x: Tensor  # [tokens, hidden]
-    scaled: Tensor  # [tokens, hidden]: x * the norm's weight
     squares: Tensor  # float32 [parts, tokens]: sums of x², over parts of the row
 
 
@@ -71,17 +71,16 @@ class Tiles:
     splits: int = 1
 
 
-def scale_rows(x: Tensor, gain: Tensor) -> Stream:
-    """Compute the first half of a norm of `x [tokens, hidden]` with the weight `gain`."""
+def sum_squares(x: Tensor) -> Stream:
+    """Sum the squares of each row of `x [tokens, hidden]`."""
     tokens, hidden = x.shape
-    scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
     pad = _power_of_2(hidden)
-    scale_kernel[(tokens,)](
-        x, x.stride(0), gain, scaled, squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
+    sum_squares_kernel[(tokens,)](
+        x, x.stride(0), squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
         **pdl_settings(x.device),
     )  # fmt: skip
-    return Stream(x, scaled, squares)
+    return Stream(x, squares)
 
 
 def qkv_rotate(
@@ -100,9 +99,10 @@ def qkv_rotate(
     """Compute attention's input from the residual stream: rotated queries, and keys and values in their blocks.
 
     Args:
-        stream: `[tokens, hidden]`, with the first half of the norm before the product.
-        eps: that norm's epsilon.
-        weight, bias: the packed product, `[(heads + 2 kv_heads) * head_dim, hidden]` and its bias or None.
+        stream: `[tokens, hidden]`, not yet normalised.
+        eps: the norm's epsilon.
+        weight, bias: the packed product, `[(heads + 2 kv_heads) * head_dim, hidden]`, with the norm's weight in it, and
+            its bias or None.
         num_heads: query heads.
         rotary: the tables of stage D's `RotaryEmbedding`: cos and signed sin, each `[positions, 2, head_dim / 2]`.
         positions: int64 `[tokens]`.
@@ -127,7 +127,7 @@ def qkv_rotate(
     parts = len(stream.squares)
     grid = heads * _ceil_div(half, pairs), _ceil_div(tokens, _token_block(tokens))
     qkv_rotate_kernel[grid](
-        stream.scaled, stream.scaled.stride(0), stream.squares, parts, tokens, eps, weight,
+        stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight,
         weight if bias is None else bias, query, k_cache, v_cache, k_cache.stride(1), *rotary, positions, slot_mapping,
         head_weight, head_eps,
         SIZE=hidden, PARTS=_power_of_2(parts), HEADS=num_heads, KV_HEADS=kv_heads, HALF=half, PAIRS=pairs,
@@ -141,9 +141,9 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     """Compute `silu(gate) * up` of the normalised rows.
 
     Args:
-        stream: `[tokens, hidden]`, with the first half of the norm before the product.
-        eps: that norm's epsilon.
-        weight: `[2 * intermediate, hidden]`, gate rows first.
+        stream: `[tokens, hidden]`, not yet normalised.
+        eps: the norm's epsilon.
+        weight: `[2 * intermediate, hidden]`, gate rows first, with the norm's weight in it.
         tiles: how to cut the product; None is what was measured fastest.
 
     Returns:
@@ -155,7 +155,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
     gate_up_silu_kernel[_ceil_div(intermediate, rows), _ceil_div(tokens, _token_block(tokens))](
-        stream.scaled, stream.scaled.stride(0), stream.squares, parts, tokens, eps, weight, out,
+        stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight, out,
         SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=rows,
         **_settings(tokens, stream.x.dtype, stream.x.device, 2 * rows, hidden),
     )  # fmt: skip
@@ -163,22 +163,17 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
 
 
 def product_add(
-    x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor | None, arrival_counters: Tensor,
-    tiles: Tiles | None = None,
-) -> Stream | Tensor:  # fmt: skip
-    """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
+    x: Tensor, weight: Tensor, residual: Tensor, arrival_counters: Tensor, tiles: Tiles | None = None
+) -> Stream:  # fmt: skip
+    """Compute `residual + x Wᵀ`, written over `residual`, and the squares that its norm needs.
 
     Args:
         x: `[tokens, in_features]`.
         weight: `[out_features, in_features]`.
         residual: `[tokens, out_features]`.
-        gain: weight `[out_features]` of the norm that reads the sum next, or None.
         arrival_counters: int32 zeros, one for each tile of the product; left as zeros. Calls that share them must
             follow one another on one stream.
         tiles: how to cut the product; None is what was measured fastest.
-
-    Returns:
-        The sum, as a `Stream` where there is a `gain`.
 
     Raises:
         ValueError: more tiles than arrival counters.
@@ -197,14 +192,12 @@ def product_add(
     length = num_squares + (num_partial if tiles.splits > 1 else 0)
     space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
     squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
-    scaled = residual if gain is None else torch.empty_like(residual)
     product_add_kernel[*blocks, tiles.splits](
-        x, x.stride(0), tokens, weight, residual, residual.stride(0), weight if gain is None else gain, scaled, squares,
-        partial, arrival_counters,
-        SIZE=in_features, OUT_SIZE=out_features, SPLITS=tiles.splits, HAS_GAIN=gain is not None, BLOCK_N=tiles.rows,
+        x, x.stride(0), tokens, weight, residual, residual.stride(0), squares, partial, arrival_counters,
+        SIZE=in_features, OUT_SIZE=out_features, SPLITS=tiles.splits, BLOCK_N=tiles.rows,
         **_settings(tokens, x.dtype, x.device, tiles.rows, _ceil_div(in_features, tiles.splits)),
     )  # fmt: skip
-    return residual if gain is None else Stream(residual, scaled, squares)
+    return Stream(residual, squares)
 
 
 def _tile_rows(rows: int, splits: int, device: torch.device) -> int:

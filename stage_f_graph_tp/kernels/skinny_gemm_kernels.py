@@ -33,7 +33,7 @@ def token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVE
 
 @triton.jit
 def row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
-    """Compute the second half of the norm: `1 / sqrt(mean(x²) + eps)` of each token."""
+    """Compute the scale of the norm from the sums of squares: `1 / sqrt(mean(x²) + eps)` of each token."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & token_inside[None, :]
     sums = tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)  # [PARTS, BLOCK_M]
@@ -63,16 +63,13 @@ def _paired_products(
 
 
 @triton.jit
-def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
-    """Compute the first half of a norm, one row per program: `x * gain` and the sum of squares."""
+def sum_squares_kernel(x, x_stride, squares, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
+    """Sum the squares of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
-    inside = column < SIZE
-    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     start_next(PDL)
     wait_for_previous(PDL)
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
+    values = tl.load(x + row * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(squares + row, tl.sum(values * values, 0))
 
 
@@ -166,11 +163,11 @@ def gate_up_silu_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
-    x, x_stride, tokens, weight, residual, residual_stride, gain, scaled, squares, partial, arrival_counters,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr, PDL: tl.constexpr,
+    x, x_stride, tokens, weight, residual, residual_stride, squares, partial, arrival_counters,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; begin the norm."""
+    """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; sum the squares."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -181,8 +178,6 @@ def product_add_kernel(
     even: tl.constexpr = SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0
     start_next(PDL)
     wait_for_previous(PDL)
-    if HAS_GAIN:
-        gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
     inside = row_inside[:, None] & token_inside[None, :]
     target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
     before = tl.load(target, mask=inside, other=0.0)
@@ -207,7 +202,5 @@ def product_add_kernel(
     if last:
         total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm is of what is stored
         tl.store(target, total, mask=inside)
-        if HAS_GAIN:
-            total = total.to(tl.float32)
-            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], total * gains, mask=inside)
-            tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)
+        total = total.to(tl.float32)
+        tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)
