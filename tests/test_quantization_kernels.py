@@ -243,7 +243,8 @@ def test_interpreted_whole_models_give_the_references_tokens(preset, options, mo
         draw_norm_weights(engine.runner.model)
     expected = reference.generate(prompts, params, False)
     model = llm.runner.model
-    monkeypatch.setattr(fused_layers, "SKINNY_GEMM_MAX_TOKENS", 8)  # a prompt is more than few tokens
+    for limit in "SKINNY_MAX_TOKENS", "SKINNY_GEMM_MAX_TOKENS":
+        monkeypatch.setattr(fused_layers, limit, 8)  # a prompt is more than few tokens
     fused_layers.use_kernels(model)
     fused_layers.fuse_layers(model, model.layers[0].self_attn.backend)
     found = llm.generate(prompts, params, False)

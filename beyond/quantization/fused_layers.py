@@ -29,6 +29,7 @@ from stage_f_graph_tp.kernels.elementwise import rms_norm
 from stage_f_graph_tp.kernels.fused_layers import FusedLayer, FusedNorm, RotaryTables, Rotation, move_norm_weights
 from stage_f_graph_tp.kernels.skinny_gemm import SKINNY_GEMM_MAX_TOKENS, Stream
 
+SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is that of 16-bit ones
 MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
 LayerCache = tuple[Quantized, Quantized] | tuple[Tensor, Tensor]
 
@@ -113,7 +114,7 @@ def fuse_layers(model: DecoderModel, backend: AttentionBackend) -> None:
     if isinstance(model.layers[0].mlp.down_proj, QuantizedMatrix):
         next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
         layers = [
-            EightBitLayer(layer, backend, counters, SKINNY_GEMM_MAX_TOKENS, next_norm)
+            EightBitLayer(layer, backend, counters, SKINNY_MAX_TOKENS, next_norm)
             for layer, next_norm in zip(model.layers, next_norms, strict=True)
         ]
     else:

@@ -46,7 +46,7 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
     sum_squares_kernel,
 )
 
-SKINNY_GEMM_MAX_TOKENS = 64  # up to here these kernels were measured faster than library products with kernels between
+SKINNY_GEMM_MAX_TOKENS = 32  # up to here these kernels were measured faster than library products with kernels between
 _COLUMNS = 128  # of 16-bit weights, loaded together
 _STAGES = 6  # such loads in flight, shared memory permitting
 
