@@ -335,7 +335,7 @@ class TestSiluAndMultiply:
         out = elementwise.silu_and_multiply(x @ weight.T, elementwise.Rows(x, 1e-6))
         gate, up = (F.rms_norm(x, (24,), eps=1e-6) @ weight.T).chunk(2, -1)
         error = float((out - F.silu(gate) * up).abs().nan_to_num(torch.inf).max())
-        assert error < 1e-3, f"the product of rows that are not normalised yet: largest error {error:.3g}; scale both halves"
+        assert error < 1e-3, f"product of rows that are not normalised: largest error {error:.3g}; scale gate and up"
 
 
 class TestSkinnyGemm:
