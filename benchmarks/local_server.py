@@ -9,22 +9,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.results import ROOT
 
 END_SECONDS = 30
 
 
-class LocalServer:
-    """A server that runs.
+class LocalServer(NamedTuple):
+    """A server that runs."""
 
-    Args:
-        url: its address, without a path.
-        pid: of its process.
-    """
-
-    def __init__(self, url: str, pid: int) -> None:
-        self.url, self.pid = url, pid
+    url: str  # its address, without a path
+    pid: int  # of its process
 
     def cpu_seconds(self) -> float:
         """CPU time of all its threads since it started, as Linux counts it, in steps of 10 ms on most machines."""

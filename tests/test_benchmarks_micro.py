@@ -120,12 +120,12 @@ def test_attention_counts_keys_values_queries_and_outputs_once() -> None:
     case = attention.Case("decode", (1, 1), (10, 6), heads=4, kv_heads=2, head_dim=8)
     assert case.bytes_moved == 2 * (2 * 16 * 2 * 8 + 2 * 2 * 4 * 8)
     assert all(
-        0 < q <= c for case in attention.cases() for q, c in zip(case.query_lens, case.context_lens, strict=True)
+        0 < q <= c for case in attention.CASES.values() for q, c in zip(case.query_lens, case.context_lens, strict=True)
     )
 
 
 def test_attention_shows_rates_and_shares_and_a_dash_where_nothing_was_measured() -> None:
-    decode, prefill = (next(c for c in attention.cases() if c.is_decode == d) for d in (True, False))
+    decode, prefill = (next(c for c in attention.CASES.values() if c.is_decode == d) for d in (True, False))
     row = {"relative_error": 0.0, "preferred": True, "block_size": 64}
     rows = [
         {**row, "case": decode.name, "backend": "triton", "samples": [decode.bytes_moved / 2e12]},

@@ -9,6 +9,8 @@ several times the L2 cache, which would otherwise flatter. Every backend is comp
 from __future__ import annotations
 
 import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,32 +62,35 @@ class Case:
         return max(self.query_lens) == 1
 
 
-def cases() -> list[Case]:
-    """Shapes of Qwen3-0.6B (16/8 heads of 128) and Qwen2.5-0.5B (14/2 heads of 64)."""
-    models = {"16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}
-    uneven = tuple(100 + 37 * i % 1901 for i in range(128))
-    shapes = {
-        "decode 1 × 128": ((1,), (128,)),
-        "decode 1 × 1024": ((1,), (1024,)),
-        "decode 1 × 32768": ((1,), (32768,)),
-        "decode 32 × 640": ((1,) * 32, (640,) * 32),
-        "decode 32 × 4096": ((1,) * 32, (4096,) * 32),
-        "decode 128 × 100–2000": ((1,) * 128, uneven),
-        "prefill 1 × 1024": ((1024,), (1024,)),
-        "prefill 1 × 8192": ((8192,), (8192,)),
-        "prefill 16 × 512": ((512,) * 16, (512,) * 16),
-        "prefill 32 × 32 after 1024": ((32,) * 32, (1056,) * 32),
-        "mixed 2048 + 64 × 1024": ((2048,) + (1,) * 64, (2048,) + (1024,) * 64),
-    }
-    return [
-        Case(f"{shape}, {model}", *lens, *heads) for shape, lens in shapes.items() for model, heads in models.items()
-    ]
+SHAPES = {  # lengths of the queries and of the contexts, by sequence
+    "decode 1 × 128": ((1,), (128,)),
+    "decode 1 × 1024": ((1,), (1024,)),
+    "decode 1 × 32768": ((1,), (32768,)),
+    "decode 32 × 640": ((1,) * 32, (640,) * 32),
+    "decode 32 × 4096": ((1,) * 32, (4096,) * 32),
+    "decode 128 × 100–2000": ((1,) * 128, tuple(100 + 37 * i % 1901 for i in range(128))),
+    "prefill 1 × 1024": ((1024,), (1024,)),
+    "prefill 1 × 8192": ((8192,), (8192,)),
+    "prefill 16 × 512": ((512,) * 16, (512,) * 16),
+    "prefill 32 × 32 after 1024": ((32,) * 32, (1056,) * 32),
+    "mixed 2048 + 64 × 1024": ((2048,) + (1,) * 64, (2048,) + (1024,) * 64),
+}
+HEADS = {"16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}  # of Qwen3-0.6B and of Qwen2.5-0.5B
+
+
+def make_cases(shapes: Iterable[str], heads: Mapping[str, tuple[int, int, int]]) -> dict[str, Case]:
+    """By name, each of these shapes with each of these numbers of heads."""
+    names = {f"{shape}, {model}": (*SHAPES[shape], *counts) for shape in shapes for model, counts in heads.items()}
+    return {name: Case(name, *sizes) for name, sizes in names.items()}
+
+
+CASES = make_cases(SHAPES, HEADS)
 
 
 def measure() -> dict:
     """Every case by every backend that is installed, and Triton at several block sizes."""
     rows, skipped = [], {}
-    for case in cases():
+    for case in CASES.values():
         for name in BACKENDS:
             try:
                 backend = pick_backend(name, torch.device("cuda"), DTYPE, case.head_dim)
@@ -141,26 +146,19 @@ def arguments_of(case: Case, block_size: int) -> list[tuple]:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per case, one column per backend; then Triton's block sizes."""
-    result, by_name = results[0], {case.name: case for case in cases()}
-    measured = {(r["case"], r["backend"]): r for r in result["rows"] if r["preferred"]}
+    result, top = results[0], results[0]["ceilings"]
+    measured = preferred(result)
     backends = [name for name in BACKENDS if any(backend == name for _, backend in measured)]
-    shown = [name for name in by_name if any(case == name for case, _ in measured)]
     lines = markdown(["case", *backends], [
-        [name, *(cell(by_name[name], measured.get((name, backend)), result["ceilings"]) for backend in backends)]
-        for name in shown
+        [name, *(cell(case, measured.get((name, backend)), top) for backend in backends)]
+        for name, case in CASES.items() if any(own == name for own, _ in measured)
     ])  # fmt: skip
-    by_size: dict[str, dict[int, dict]] = {}
-    for row in result["rows"]:
-        if row["backend"] == "triton":
-            by_size.setdefault(row["case"], {})[row["block_size"]] = row
-    studied = {name: rows for name, rows in by_size.items() if len(rows) > 1}
-    if studied:
-        sizes = sorted({size for rows in studied.values() for size in rows})
-        lines += ["", *markdown(["Triton, block size", *map(str, sizes)], [
-            [name, *(rate(by_name[name], rows.get(size), result["ceilings"]) for size in sizes)]
-            for name, rows in studied.items()
-        ])]  # fmt: skip
-    top = result["ceilings"]
+    by_size = {(row["case"], row["block_size"]): row for row in result["rows"] if row["backend"] == "triton"}
+    studied = [name for name, count in Counter(name for name, _ in by_size).items() if count > 1]
+    sizes = sorted({size for name, size in by_size if name in studied})
+    lines += ["", *markdown(["Triton, block size", *map(str, sizes)], [
+        [name, *(rate(CASES[name], by_size.get((name, size)), top) for size in sizes)] for name in studied
+    ])]  # fmt: skip
     note = (
         f"100 % of copy is {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, 100 % of matmul "
         f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
@@ -168,20 +166,25 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     )
     return {
         "attention-table": [*lines, "", caption(result, note)],
-        "attention-short": short_table(measured, by_name, result),
+        "attention-short": short_table(result),
     }
 
 
-def short_table(measured: dict[tuple[str, str], dict], by_name: dict[str, Case], result: dict) -> list[str]:
+def preferred(result: dict) -> dict[tuple[str, str], dict]:
+    """(case, backend) -> the row with the block size that the backend prefers."""
+    return {(row["case"], row["backend"]): row for row in result["rows"] if row["preferred"]}
+
+
+def short_table(result: dict) -> list[str]:
     """A few cases: the floor, and each backend with its distance from the floor."""
-    body = []
+    body, measured = [], preferred(result)
     for name in (name for name in SHORT if (name, "triton") in measured):
         cells, floor = [], 0.0
         for row in (measured.get((name, backend)) for backend in BACKENDS):
             if row is None:
                 cells.append("–")
                 continue
-            micros, far = 1e6 * statistics.median(row["samples"]), share(by_name[name], row, result["ceilings"])
+            micros, far = 1e6 * statistics.median(row["samples"]), share(CASES[name], row, result["ceilings"])
             floor = micros * far  # the same for all
             cells.append(f"{number(micros)}, {times(1 / far)}")
         body.append([name, number(floor), *cells])
@@ -213,8 +216,7 @@ def rate(case: Case, row: dict | None, ceilings: dict) -> str:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Two panels of bars: decodes as shares of the copy bandwidth, prefills and mixed as shares of the matmul rate."""
-    result, by_name = results[0], {case.name: case for case in cases()}
-    measured = {(r["case"], r["backend"]): r for r in result["rows"] if r["preferred"]}
+    result, measured = results[0], preferred(results[0])
     device = result["environment"]["device"]["name"]
     figure, panels = new_panels(
         11, 5, {"xlim": (0, 105), "xlabel": "decode: % of the copy bandwidth"},
@@ -222,10 +224,10 @@ def draw(results: list[dict]) -> dict[str, bytes]:
         title=f"Decode attention nears the copy bandwidth where contexts are long ({device})",
     )  # fmt: skip
     for axes, decode in zip(panels, (True, False), strict=True):
-        names = [n for n, case in by_name.items() if case.is_decode == decode and (n, "triton") in measured]
+        names = [n for n, case in CASES.items() if case.is_decode == decode and (n, "triton") in measured]
         for offset, (backend, colour) in enumerate(zip(BACKENDS, (GREY, BLUE, ORANGE), strict=True)):
             found = [(i, measured[n, backend]) for i, n in enumerate(names) if (n, backend) in measured]
-            shares = [100 * share(by_name[names[i]], row, result["ceilings"]) for i, row in found]
+            shares = [100 * share(CASES[names[i]], row, result["ceilings"]) for i, row in found]
             axes.barh([i + 0.27 * (offset - 1) for i, _ in found], shares, height=0.25, color=colour, label=backend)
         axes.set_yticks(range(len(names)), [name.replace(" × ", "×") for name in names])
         axes.invert_yaxis()

@@ -176,27 +176,18 @@ def _runs(job: tuple[Matrix, int, object]) -> bool:
 # ---- attention -------------------------------------------------------------------------------------------------
 
 
-def attention_cases() -> list[plain_attention.Case]:
-    """The batches of `benchmarks.micro.attention` that read the most, with Qwen2.5-7B's heads too."""
-    heads = {"28/4 × 128": (28, 4, 128), "16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}
-    shapes = {
-        "decode 1 × 1024": ((1,), (1024,)),
-        "decode 32 × 640": ((1,) * 32, (640,) * 32),
-        "decode 32 × 4096": ((1,) * 32, (4096,) * 32),
-        "prefill 1 × 8192": ((8192,), (8192,)),
-    }
-    return [
-        plain_attention.Case(f"{shape}, {model}", *lengths, *counts)
-        for shape, lengths in shapes.items()
-        for model, counts in heads.items()
-    ]
+# Batches of `benchmarks.micro.attention` that read much, with Qwen2.5-7B's heads too.
+ATTENTION_CASES = plain_attention.make_cases(
+    ("decode 1 × 1024", "decode 32 × 640", "decode 32 × 4096", "prefill 1 × 8192"),
+    {"28/4 × 128": (28, 4, 128), **plain_attention.HEADS},
+)
 
 
 def measure_attention() -> Iterator[dict]:
     from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
     device = torch.device("cuda")
-    for case in attention_cases():
+    for case in ATTENTION_CASES.values():
         arguments = plain_attention.arguments_of(case, 64)
         for name in CACHE_FORMATS:
             backend = pick_backend("triton", device, DTYPE, case.head_dim)
@@ -222,7 +213,7 @@ def quantized_pools(arguments: list[tuple], name: str) -> list[tuple]:
 
 def search_attention() -> Iterator[dict]:
     """Every configuration of the decode kernel that may be the fastest for an int8 cache of 32 long contexts."""
-    cases = [case for case in attention_cases() if case.name.startswith("decode 32 × 4096")]
+    cases = [case for case in ATTENTION_CASES.values() if case.name.startswith("decode 32 × 4096")]
     grid = list(itertools.product((32, 64), (1, 2, 4), (2, 4), (4, 8)))
     with ProcessPoolExecutor(COMPILERS, get_context("spawn")) as pool:
         small = [plain_attention.Case("", (1,), (64,), c.heads, c.kv_heads, c.head_dim) for c in cases]

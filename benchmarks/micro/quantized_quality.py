@@ -25,6 +25,7 @@ from benchmarks.micro import caption
 from benchmarks.text import markdown
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
+from stage_a_naive.chat import render_chat
 from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.attention import AttentionMetadata
@@ -81,21 +82,17 @@ def measure(models: str = ",".join(MODELS), device: str = "auto") -> dict:
 def read_texts() -> list[Text]:
     """The FAQ in its own wording, then in unseen ones."""
     tokenizer = load_tokenizer(resolve("tutor"))
-    faq = read_faq()
-    answers = {entry["question"]: entry["answer"] for entry in faq}
+    answers = {entry["question"]: entry["answer"] for entry in read_faq()}
     lines = (TUTOR_PATH / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    unseen = [(entry["wording"], answers[entry["question"]]) for entry in map(json.loads, lines)]
-    texts = []
-    for question, answer, is_unseen in [
-        *((e["question"], e["answer"], False) for e in faq),
-        *((q, a, True) for q, a in unseen),
-    ]:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        ids = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_id]
-        texts.append(Text(prompt + ids, len(prompt), is_unseen))
-    return texts
+    unseen = {entry["wording"]: entry["question"] for entry in map(json.loads, lines)}
+
+    def text(wording: str, answer: str, is_unseen: bool) -> Text:
+        chat = render_chat(tokenizer, [{"role": "user", "content": wording}])
+        prompt, ids = (tokenizer.encode(part, add_special_tokens=False) for part in (chat, answer))
+        return Text([*prompt, *ids, tokenizer.eos_token_id], len(prompt), is_unseen)
+
+    known = [text(question, answer, False) for question, answer in answers.items()]
+    return known + [text(wording, answers[question], True) for wording, question in unseen.items()]
 
 
 def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runtime:
