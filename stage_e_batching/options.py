@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 
+from stage_a_naive.params import check_field
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.options import add_options as add_paged_options
 
@@ -20,13 +22,19 @@ class BatchingOptions(EngineOptions):
     """
 
     enable_chunked_prefill: bool = True
-    trace: str | None = None
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         from stage_e_batching.scheduler import check_step_limits  # here: `--help` need not wait for PyTorch
 
         super().__post_init__()
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.trace is not None:
+            check_field(self, "trace", _as_path, bool, "None or the path of a file")
+
+
+def _as_path(value: object) -> str | None:
+    return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:

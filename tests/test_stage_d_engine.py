@@ -284,6 +284,7 @@ def test_a_machine_that_cannot_build_the_operator_says_so_when_it_is_asked_for(m
 def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
     assert cpu_num_blocks(block_bytes=2**20, block_size=16, max_model_len=4096) == CPU_POOL_BYTES // 2**20
     assert cpu_num_blocks(block_bytes=2**23, block_size=16, max_model_len=4096) == 256
+    assert cpu_num_blocks(block_bytes=2**29, block_size=16, max_model_len=100) == 7
 
 
 def test_the_largest_step_can_be_measured_in_a_pool_of_one_block(llm: LLM):

@@ -242,7 +242,9 @@ def test_every_part_agrees_on_the_block_size(llm):
 
 def test_a_trace_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match="trace cannot be written.*folder that exists.*nowhere"):
-        tiny(trace=str(tmp_path / "nowhere" / "trace.jsonl"))
+        tiny(trace=tmp_path / "nowhere" / "trace.jsonl")
+    with pytest.raises(ValueError, match="trace must be None or the path of a file, got 7"):
+        tiny(trace=7)
 
 
 def test_a_string_is_one_prompt(llm):
