@@ -53,7 +53,7 @@ def test_a_sequence_gets_exactly_the_blocks_its_tokens_need():
     assert manager.num_free == 10
 
 
-def test_the_token_after_a_full_block_goes_into_a_new_page():
+def test_the_token_after_a_full_block_goes_into_a_new_block():
     manager = BlockManager(10, 4)
     sequence = admit(manager, [1, 2, 3])
     sequence.token_ids.append(4)
@@ -71,13 +71,13 @@ def test_an_allocation_that_does_not_fit_changes_nothing():
     manager.check_invariants([first])
 
 
-def test_the_watermark_keeps_pages_free():
+def test_the_watermark_keeps_blocks_free():
     manager = BlockManager(4, 4)
     assert not manager.allocate(make([1] * 12), 12, watermark=2)
     assert manager.allocate(make([1] * 8), 8, watermark=2)
 
 
-def test_revived_pages_count_as_taken_from_the_free_ones():
+def test_revived_blocks_count_as_taken_from_the_free_ones():
     manager = BlockManager(3, 4)
     manager.free(admit(manager, list(range(8))))
     assert not manager.allocate(make([*range(8), 99]), 9, watermark=1)
@@ -116,7 +116,7 @@ def test_identical_prompts_of_one_step_share():
     manager.check_invariants([first, second])
 
 
-def test_a_reused_page_is_no_longer_found_under_its_old_content():
+def test_a_reused_block_is_no_longer_found_under_its_old_content():
     manager = BlockManager(2, 4)
     manager.free(admit(manager, [1, 2, 3, 4, 5]))
     other = admit(manager, [9, 9, 9, 9, 9])  # takes both blocks
@@ -140,7 +140,7 @@ def test_the_live_twin_of_an_evicted_block_stays_findable():
     manager.check_invariants([second, evictor])
 
 
-def test_pages_without_content_go_first_then_the_least_recently_freed():
+def test_blocks_without_content_go_first_then_the_least_recently_freed():
     manager = BlockManager(4, 2)
     old, new = admit(manager, [1, 2]), admit(manager, [3, 4])
     manager.free(old)
@@ -189,7 +189,7 @@ def test_generated_tokens_are_cached_too():
     manager.index_computed(sequence)  # it has no blocks any more
 
 
-def test_freeing_twice_returns_the_pages_once():
+def test_freeing_twice_returns_the_blocks_once():
     manager = BlockManager(4, 4)
     sequence = admit(manager, [1] * 6)
     manager.free(sequence)
@@ -205,7 +205,7 @@ def test_the_prefix_cache_can_be_switched_off():
     assert second.num_cached_tokens == 0 and manager.num_used == 6
 
 
-def test_the_invariants_notice_a_leaked_page():
+def test_the_invariants_notice_a_leaked_block():
     manager = BlockManager(4, 4)
     sequence = admit(manager, [1] * 6)
     sequence.block_table.pop()
@@ -213,7 +213,7 @@ def test_the_invariants_notice_a_leaked_page():
         manager.check_invariants([sequence])
 
 
-def test_the_memory_report_counts_a_shared_page_once():
+def test_the_memory_report_counts_a_shared_block_once():
     manager = BlockManager(10, 4)
     sequences = [admit(manager, list(range(6))), admit(manager, [0, 1, 2, 3, 9])]
     held = [(len(sequence), sequence.block_table) for sequence in sequences]
@@ -225,7 +225,7 @@ def test_the_memory_report_counts_a_shared_page_once():
     assert "3 blocks of 4" in str(report)
 
 
-def test_waste_grows_with_the_page_up_to_the_contiguous_reservation():
+def test_waste_grows_with_the_block_up_to_the_contiguous_reservation():
     points = waste_by_block_size([5, 9], [1, 4], max_model_len=16)
     assert [p["slots"] for p in points] == [14, 20, 32]
     assert points[0]["waste"] == 0 and points[-1]["waste"] == pytest.approx(1 - 14 / 32)

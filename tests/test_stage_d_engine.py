@@ -94,7 +94,7 @@ def test_a_prompt_of_exactly_full_cached_blocks_still_runs_a_token(llm: LLM):
     assert first["token_ids"] == again["token_ids"]
 
 
-def test_identical_prompts_of_one_call_share_pages(llm: LLM):
+def test_identical_prompts_of_one_call_share_blocks(llm: LLM):
     shared = list(range(300, 350))
     outputs = llm.generate([shared] * 3, GREEDY, use_tqdm=False)
     assert [o["metrics"]["num_cached_tokens"] for o in outputs] == [0, 48, 48]
@@ -148,7 +148,7 @@ def test_a_batch_that_the_pool_cannot_hold_is_split_in_order(expected: list[list
     assert order.index(5) > max(place for place, index in enumerate(order) if index == 0)
 
 
-def test_finished_requests_keep_a_padding_seat_that_changes_nobody(expected: list[list[int]], llm: LLM):
+def test_finished_requests_keep_a_padding_row_that_changes_nobody(expected: list[list[int]], llm: LLM):
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 12, 3, 12, 2, 7)]
     assert ids_of(llm, prompts(), params) == [ids[: p.max_tokens] for ids, p in zip(expected, params, strict=True)]
 
@@ -176,7 +176,7 @@ def test_the_sampler_can_be_replaced(llm: LLM):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_middle_leaves_no_page_held(expected: list[list[int]], error: type[BaseException]):
+def test_an_error_in_the_middle_leaves_no_block_held(expected: list[list[int]], error: type[BaseException]):
     llm = LLM("random:qwen2-tiny", device="cpu")
     calls = 0
 
@@ -195,7 +195,7 @@ def test_an_error_in_the_middle_leaves_no_page_held(expected: list[list[int]], e
     assert ids_of(llm, prompts()) == expected
 
 
-def test_pages_of_a_failed_prefill_are_not_found_later(expected: list[list[int]]):
+def test_blocks_of_a_failed_prefill_are_not_found_later(expected: list[list[int]]):
     llm = LLM("random:qwen2-tiny", device="cpu")
     hook = llm.runtime.model.layers[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"):
@@ -294,7 +294,7 @@ def test_the_largest_step_can_be_measured_in_a_pool_of_one_block(llm: LLM):
     assert hidden.shape[0] == 100
 
 
-def test_no_room_for_one_page_says_what_was_free_and_what_to_change():
+def test_no_room_for_one_block_says_what_was_free_and_what_to_change():
     with pytest.raises(MemoryError, match=r"2\.00 MiB, 1\.00 MiB are left.*300 MiB of the GPU.*Raise gpu_memory_util"):
         blocks_that_fit(2**20, 2**21, 300 * 2**20, 0.9)
     assert blocks_that_fit(2**22 - 1, 2**21, 0, 0.9) == 1

@@ -143,7 +143,7 @@ def test_the_embedded_model_equals_transformers():
     assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
 
 
-def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
+def test_a_cached_prefix_is_read_from_its_blocks(tmp_path: Path):
     _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
     shared, tail = prompt(70, seed=1), prompt(11, seed=2)
     fresh, cached = Stepper(runtime, caching=False), Stepper(runtime)
@@ -159,7 +159,7 @@ def test_a_cached_prefix_is_read_from_its_pages(tmp_path: Path):
     assert (cached.step((spoiled, 1)) - expected[-1:]).abs().max() > 1e-2
 
 
-def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_path: Path):
+def test_two_identical_prompts_in_one_step_share_blocks_and_are_both_right(tmp_path: Path):
     reference, runtime = load_both(tmp_path, preset_config("llama-tiny"))
     stepper = Stepper(runtime)
     ids = prompt(40)
@@ -175,7 +175,7 @@ def test_two_identical_prompts_in_one_step_share_pages_and_are_both_right(tmp_pa
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 256])
-def test_the_page_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
+def test_the_block_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
     config = preset_config("qwen2-tiny")
     reference, _ = load_both(tmp_path, config)
     source = ModelSource("tiny", config, tmp_path, tmp_path)
@@ -215,7 +215,7 @@ def test_the_norm_does_not_lose_small_or_large_rows_in_bfloat16():
     assert (norm(x) - 1).abs().max() < 0.02
 
 
-def test_every_layer_has_pages_of_its_own(tmp_path: Path):
+def test_every_layer_has_blocks_of_its_own(tmp_path: Path):
     _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
     pool = runtime.make_pool(3)
     config = runtime.config

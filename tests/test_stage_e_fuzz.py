@@ -112,7 +112,7 @@ def test_answers_do_not_depend_on_chunking(requests, options):
     run_and_compare(requests, options | {"enable_chunked_prefill": False})
 
 
-def test_the_fake_model_notices_a_wrong_page(monkeypatch):
+def test_the_fake_model_notices_a_wrong_block(monkeypatch):
     engine = make_engine(num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64)
     request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
     engine.add_request(request, streams=False)

@@ -425,7 +425,7 @@ def test_an_idle_engine_notices_a_leaked_block():
         run_all(engine)
 
 
-def test_identical_prompts_of_one_step_share_their_pages():
+def test_identical_prompts_of_one_step_share_their_blocks():
     engine = make_engine(**ROOMY)
     for _ in range(3):
         add(engine, 17, 4)
@@ -439,7 +439,7 @@ def test_identical_prompts_of_one_step_share_their_pages():
 
 
 @pytest.mark.parametrize(("max_tokens", "cached"), [(20, 28), (21, 32)], ids=["part of a block left", "full blocks"])
-def test_a_next_turn_finds_the_pages_of_the_answer_before(max_tokens, cached):
+def test_a_next_turn_finds_the_blocks_of_the_answer_before(max_tokens, cached):
     engine = make_engine(**ROOMY)
     add(engine, 12, max_tokens)
     [answer] = run_all(engine).values()  # its last token was never run: 12 + max_tokens - 1 have K and V
@@ -448,7 +448,7 @@ def test_a_next_turn_finds_the_pages_of_the_answer_before(max_tokens, cached):
     assert turn["metrics"]["num_cached_tokens"] == cached
 
 
-def test_an_answer_under_way_is_shared_page_by_page():
+def test_an_answer_under_way_is_shared_block_by_block():
     engine = make_engine(**ROOMY)
     add(engine, 12, 40)
     [running] = engine.scheduler.unfinished

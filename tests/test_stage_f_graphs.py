@@ -135,7 +135,7 @@ def test_other_models_give_stage_es_tokens(model):
     assert replays[8] > 0
 
 
-def test_padding_rows_write_no_page():
+def test_padding_rows_write_no_block():
     touched = {}
     prompts, params = countdown(5)
     for name in ("graphs", "eager"):
@@ -152,7 +152,7 @@ def test_padding_rows_write_no_page():
     assert torch.equal(touched["graphs"], touched["eager"])
 
 
-def test_rows_hold_their_sequences_pages_and_nothing_stale():
+def test_rows_hold_their_sequences_blocks_and_nothing_stale():
     llm, _ = build([4, 8], max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=64, overlap=False)
     runner, checked = llm.runner, []
     launch = runner.launch

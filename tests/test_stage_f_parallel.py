@@ -271,7 +271,7 @@ def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
         stage_f_graph_tp.LLM("random:qwen2-tiny", device="cuda", dtype="bfloat16", tensor_parallel_size=2)
 
 
-def test_ranks_with_unequal_memory_take_the_smallest_number_of_pages(monkeypatch):
+def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks(monkeypatch):
     free = {0: 50, 1: 30}
     choices = iter(free.values())
     monkeypatch.setattr(rank_runner, "choose_num_blocks", lambda runtime, options: next(choices))

@@ -60,7 +60,7 @@ class TestRotate:
 
 
 class TestFlatBatch:
-    def test_a_prefill_in_two_pages_beside_a_decode(self):
+    def test_a_prefill_in_two_blocks_beside_a_decode(self):
         first = sequence_of([10, 11, 12, 13, 14, 15], table=[4, 1])
         second = sequence_of([20, 21, 22, 23], table=[2])
         out = batch.flat_batch([batch.Chunk(first, 0, 6), batch.Chunk(second, 3, 1)], 4, CPU)
@@ -77,7 +77,7 @@ class TestFlatBatch:
         dtypes = (out.input_ids.dtype, meta.slot_mapping.dtype, meta.cu_seqlens_q.dtype, meta.block_tables.dtype)
         assert dtypes == (torch.int64, torch.int64, torch.int32, torch.int32), f"got dtypes {dtypes}"
 
-    def test_a_chunk_starts_where_it_is_told_and_takes_no_page_too_many(self):
+    def test_a_chunk_starts_where_it_is_told_and_takes_no_block_too_many(self):
         sequence = sequence_of(list(range(12)), table=[3, 5, 0])
         out = batch.flat_batch([batch.Chunk(sequence, 4, 4)], 4, CPU)
         assert out.input_ids.tolist() == [4, 5, 6, 7]
@@ -86,7 +86,7 @@ class TestFlatBatch:
         assert out.metadata.block_tables.tolist() == [[3, 5]], "8 tokens take 2 blocks"
         assert out.last_rows.tolist() == [], "4 of its 12 tokens are left to run: nothing is sampled yet"
 
-    def test_the_first_token_of_a_new_page(self):
+    def test_the_first_token_of_a_new_block(self):
         sequence = sequence_of(list(range(9)), table=[1, 0, 6])
         out = batch.flat_batch([batch.Chunk(sequence, 8, 1)], 4, CPU)
         assert out.metadata.slot_mapping.tolist() == [24], "token 8 with 4 a block is the first of its third block"
@@ -111,7 +111,7 @@ def computed(manager: BlockManager, sequence: Sequence) -> Sequence:
 
 
 class TestAllocate:
-    def test_pages_for_the_tokens_and_no_more(self):
+    def test_blocks_for_the_tokens_and_no_more(self):
         manager = BlockManager(10, 4, enable_prefix_caching=False)
         sequence = sequence_of(range(9))
         assert manager.allocate(sequence, 9) is True
@@ -121,7 +121,7 @@ class TestAllocate:
         assert manager.allocate(sequence, 13) is True and len(sequence.block_table) == 4, "token 13 takes a block"
         manager.check_invariants([sequence])
 
-    def test_too_few_pages_change_nothing(self):
+    def test_too_few_blocks_change_nothing(self):
         manager = BlockManager(3, 4, enable_prefix_caching=False)
         held, refused = sequence_of(range(8)), sequence_of(range(8))
         assert manager.allocate(held, 8)
@@ -145,7 +145,7 @@ class TestAllocate:
         assert manager.num_used == 3, f"3 distinct blocks are in use, got {manager.num_used}"
         manager.check_invariants([first, second])
 
-    def test_a_cached_page_that_nobody_holds_leaves_the_free_list(self):
+    def test_a_cached_block_that_nobody_holds_leaves_the_free_list(self):
         manager = BlockManager(4, 4)
         first = computed(manager, sequence_of(range(8)))
         manager.free(first)
@@ -153,7 +153,7 @@ class TestAllocate:
         assert manager.allocate(second, 10) and manager.num_used == 3
         manager.check_invariants([second])
 
-    def test_revived_pages_count_as_taken(self):
+    def test_revived_blocks_count_as_taken(self):
         manager = BlockManager(3, 4)
         manager.free(computed(manager, sequence_of(range(8))))
         wants_all = sequence_of([*range(8), *range(60, 68)])

@@ -122,7 +122,7 @@ class TestPad:
         assert host.slot_mapping[3] == -1, f"slot -1 writes no key, got {host.slot_mapping[3]}"
         assert (host.block_tables[3] == -1).all(), "no block of an older step may stay in the block table"
 
-    def test_their_token_goes_to_the_padding_seat_and_is_a_valid_one(self):
+    def test_their_token_goes_to_the_padding_slot_and_is_a_valid_one(self):
         host = self.padded(4, 2)
         assert host.batch_slots[2:].tolist() == host.sample_slots[2:].tolist() == [99, 99], (
             "batch slot 99 belongs to no sequence"
