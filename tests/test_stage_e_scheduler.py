@@ -6,15 +6,17 @@ import json
 import random
 import sys
 from collections import deque
+from contextlib import suppress
 
 import pytest
 from fake_model import CountingRunner, answer_alone, completion_of, make_engine, make_request, run_all
 
 from benchmarks.pictures import timeline
 from stage_d_paged import block_manager
+from stage_e_batching.engine import Engine
 from stage_e_batching.llm import serve
 from stage_e_batching.scheduler import MAX_OVERTAKES, MAX_PROMPT_STEPS, Scheduler
-from stage_e_batching.step import BatchSequence, State
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_e_batching.trace import Trace
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -502,3 +504,38 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
     assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "blocks": 3}
     assert timeline.draw(timeline.read_trace(tmp_path / "trace.jsonl")).png.startswith(b"\x89PNG")
+
+
+def preempt(engine: Engine, request_id: int) -> None:
+    """Take a sequence's blocks away, as a step does for an older one."""
+    step = ScheduledStep(number=0, time=0.0)
+    engine.scheduler._preempt(engine.scheduler.find(request_id), step, "for the test")
+
+
+def test_what_is_computed_again_is_counted_although_its_recomputation_was_broken_off():
+    preempted = make_engine(**ROOMY | {"max_num_batched_tokens": 16}, enable_prefix_caching=False)
+    request_id = add(preempted, 60, 5)
+    for _ in range(5):  # 60 tokens of prompt in chunks, one of the answer
+        preempted.step()
+    preempt(preempted, request_id)
+    preempted.step()  # 16 of the 61 tokens that were computed
+    preempt(preempted, request_id)
+    run_all(preempted)
+    assert preempted.counters.num_recomputed_tokens == 16 + 61
+
+    failing = make_engine(**ROOMY | {"max_num_batched_tokens": 16}, fail_at=frozenset({6, 8}))
+    add(failing, 60, 5)
+    for _ in range(8):
+        with suppress(RuntimeError):
+            failing.step()  # the sixth runs token 61 and fails; the seventh runs 16 again; the eighth fails
+    run_all(failing)
+    assert failing.counters.num_recomputed_tokens == 16 + 62
+
+
+def test_the_time_of_the_first_step_is_not_that_of_a_return_from_preemption():
+    engine = make_engine(**ROOMY)
+    request_id = add(engine, 6, 5)
+    engine.step()
+    preempt(engine, request_id)
+    [output] = run_all(engine).values()
+    assert output["metrics"]["prefill_time"] > 0, "from the first step to the first token"
