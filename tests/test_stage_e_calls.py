@@ -230,3 +230,15 @@ def test_a_trace_counts_the_blocks_of_the_step_that_it_describes(tmp_path, stage
         for entry in record["sequences"]:
             assert entry["blocks"] == -(-(entry["start"] + 1) // 2)
         assert record["used_blocks"] >= sum(entry["blocks"] for entry in record["sequences"])
+
+
+@pytest.mark.parametrize("stage", SIDE_BY_SIDE, ids=lambda stage: stage.__name__)
+def test_a_request_that_was_added_and_aborted_is_no_error_of_the_step_after(alone, stage):
+    llm = stage.LLM("random:qwen2-tiny", device="cpu", **POOL)
+    aborted, kept = (llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    llm.step()
+    assert llm.engine.abort(aborted)
+    found = []
+    while not llm.is_finished():
+        found += llm.step()[0]
+    assert found == [(kept, alone[1])]

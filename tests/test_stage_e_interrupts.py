@@ -236,3 +236,17 @@ def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(monkeypatch, st
     assert outputs[0]["metrics"]["num_cached_tokens"] == 0
     expected = fresh.generate(prompts, greedy, False)
     assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_that_an_interrupt_kept_from_arriving_is_not_waited_for(late: bool, monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(**POOL, late=late)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.scheduler, "add", interrupted)
+        engine.add_request(make_request(0, [1, 2, 3], 5))
+    engine.step()
+    assert engine.is_finished()
