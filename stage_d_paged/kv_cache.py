@@ -43,7 +43,8 @@ class KVCache:
         if num_bytes > available:
             raise MemoryError(
                 f"a KV pool of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 2**30:.1f} GiB; "
-                f"{device} has {available / 2**30:.1f} GiB. Lower num_kvcache_blocks, or leave it at -1 (automatic)"
+                f"{device} has {available / 2**30:.1f} GiB. Lower num_kvcache_blocks or kvcache_block_size, "
+                "or leave both out for the engine to choose"
             )
         # Zeros, not empty: a kernel may load a block's unused tail and mask it, and NaN times a zero weight is NaN.
         self.tensor = torch.zeros(
