@@ -245,6 +245,16 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
     assert widest > 0, "no draft ever needed a block of its own"
 
 
+def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 6), **POOL)
+    engine.add_request(make_request(0, [5, 6, 7], 31, ignore_eos=True), streams=False)
+    engine.step()
+    for _ in range(4):
+        engine.step()
+        [sequence] = engine.scheduler.decoding
+        assert sequence.num_indexed_blocks == sequence.num_computed_tokens // POOL["block_size"]
+
+
 def test_nobody_is_preempted_for_a_guess():
     options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
     engine = make_engine(drafter=AlwaysDrafts(0, 0.5, 6), **options)

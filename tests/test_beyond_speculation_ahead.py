@@ -232,6 +232,24 @@ def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
     assert run_all(engine, request) == answer_alone(request, 4096)[0]
 
 
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
+    engine = make_engine(**POOL | {"block_size": 1})
+    engine.drafter, scheduler, steps = Switched(), engine.scheduler, []
+    schedule_decodes = scheduler._schedule_decodes
+
+    def preempt_first(step: ScheduledStep) -> None:
+        steps.append(step)
+        if len(steps) == number:
+            scheduler._preempt(scheduler.decoding[-1], step, "another one needs a block")
+        schedule_decodes(step)
+
+    scheduler._schedule_decodes = preempt_first
+    request = make_request(0, [5, 6, 7], 11, ignore_eos=True)  # the third step is its last, if the guesses are right
+    assert run_all(engine, request) == answer_alone(request, 4096)[0]
+    assert len(steps) >= number
+
+
 def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
     engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 300}, max_model_len=1200)
     engine.drafter = Switched()
@@ -272,6 +290,18 @@ def test_nobody_is_preempted_for_a_guess(monkeypatch):
     while engine.has_unfinished():
         engine.step()
     assert engine.counters.num_preemptions == 0 and engine.counters.num_draft_tokens > 0
+
+
+def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(monkeypatch):
+    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # guesses go on, although some are wrong
+    options = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
+    prompt, params = [4, 5, 6] * 15, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+    [expected] = stage_e_batching.LLM("random:qwen2-tiny", **options).generate([prompt], params, False)
+    llm = LLM("random:qwen2-tiny", **options)
+    llm.engine.drafter = Switched()
+    [found] = llm.generate([prompt], params, False)
+    assert found["token_ids"] == expected["token_ids"] and len(prompt + found["token_ids"]) == 64
+    assert llm.engine.counters.num_draft_tokens > 2 * DRAFT
 
 
 def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():

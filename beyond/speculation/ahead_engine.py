@@ -69,8 +69,6 @@ class AheadEngine(DraftingEngine):
     def _settle(self, sequence: SpeculativeSequence, num_right: int) -> None:
         """Account for a verification that found this many guesses right."""
         self.counters.num_accepted_tokens += num_right
-        if sequence.state is not State.DECODING:
-            return
         if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
             sequence.num_right = num_right
             sequence.settle()

@@ -25,7 +25,6 @@ from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.engine import Engine, Runner
 from stage_e_batching.live_requests import Counters
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import State
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 SHARE = 4  # one in this many decoding sequences must have a draft, or waiting costs the others more than it gains
@@ -124,9 +123,8 @@ class SpeculativeEngine(DraftingEngine):
             self.drafter.complete(verified)
         self.postprocess(step, self.runner.run(step))
         for sequence in verified:
-            if sequence.state is State.DECODING:
-                sequence.settle()
-                self.scheduler.trim(sequence)
+            sequence.settle()
+            self.scheduler.trim(sequence)
         for sequence in self.scheduler.decoding:  # where prompts have steps of their own, drafts may not have run
             sequence.drop_draft()
 
