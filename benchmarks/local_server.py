@@ -39,7 +39,8 @@ def local_server(*options: str, threads: int = 1) -> Iterator[LocalServer]:
         RuntimeError: it did not start; its own message is on standard error.
     """
     command = [sys.executable, "-m", "beyond.serving", "--port", "0", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)
