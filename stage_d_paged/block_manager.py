@@ -110,7 +110,7 @@ class BlockManager:
         """
         table = sequence.block_table
         missing = self.blocks_for(num_tokens) - len(table)
-        if table and missing <= 0:
+        if missing <= 0:
             return True
         shared = [] if table else self._find_cached(sequence)
         fresh = max(0, missing - len(shared))
