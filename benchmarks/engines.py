@@ -122,6 +122,7 @@ STUDIES: dict[str, dict[str, str]] = {
         "no overlap": "F[overlap=False]",
         "all on": "F",
     },
+    "stage-f-alone": {"F": "F"},  # some seconds on every workload: what a change of its kernels does to all of them
     "ranks": {"F": "F", "F, 2 GPUs": "F, 2 GPUs", "F, 4 GPUs": "F, 4 GPUs"},
 }  # fmt: skip
 

@@ -75,6 +75,11 @@ def overview_columns(group: Group) -> list[Column]:
     return [column for column in columns if group.workload(column.workload)]
 
 
+def overview_table(group: Group) -> list[str]:
+    """Every engine of a group at a glance."""
+    return [*caption(group), *table(group, group.engines, overview_columns(group)), ""]
+
+
 def gain(group: Group, engine: str, column: Column, before: str = "") -> str:
     """How many times as fast as another engine; by default the stage before, eager or compiled as this one is."""
     value = group.median(engine, column.workload, column.figure)
