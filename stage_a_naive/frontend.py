@@ -1,6 +1,6 @@
 """What a user touches: `generate` and `chat`, the same in every stage.
 
-The front end checks everything at the door, so that a bad request costs an error message and nothing else, and hands
+The front end checks everything before anything runs: a bad request costs an error message and nothing else. It hands
 plain `Request`s to the stage's own `_generate`.
 """
 

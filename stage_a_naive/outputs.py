@@ -51,7 +51,7 @@ class GenerationOutput(TypedDict):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt that has passed every check at the door."""
+    """One prompt that has passed every check."""
 
     index: int  # its position in the caller's list
     prompt_token_ids: list[int]

@@ -80,6 +80,13 @@ def test_pieces_of_any_ids_join_to_what_the_tokenizer_decodes(name: str, data: s
     assert "".join(stream(tokenizer, ids)) == decode_all(tokenizer, ids) == text
 
 
+def test_after_a_placeholder_a_text_begins_anew() -> None:
+    tokenizer = TOKENIZERS["byte fallback"]
+    word, unknown = tokenizer.convert_tokens_to_ids("▁a"), len(tokenizer)
+    ids = [word, unknown, word, word]
+    assert "".join(stream(tokenizer, ids)) == decode_all(tokenizer, ids) == f"a{placeholder(unknown)}a a"
+
+
 @every_tokenizer
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

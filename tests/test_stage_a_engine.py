@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import chatml, render_chat
@@ -97,11 +98,17 @@ def test_generation_that_reaches_the_models_length_ends_there(tiny: LLM) -> None
 
 
 def test_a_seed_gives_the_same_text_whatever_else_is_asked(tiny: LLM) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=10, seed=11)
-    [alone] = tiny.generate("abc", params, use_tqdm=False)
-    among = tiny.generate(["xyz", "abc"], params, use_tqdm=False)
-    other = tiny.generate("abc", SamplingParams(temperature=1.0, max_tokens=10, seed=12), use_tqdm=False)
-    assert among[1]["token_ids"] == alone["token_ids"] != other[0]["token_ids"]
+    for seed in (11, 0):
+        params = SamplingParams(temperature=1.0, max_tokens=10, seed=seed)
+        [alone] = tiny.generate("abc", params, use_tqdm=False)
+        among = tiny.generate(["xyz", "abc"], params, use_tqdm=False)
+        other = tiny.generate("abc", SamplingParams(temperature=1.0, max_tokens=10, seed=seed + 1), use_tqdm=False)
+        assert among[1]["token_ids"] == alone["token_ids"] != other[0]["token_ids"]
+
+
+def test_the_second_request_of_a_call_counts_its_wait_in_the_ttft(tiny: LLM) -> None:
+    first, second = (o["metrics"] for o in tiny.generate(["abc", "xyz"], GREEDY, use_tqdm=False))
+    assert second["ttft"] >= first["prefill_time"] + first["decode_time"] + second["prefill_time"]
 
 
 def test_unseeded_requests_differ_from_each_other_but_repeat_with_the_engines_seed() -> None:
@@ -123,6 +130,10 @@ def test_the_sampler_can_be_replaced_and_a_wrong_one_is_refused() -> None:
     llm.sampling_fn = second_best
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0]["token_ids"] != greedy
     assert seen[0] == ((1, 4096), torch.float32, [GREEDY])
+    half = LLM("random:qwen2-tiny", device="cpu", dtype="bfloat16")
+    half.sampling_fn = second_best
+    half.generate("abc", GREEDY, use_tqdm=False)
+    assert seen[-1][1] == torch.float32
     llm.sampling_fn = lambda logits, params: logits
     with pytest.raises(ValueError, match=r"integer ids of shape \[1\]"):
         llm.generate("abc", GREEDY, use_tqdm=False)
@@ -157,6 +168,21 @@ def test_chat_renders_the_template_and_falls_back_to_chatml(tutor: LLM) -> None:
     for bad in ([], [{"role": "user"}], ["hi"]):
         with pytest.raises(ValueError, match=r"message|conversation"):
             render_chat(tutor.tokenizer, bad)
+
+
+def test_a_chat_has_one_begin_of_sequence_token_and_a_prompt_too() -> None:
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    begin = "<|endoftext|>"
+    begin_id = llm.tokenizer.convert_tokens_to_ids(begin)
+    llm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, begin_id)]
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    llm.tokenizer.chat_template = begin + "{{ messages[0].content }}"  # as Llama's writes it out
+    assert [ids.count(begin_id) for ids in llm.chat_prompts(messages)] == [1]
+    llm.tokenizer.chat_template = None  # ChatML does not
+    assert [ids.count(begin_id) for ids in llm.chat_prompts(messages)] == [1]
+    assert [r.prompt_token_ids.count(begin_id) for r in llm.requests(["hi"])] == [1]
 
 
 @pytest.mark.gpu

@@ -59,6 +59,19 @@ def test_a_stop_string_across_tokens_cuts_the_text_before_it_and_is_never_stream
     assert completion.finish_reason == "stop"
 
 
+def test_of_several_stop_strings_the_first_in_the_text_cuts_it() -> None:
+    [first, *_] = ids_of(" cache")  # one token with both
+    assert TOKENIZER.decode([first]) == " cache"
+    completion, pieces = grow([first], stop=["he", "ac"])
+    assert completion.text == "".join(pieces) == " c" and completion.finish_reason == "stop"
+
+
+def test_a_stop_string_that_only_the_last_flush_completes_is_the_reason() -> None:
+    broken = ids_of("龘")[:1]  # a part of a character: held back until the length ends the answer, then U+FFFD
+    completion, _ = grow([*ids_of("ab"), *broken], stop=["\ufffd"], max_tokens=len(ids_of("ab")) + 1)
+    assert (completion.text, completion.finish_reason) == ("ab", "stop")
+
+
 def test_text_held_back_for_a_stop_string_that_does_not_come_is_released_at_the_end() -> None:
     completion, pieces = grow(ids_of("abc KV ca"), stop=["KV cache"], max_tokens=len(ids_of("abc KV ca")))
     assert "".join(pieces) == completion.text == "abc KV ca"

@@ -142,7 +142,8 @@ def test_draws_follow_the_distribution() -> None:
 def test_noise_is_independent_of_the_neighbouring_step_seed_and_token() -> None:
     base = gumbel_noise(1, 5, 20_000, CPU)
     assert abs(base.mean() - 0.5772) < 0.03 and abs(base.var() - math.pi**2 / 6) < 0.08
-    for other in (gumbel_noise(1, 6, 20_000, CPU), gumbel_noise(2, 5, 20_000, CPU), base.roll(1)):
+    others = (gumbel_noise(1, 6, 20_000, CPU), gumbel_noise(2, 5, 20_000, CPU), gumbel_noise(1 + 2**32, 5, 20_000, CPU))
+    for other in (*others, base.roll(1)):
         assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.03
 
 
