@@ -13,8 +13,11 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import assert_idle, running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from beyond.serving.protocol import Limits  # noqa: E402
+from beyond.serving.answers import Answer  # noqa: E402
+from beyond.serving.event_stream import EventStream  # noqa: E402
+from beyond.serving.protocol import Limits, parse_chat, parse_completion  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
+from stage_e_batching.mailbox import Event, Token  # noqa: E402
 
 QUESTION = "What is a KV cache?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -118,6 +121,25 @@ def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path
     else:
         for name, values in whole["choices"][0]["logprobs"].items():
             assert [choice["logprobs"][name] for choice in choices] == [[value] for value in values]
+
+
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_an_end_that_comes_after_its_last_token_is_told_too(llm, parse):
+    """As it may where another thread of the program runs the steps; else it comes with the last token."""
+    [request], [output] = llm.requests([QUESTION]), llm.generate([QUESTION], SamplingParams(max_tokens=1), False)
+    body = {"prompt": QUESTION, "logprobs": 1} if parse is parse_completion else {"messages": CHAT, "logprobs": True}
+    ask = parse(body, Limits(), *([] if parse is parse_completion else [64]))
+    stream = EventStream(None, Answer(ask, "tutor", llm.tokenizer), include_usage=False)
+    token = Token(5, "x", {5: -0.5})
+
+    def told(*events: Event) -> list[dict]:
+        frames = stream._frames([(request, event) for event in events])
+        return [json.loads(each.decode().removeprefix("data: "))["choices"][0] for each in frames]
+
+    before, end = told(Event(0, [token], "x"), Event(0, [], "", output))
+    assert (before["finish_reason"], end["finish_reason"]) == (None, "length")
+    assert end.get("text", "") == end.get("delta", {}).get("content", "") == ""
+    assert [choice["finish_reason"] for choice in told(Event(0, [token] * 2, "xx", output))] == [None, "length"]
 
 
 def test_logprobs_are_the_engines_likeliest_first(client, llm):

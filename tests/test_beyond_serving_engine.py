@@ -6,8 +6,11 @@ import asyncio
 import json
 import random
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 
@@ -21,7 +24,7 @@ import stage_e_batching  # noqa: E402
 import stage_f_graph_tp  # noqa: E402
 from beyond.serving import AsyncLLM, event_stream  # noqa: E402
 from beyond.serving.async_llm import QueueFull  # noqa: E402
-from beyond.serving.engine_loop import EngineClosed  # noqa: E402
+from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop  # noqa: E402
 from beyond.serving.sse import frame  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
@@ -161,6 +164,25 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm, monkeypatch):
     assert len(framed) == received.count(b"data: {") == 200
 
 
+def test_a_client_that_takes_nothing_in_is_left_and_one_that_waits_for_the_engine_is_not(llm, monkeypatch):
+    monkeypatch.setattr(event_stream, "SEND_SECONDS", 0.1)
+    with running(llm) as server:
+        [listening] = server.server.servers[0].sockets
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with connect(server, receive_buffer=4096) as connection:
+            connection.sendall(post_bytes(LONG | {"logprobs": 20}))  # more than the buffers on the way hold
+            wait_until(lambda: server.llm.metrics.num_ended["abort"] == 1)
+        server.llm.engine_loop.pause()
+        ask = LONG | {"max_tokens": 3}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as response:
+            run_steps(server, llm, 2)
+            lines = (line for line in response.iter_lines() if line)
+            assert next(lines).startswith("data: {")
+            time.sleep(0.5)  # the engine takes longer than a client may
+            server.llm.engine_loop.resume()
+            assert [line[:7] for line in lines] == ["data: {", "data: {", "data: ["]
+
+
 def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back(server, llm, client):
     loop = server.llm.engine_loop
     loop.pause()
@@ -195,6 +217,7 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
     assert tokens and done == "data: [DONE]"
     told = json.loads(error.removeprefix("data: "))["error"]
     assert told["type"] == "server_error" and "secret" not in told["message"]
+    assert llm.engine.scheduler.block_manager.num_used == 0  # already, and not only after the next step
     assert client.get("/health").status_code == 503
     assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 2}).status_code == 200
     assert client.get("/health").status_code == 200
@@ -211,6 +234,37 @@ def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm
         http = pool.map(over_http, range(6))
         threads = pool.map(lambda _: llm.generate([QUESTION], GREEDY, False)[0]["text"], range(6))
         assert {*http, *threads} == {expected["text"]}
+
+
+# ---- a call and its requests ----------------------------------------------------------------------------------------
+
+
+def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm):
+    news: SimpleQueue[list] = SimpleQueue()
+    loop = EngineLoop(llm.engine, lambda now, what: news.put(what))
+    endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+    call = Call(llm.requests([QUESTION] * 2, [replace(endless, max_tokens=1), endless]))
+    loop.submit(call)
+    while not any(event.output for _, _, event in news.get(timeout=30)):
+        pass
+    loop.drop(call)
+    loop.drop(call)
+    assert not loop.call(lambda: llm.engine.has_unfinished()).result(30)
+    loop.close()
+    loop.join(30)
+
+
+def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
+    async def use() -> None:
+        many = AsyncLLM(llm)
+        with many.submit(llm.requests([QUESTION], SamplingParams(max_tokens=1))):
+            wait_until(lambda: many.engine_loop.call(lambda: not many.engine_loop._calls).result(30))  # its end is out
+        assert many.num_unfinished == 0
+        await asyncio.sleep(0.01)  # and now it comes in
+        assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 1
+        await many.close()
+
+    asyncio.run(use())
 
 
 # ---- asyncio --------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Answer:
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]})
         return self._head | {"choices": choices, "usage": self.usage(outputs)}
 
-    def chunk(self, index: int, token: Token, finish_reason: str | None) -> str:
-        """One token of choice number `index` as JSON, also when its text is still empty."""
+    def chunk(self, index: int, token: Token | None, finish_reason: str | None) -> str:
+        """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone."""
         if index not in self._begun or finish_reason or token.logprobs:
             chunk = as_json(self._chunk(index, token, finish_reason))
             self._begun.add(index)
@@ -67,13 +67,14 @@ class Answer:
         before, behind = self._around[index]
         return f"{before}{as_json(token.text)}{behind}"
 
-    def _chunk(self, index: int, token: Token, finish_reason: str | None) -> dict[str, object]:
+    def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, object]:
+        text = token.text if token else ""
         if self._ask.is_chat:
             role = {} if index in self._begun else {"role": "assistant"}
-            content = {"delta": role | {"content": token.text}}
+            content = {"delta": role | {"content": text}}
         else:
-            content = {"text": token.text}
-        logprobs = self._logprobs(index, [token])
+            content = {"text": text}
+        logprobs = self._logprobs(index, [token] if token else [])
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         usage = {"usage": None} if self._ask.include_usage else {}
         return self._chunk_head | {"choices": [choice]} | usage

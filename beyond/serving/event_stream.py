@@ -90,9 +90,14 @@ class EventStream(Response):
             await send_on(DONE, more=False)
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
-        """A server-sent event for every token; the last of an answer carries the reason of its end."""
+        """A server-sent event for every token; the last of an answer carries the reason of its end.
+
+        Where another thread runs the steps, an end may come after its last token was read: then it has an event.
+        """
         for request, event in news:
             last = len(event.tokens) - 1
             for i, token in enumerate(event.tokens):
                 reason = event.output["finish_reason"] if event.output is not None and i == last else None
                 yield frame(self._answer.chunk(request.index, token, reason))
+            if event.output is not None and not event.tokens:
+                yield frame(self._answer.chunk(request.index, None, event.output["finish_reason"]))
