@@ -200,7 +200,7 @@ def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back
     assert client.post("/v1/completions", json=ask | {"n": 9}).status_code == 400  # will never fit
 
 
-def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch):
+def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch, capsys):
     name = "launch" if hasattr(llm.runner, "launch") else "run"
     works, left = getattr(llm.runner, name), [3, 1]  # steps until it fails, and times
 
@@ -217,6 +217,7 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
     assert tokens and done == "data: [DONE]"
     told = json.loads(error.removeprefix("data: "))["error"]
     assert told["type"] == "server_error" and "secret" not in told["message"]
+    assert "secret detail" in capsys.readouterr().err  # the log
     assert llm.engine.scheduler.block_manager.num_used == 0  # already, and not only after the next step
     assert client.get("/health").status_code == 503
     assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 2}).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -16,7 +17,9 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
+from beyond.serving.engine_loop import Call  # noqa: E402
 from beyond.serving.metrics import Histogram, RequestMetrics, exposition  # noqa: E402
+from stage_e_batching.mailbox import Event  # noqa: E402
 
 PROMPT = [i % 1000 + 5 for i in range(50)]
 DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "grafana.json"
@@ -104,6 +107,16 @@ def test_a_histogram_counts_every_value_at_its_limit_or_below():
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(value)
     assert histogram.counts == [2, 2, 1] and histogram.sum == 14.0
+
+
+def test_a_request_waits_until_its_first_step_and_one_that_fails_is_counted_as_such(llm):
+    metrics, [request] = RequestMetrics(), llm.requests(["x"])
+    call = Call([request])
+    output = {"finish_reason": "stop", "metrics": {"ttft": 3.0, "prefill_time": 2.0}}
+    metrics.observe(call.arrival_time + 7, call, request, Event(0, [], "", output))
+    metrics.observe(call.arrival_time + 9, call, request, Event(1, [], "", error=RuntimeError()))
+    assert metrics.queue_time.sum == 1 and math.isclose(metrics.whole_request.sum, 7)
+    assert metrics.num_ended == {"stop": 1, "length": 0, "abort": 0, "error": 1}
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(llm):
