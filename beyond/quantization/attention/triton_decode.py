@@ -15,11 +15,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from beyond.quantization.formats import Quantized
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
 from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, write_result
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # where inline PTX cannot run
+
+
+@triton.jit
+def keep_layout(x):
+    """Return the 8-bit `x` as it is: a copy of registers, four numbers each, which no change of layout is moved across.
+
+    The product with the values takes neighbours of one column. Without this, the compiler reorders the values while
+    they still are 8 bits, one byte at a time; behind it they are 16 bits, which shared memory transposes (`ldmatrix`).
+    """
+    if INTERPRETED:
+        return x
+    same = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x.to(tl.int8, bitcast=True)], tl.int8, is_pure=False, pack=4
+    )
+    return same.to(x.dtype, bitcast=True)
 
 
 @triton.jit
@@ -57,7 +75,7 @@ def quantized_online_softmax(
         p = tl.exp2(scores - new_highest[:, None])
         total = total * shrink + tl.sum(p, 1)
         weighted = (p * v_scale[None, :]).to(q.dtype)
-        acc = tl.dot(weighted, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(weighted, keep_layout(v).to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # without any key
     return acc / total[:, None], highest + tl.log2(total)
@@ -112,7 +130,7 @@ def choose_quantized_config(pairs: int, element_size: int) -> DecodeConfig | Non
     """
     if pairs < 64 or element_size == 4:
         return None
-    return DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4, min_splits=2)
+    return DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4, min_splits=2)
 
 
 def decode(
