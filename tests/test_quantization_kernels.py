@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
 from beyond.quantization.formats import FORMATS, Quantized, dequantize_matrix, quantize_matrix, quantize_rows
 from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.attention.decode_plan import plan_decode
 from stage_d_paged.layers import rotate
 
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
@@ -280,11 +281,41 @@ def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, gro
             assert tiles.rows * height >= 16 * tiles.warps, "a warp multiplies 16 rows"
             assert tiles.columns == group or not group, "a tile has one scale per row"
             block_m = products._token_block(tokens)
+            assert tokens > 8 or tiles.rows * height == 32, "few tokens: low tiles, in many programs"
             assert tiles.stages >= 2 and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= 233472
             programs = -(-rows // tiles.rows) * -(-tokens // block_m)
             assert tiles.splits == 1 or splits and programs <= fused_layers.MAX_TILES
             cut = tiles.splits == 8 or columns // (tiles.columns * tiles.splits) < 4  # as far as it may be
             assert not splits or cut or programs * tiles.splits >= 132
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("stored", ["*i8", "*fp8e4nv"])
+def test_compiled_for_hopper_no_value_is_read_from_shared_memory_by_the_byte(stored, tmp_path, monkeypatch):
+    """The decode kernel; compiling it needs no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from beyond.quantization.attention.triton_decode import choose_quantized_config, quantized_decode_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = choose_quantized_config(128, 2)
+    plan = plan_decode(32, 4096, 28, 64, 4, 128, torch.bfloat16, 132, config)
+    constants = plan.constants | {"MIXED": False}
+    settings = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    types = dict.fromkeys(quantized_decode_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {"out": "*bf16", "query": "*bf16", "k_values": stored, "v_values": stored, "scale_log2": "fp32"}
+    types |= dict.fromkeys(("k_scales", "v_scales", "partial_out", "partial_lse"), "*fp32")
+    types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens_q", "arrival_counters"), "*i32")
+    index = quantized_decode_kernel.arg_names.index
+    aligned = [name for name, kind in types.items() if kind.startswith("*")] + ["query_stride", "slot_stride"]
+    source = ASTSource(
+        quantized_decode_kernel, types, {(index(name),): value for name, value in constants.items()},
+        {(index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings).asm["ptx"]
+    assert "ldmatrix" in found and ".trans" in found and "ld.shared.b8" not in found
 
 
 @pytest.mark.gpu
