@@ -45,8 +45,7 @@ class DecodeResult:
     """What a decode step leaves on the device, at fixed addresses under a graph."""
 
     ids: Tensor  # int64 [rows]: the tokens, for rows that are greedy or at a plain temperature
-    hidden: Tensor | None = None  # [rows, hidden]: final states, where logits are made from them again
-    logits: Tensor | None = None  # [rows, vocab], where they are kept
+    hidden: Tensor  # [rows, hidden]: final states, for rows that ask for more than that
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Stage E's model runner with the CPU taken out: graphs for decode, fused kernels.
 
 Where there is a graph for a step, its input is padded to the graph's size and sent in one copy. A decode step, from the
-embedding to the sampled tokens, is one replay. A step with prefill is a replay up to the final states, and the LM head
-and the sampler run after it. Everything else (steps above the largest graph, a machine without a GPU) runs eagerly.
+embedding to the sampled tokens, is one replay, or one launch of the persistent megakernel (`megakernel_steps.py`). A
+step with prefill is a replay up to the final states, and the LM head and the sampler run after it. Everything else
+(steps above the largest graph, a machine without a GPU) runs eagerly.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from stage_f_graph_tp.cuda_graph import (
     capture_sizes,
 )
 from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
 from stage_f_graph_tp.step_input import StepInput, StepShape
@@ -52,18 +54,21 @@ class GraphModelRunner(AsyncModelRunner):
         super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        self.megakernel: Megakernel | None = None
+        self.megakernel: MegakernelSteps | None = None
         self._is_cuda = runtime.device.type == "cuda"
-        self._host_failure = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)  # of the megakernel
         self._max_model_len = runtime.max_model_len
-        if options.fused and self._is_cuda and options.tensor_parallel_size == 1:
-            self.megakernel = choose_decode_step(runtime)
         if self._is_cuda and not options.enforce_eager:
             if runtime.backend.name == "reference":  # it asks the device for the longest context
                 self._report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
             else:
+                if options.fused and options.tensor_parallel_size == 1 and (kernel := choose_decode_step(runtime)):
+                    self.use_megakernel(kernel)
                 prefills = prefill_sizes(options.max_num_batched_tokens) if options.prefill_graphs else []
                 self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs), prefills)
+
+    def use_megakernel(self, kernel: Megakernel) -> None:
+        """Run decode steps of one or two requests as one launch of this kernel. Before `capture`."""
+        self.megakernel = MegakernelSteps(kernel, self.kv_cache, self.last_tokens)
 
     # ---- graphs ------------------------------------------------------------------------------------------------
 
@@ -76,8 +81,12 @@ class GraphModelRunner(AsyncModelRunner):
             graphs = PrefillGraphs(list(prefills), max_num_seqs, *limits)
             self._capture(record, graphs, "prefill", lambda shape: self._prefill_body(graphs, shape))
             self.prefill_graphs = graphs
+        if self.megakernel is not None:
+            sizes = [size for size in sizes if size > MEGAKERNEL_ROWS]
         decode_graphs = DecodeGraphs(sizes, *limits, padding_slot=max_num_seqs)
         self._capture(record, decode_graphs, "decode", lambda shape: self._decode_body(decode_graphs, shape))
+        if self.megakernel is not None:
+            self._warm_up(self.megakernel, decode_graphs)
         self.graphs = decode_graphs
 
     def _capture(self, record: Recorder, graphs: StepGraphs, name: str, body_of: Callable[[StepShape], Body]) -> None:
@@ -95,8 +104,7 @@ class GraphModelRunner(AsyncModelRunner):
         host = self.buffers.next_host(shape)
         graphs.pad(host, 0)
         inputs = self.buffers.send(shape)
-        decode = self._decode_megakernel if self._takes_megakernel(shape.num_seqs) else self._decode_layers
-        return lambda: decode(inputs, shape)
+        return lambda: self._decode(inputs, shape)
 
     def _prefill_body(self, graphs: PrefillGraphs, shape: StepShape) -> Body:
         """The model on a step of this shape, on inputs that are all padding while it is recorded."""
@@ -106,25 +114,17 @@ class GraphModelRunner(AsyncModelRunner):
         inputs = self.buffers.send(shape)
         return partial(super().run_model, inputs, shape)
 
-    def _takes_megakernel(self, rows: int) -> bool:
-        return self.megakernel is not None and rows <= MEGAKERNEL_ROWS
+    def _warm_up(self, megakernel: MegakernelSteps, graphs: DecodeGraphs) -> None:
+        """Run a step of padding: the first launch of a kernel loads it, and no request should wait for that."""
+        shape = StepShape(1, 1, 1, self.batch.max_blocks, 1, 1, self._max_model_len)
+        graphs.pad(self.buffers.next_host(shape), 0)
+        megakernel.launch(1, self.buffers.send(shape))
 
-    def _decode_layers(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
+    def _decode(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
         hidden = self.forward(inputs, shape)
         ids = self.sample_plain(hidden, inputs)
         self.keep(ids, inputs, shape)
-        return DecodeResult(ids, hidden=hidden)
-
-    def _decode_megakernel(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
-        torch.index_select(self.last_tokens, 0, inputs.batch_slots, out=inputs.input_ids)
-        logits = self.megakernel.make_logits(shape.num_seqs)
-        self.megakernel.step(
-            inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens,
-            self.kv_cache.tensor, logits,
-        )  # fmt: skip
-        ids = self.sampler.sample_plain(logits, inputs.temperatures, inputs.noise_keys)
-        self.keep(ids, inputs, shape)
-        return DecodeResult(ids, logits=logits)
+        return DecodeResult(ids, hidden)
 
     def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
         """Sample rows that are greedy or at a plain temperature, from what the input says alone."""
@@ -134,6 +134,8 @@ class GraphModelRunner(AsyncModelRunner):
 
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
         """A host buffer for a step of shape `exact`, padded to a graph's size where there is one."""
+        if self.megakernel is not None and self.megakernel.takes(exact):
+            return super().next_host(exact)
         graphs, prefill_graphs = self.graphs, self.prefill_graphs  # a thread that closes the engine takes them away
         if graphs is not None and (shape := graphs.padded(exact)) is not exact:
             host = self.buffers.next_host(shape)
@@ -146,7 +148,9 @@ class GraphModelRunner(AsyncModelRunner):
         return super().next_host(exact)
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
-        """Execute a prepared step: by replaying its graph, or eagerly."""
+        """Execute a prepared step: as one launch, by replaying its graph, or eagerly."""
+        if self.megakernel is not None and self.megakernel.takes(shape):
+            return self._launch_megakernel(shape, sample_slots, needs)
         graphs = self.graphs
         recorded = graphs and graphs.find(shape)
         execute = partial(self._replay, recorded) if recorded else self.execute
@@ -160,20 +164,24 @@ class GraphModelRunner(AsyncModelRunner):
         # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
         if needs & ~RANDOM:
             live = StepInput(*(array[:count] for array in inputs))
-            if result.logits is None:
-                sampled = self.sample(result.hidden[:count], sample_slots, live, needs)
-            else:
-                sampled = self.sample_logits(result.logits[:count], sample_slots, live)
+            sampled = self.sample(result.hidden[:count], sample_slots, live, needs)
             self.keep(sampled.ids, live, shape)
         else:
             ids = result.ids[:count]
             sampled = SampledTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
-        if not self._takes_megakernel(shape.num_seqs):
-            return self.fetch(sampled)
-        self._host_failure.copy_(self.megakernel.failure, non_blocking=True)  # travels with the tokens
-        fetched = self.fetch(sampled)
-        check = partial(self.megakernel.check, self._host_failure)
-        return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
+        return self.fetch(sampled)
+
+    @torch.inference_mode()
+    def _launch_megakernel(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
+        inputs = self.buffers.send(shape)
+        output = self.megakernel.launch(shape.num_seqs, inputs)
+        check = partial(self.megakernel.kernel.check, output.failure)
+        if needs & ~RANDOM:  # as in `_replay`
+            sampled = self.sample_logits(output.logits, sample_slots, inputs)
+            self.keep(sampled.ids, inputs, shape)
+            fetched = self.fetch(sampled)
+            return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
+        return CheckedInFlight(SampledTokens(output.ids), output.ids, output.arrived, check)
 
     def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """Run all layers: in a step with prefill by replaying its graph, if it has one."""
@@ -190,7 +198,7 @@ class GraphModelRunner(AsyncModelRunner):
             return super().sample_logits(logits, sample_slots, inputs)
         except Exception:
             if self.megakernel is not None:
-                self.megakernel.check()  # the sampler may have been handed what a step that gave up left
+                self.megakernel.kernel.check()  # the sampler may have been handed what a step that gave up left
             raise
 
     def release(self) -> None:

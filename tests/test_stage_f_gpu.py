@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import stage_e_batching
@@ -59,11 +61,23 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtyp
 def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answers, overlap):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1]
-    llm.runner.megakernel.failure.fill_(3 * 16 + 2 + 1)
+    llm.runner.megakernel.kernel.failure.fill_(3 * 16 + 2 + 1)
     with pytest.raises(RuntimeError, match="layer 3, phase 2; its tokens are invalid"):
         llm.chat(ASKED[0], PARAMS, False)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1], "the next request starts afresh"
     assert llm.engine.stats()["num_used_blocks"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_megakernel_samples_what_the_sampler_does_from_its_logits(overlap):
+    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
+    for rows in (1, 2):
+        for seed, temperature in enumerate((0.0, 0.3, 1.0, 2.0)):
+            params = SamplingParams(temperature=temperature, seed=seed, max_tokens=48, ignore_eos=True)
+            asking = dataclasses.replace(params, logprobs=1)  # its rows go through stage E's sampler
+            expected = ids(llm.generate(PROMPTS[:rows], asking, False))
+            assert ids(llm.generate(PROMPTS[:rows], params, False)) == expected
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ A CPU has no CUDA graphs, but all that surrounds them is the same there: `EagerR
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -12,21 +13,24 @@ import torch
 
 import stage_e_batching
 import stage_f_graph_tp
+from stage_a_naive.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
+from stage_e_batching.sampler import sample_reference
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.step_input import StepShape
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+WARM = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
 
 
 class EagerRecorder:
     """A replay runs the body again and puts its result where the first one's is stored; counts the replays by rows."""
 
-    def __init__(self) -> None:
-        self.replays: Counter[int | str] = Counter()
+    def __init__(self, replays: Counter[int | str] | None = None) -> None:
+        self.replays = Counter() if replays is None else replays
 
     def __call__(self, body: Body) -> Recorded:
         kept = body()
@@ -36,9 +40,8 @@ class EagerRecorder:
             if isinstance(kept, torch.Tensor):
                 self.replays[f"{len(kept)} tokens"] += 1
                 return kept.copy_(again)
-            for name in ("ids", "hidden", "logits"):
-                if getattr(kept, name) is not None:
-                    getattr(kept, name).copy_(getattr(again, name))
+            kept.ids.copy_(again.ids)
+            kept.hidden.copy_(again.hidden)
             self.replays[len(kept.ids)] += 1
 
         return Recorded(replay, kept)
@@ -267,27 +270,35 @@ class FakeMegakernel(Megakernel):
         self.workspace = torch.zeros(64, dtype=torch.uint8)
         self.steps, self.gives_up = 0, 0
 
-    def step(self, token_ids, positions, slot_mapping, block_tables, context_lens, pool, logits) -> None:
-        rows = len(token_ids)
+    def step(
+        self, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens, temperatures, noise_keys,
+        pool, logits, result,
+    ) -> None:  # fmt: skip
+        rows, token_ids = len(batch_slots), last_tokens[batch_slots]
         starts = torch.arange(rows + 1, dtype=torch.int32)
         metadata = AttentionMetadata(starts, context_lens, slot_mapping, block_tables, 1, self.longest)
         logits.copy_(self.model.compute_logits(self.model(token_ids, positions, self.kv_cache, metadata)))
         self.steps += 1
         if self.steps == self.gives_up:
             self.failure.fill_(3 * 16 + 2 + 1)
+        result[-1] = self.failure[0]
         if self.failure:
             logits.fill_(float("nan"))
+        else:
+            mixed_ids = mix32(torch.arange(self.config.vocab_size))
+            result[:-1] = last_tokens[batch_slots] = sample_reference(logits, temperatures, noise_keys, mixed_ids)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "params",
-    [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)],
-    ids=["greedy", "sampled"],
+    [GREEDY, WARM, dataclasses.replace(WARM, top_p=0.9, logprobs=2)],
+    ids=["greedy", "sampled", "filtered"],
 )
 def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
     llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
-    llm.runner.megakernel = fake = FakeMegakernel(llm)
+    fake = FakeMegakernel(llm)
+    llm.runner.use_megakernel(fake)
     llm.runner.capture(EagerRecorder(), [1, 2])
     expected = llm.generate(PROMPTS[:2], params, False)
     assert fake.steps > 10
@@ -302,13 +313,26 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, overlap):
+    llm, replays = build([], max_num_seqs=5, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
+    fake = FakeMegakernel(llm)
+    llm.runner.use_megakernel(fake)
+    llm.runner.capture(EagerRecorder(replays), [1, 2, 4, 5])
+    params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
+    params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
+    assert ids(llm.generate(PROMPTS, params, False)) == ids(stage_e.generate(PROMPTS, params, False))
+    assert fake.steps > 5 and set(replays) == {4, 5}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_call(overlap):
     def strict(logits, params):
         assert logits.isfinite().all()
         return logits.argmax(-1)
 
     llm, _ = build([], max_num_seqs=2, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
-    llm.runner.megakernel = fake = FakeMegakernel(llm)
+    fake = FakeMegakernel(llm)
+    llm.runner.use_megakernel(fake)
     llm.runner.capture(EagerRecorder(), [1, 2])
     llm.sampling_fn = strict
     expected = ids(llm.generate(PROMPTS[:2], GREEDY, False))

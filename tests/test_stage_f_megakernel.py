@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
+from stage_e_batching.sampler import SMALLEST
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import why_unsupported
 
@@ -52,15 +55,24 @@ def make_model(shape: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Decoder
 class Step:
     """Device inputs of one decode step over a shuffled pool of random keys and values."""
 
-    token_ids: torch.Tensor
+    last_tokens: torch.Tensor
+    batch_slots: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     context_lens: torch.Tensor
+    temperatures: torch.Tensor
+    noise_keys: torch.Tensor
     pool: torch.Tensor
 
     def arguments(self):
-        return (self.token_ids, self.positions, self.slot_mapping, self.block_tables, self.context_lens, self.pool)
+        """Of a step that can be repeated: it leaves its tokens in a copy."""
+        first, *others = vars(self).values()
+        return first.clone(), *others
+
+    @property
+    def token_ids(self):
+        return self.last_tokens[self.batch_slots]
 
 
 def make_step(shape: ModelConfig, dtype: torch.dtype, contexts: list[int], block_size: int, seed: int = 0) -> Step:
@@ -79,9 +91,12 @@ def make_step(shape: ModelConfig, dtype: torch.dtype, contexts: list[int], block
     for row, context in enumerate(contexts):  # what has not been written yet must not matter
         for p in range(max(0, context - 1), pages[row] * block_size):
             pool[:, :, int(tables[row, p // block_size]), p % block_size] = float("nan")
-    ids = torch.randint(shape.vocab_size, (len(contexts),), generator=generator, device=DEVICE)
-    return Step(ids, torch.tensor(last, device=DEVICE), torch.tensor(slots, device=DEVICE), tables,
-                torch.tensor(contexts, dtype=torch.int32, device=DEVICE), pool)  # fmt: skip
+    rows = len(contexts)
+    tokens = torch.randint(shape.vocab_size, (rows + 3,), generator=generator, device=DEVICE)
+    batch_slots = torch.randperm(rows + 3, generator=generator, device=DEVICE)[:rows]
+    return Step(tokens, batch_slots, torch.tensor(last, device=DEVICE), torch.tensor(slots, device=DEVICE), tables,
+                torch.tensor(contexts, dtype=torch.int32, device=DEVICE), torch.zeros(rows, device=DEVICE),
+                torch.zeros(rows, dtype=torch.int32, device=DEVICE), pool)  # fmt: skip
 
 
 def reference(model: DecoderModel, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +142,18 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def run(kernel: Megakernel, step: Step) -> torch.Tensor:
-    logits = kernel.make_logits(len(step.token_ids)).fill_(float("nan"))
-    kernel.step(*step.arguments(), logits)
+    """The step's logits; its tokens must be those of stage E's sampler, on the device and on the host."""
+    from stage_e_batching.sampler_kernels import sample_rows  # only GPUs need Triton
+
+    rows = len(step.batch_slots)
+    arguments, result = step.arguments(), kernel.make_result(rows)
+    logits = kernel.make_logits(rows).fill_(float("nan"))
+    kernel.step(*arguments, logits, result)
     kernel.check()
+    expected = step.last_tokens.clone()
+    expected[step.batch_slots] = sample_rows(logits, step.temperatures, step.noise_keys)
+    assert torch.equal(arguments[0], expected)
+    assert result.tolist() == [*expected[step.batch_slots].tolist(), 0]
     return logits
 
 
@@ -170,22 +194,48 @@ def test_one_captured_graph_serves_steps_of_any_length():
     shape = SHAPES["tiny"]
     kernel = Megakernel(make_model(shape, torch.bfloat16))
     static = make_step(shape, torch.bfloat16, [4096], 64)
-    logits = kernel.make_logits(1)
-    kernel.step(*static.arguments(), logits)
+    logits, result = kernel.make_logits(1), kernel.make_result(1)
+    launch = partial(kernel.step, *vars(static).values(), logits, result)
+    launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.step(*static.arguments(), logits)
+        launch()
     for seed, context in enumerate((1, 700, 64, 4000, 65)):
         step = make_step(shape, torch.bfloat16, [context], 64, seed)
         expected, _ = reference(kernel.model, step)
         static.block_tables.fill_(-1)
         static.block_tables[:, : step.block_tables.shape[1]] = step.block_tables
         static.pool[:, :, : step.pool.shape[2]] = step.pool
-        for name in ("token_ids", "positions", "slot_mapping", "context_lens"):
+        for name in ("last_tokens", "batch_slots", "positions", "slot_mapping", "context_lens"):
             getattr(static, name).copy_(getattr(step, name))
         graph.replay()
         kernel.check()
         assert relative_error(logits, expected) < TOLERANCE[torch.bfloat16]
+        assert result.tolist() == [static.token_ids.item(), 0] == [logits.argmax().item(), 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny", "uneven", "qwen3"])
+def test_tokens_at_any_temperature_are_the_samplers(name):
+    kernel = Megakernel(make_model(SHAPES[name], torch.bfloat16))
+    step = make_step(SHAPES[name], torch.bfloat16, [100, 7, 33, 250, 1, 64, 2, 90], 64)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    step.temperatures = torch.tensor([0.7, 1.0, 0.0, 0.1, 3.0, SMALLEST, 1e30, math.inf], device=DEVICE)
+    for _ in range(50):
+        step.noise_keys = torch.randint(-(2**31), 2**31, (8,), generator=generator, device=DEVICE).int()
+        run(kernel, step)
+
+
+@pytest.mark.gpu
+def test_of_equal_logits_the_smallest_id_is_the_token():
+    kernel = Megakernel(make_model(SHAPES["llama"], torch.bfloat16))
+    step = make_step(SHAPES["llama"], torch.bfloat16, [100, 7, 33], 64)
+    weight = kernel.model.lm_head.weight
+    weight[2500:] = weight[:2500]
+    logits = run(kernel, step)
+    assert torch.equal(logits[:, :2500], logits[:, 2500:])
+    weight.zero_()
+    assert not run(kernel, step).any()
 
 
 @pytest.mark.gpu
@@ -217,12 +267,19 @@ def test_a_step_after_one_that_gave_up_is_right(behind):
     with torch.cuda.stream(sleeping):
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second
     time.sleep(0.1)  # until it sleeps: a step that came first would have all multiprocessors
-    kernel.step(*step.arguments(), torch.empty_like(logits))
+    results = [kernel.make_result(1) for _ in range(1 + behind)]
+    arguments = step.arguments()
+    kernel.step(*arguments, torch.empty_like(logits), results[0])
     kernel.flags, kernel.timeout_ms = Megakernel.flags, Megakernel.timeout_ms
-    for _ in range(behind):  # launched before the host knows
-        kernel.step(*step.arguments(), torch.empty_like(logits))
+    for result in results[1:]:  # launched before the host knows
+        kernel.step(*arguments, torch.empty_like(logits), result)
+    ended = torch.cuda.Event()
+    ended.record()
+    ended.synchronize()
+    assert behind or torch.equal(arguments[0], step.last_tokens), "a token of the step that gave up was kept"
+    assert all(result[-1] == results[0][-1] for result in results)
     with pytest.raises(RuntimeError, match="waited longer than .* ms in layer"):
-        kernel.check()
+        kernel.check(results[0][-1])
     assert sleeping.query(), "the device was not waited for"
     assert all(torch.equal(run(kernel, step), logits) for _ in range(20))
     assert_step_is_right(kernel, step, TOLERANCE[torch.bfloat16])

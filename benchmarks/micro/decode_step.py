@@ -9,6 +9,8 @@ the clock of every multiprocessor at the end of each phase of each layer.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,11 +83,22 @@ def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int
     return [ids, last, slots, tables, torch.full((rows,), context, dtype=torch.int32, device="cuda"), pool]
 
 
+def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None]:
+    """The greedy step with these `step_arguments`, as a function; each call goes on from the tokens of the last."""
+    ids, positions, slots, tables, lengths, pool = arguments
+    rows = len(ids)
+    temperatures = torch.zeros(rows, device="cuda")
+    noise_keys = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    return partial(
+        kernel.step, ids, torch.arange(rows, device="cuda"), positions, slots, tables, lengths, temperatures,
+        noise_keys, pool, kernel.make_logits(rows), kernel.make_result(rows),
+    )  # fmt: skip
+
+
 def time_steps(kernel: Megakernel, arguments: list[Tensor]) -> list[float]:
     """Seconds per step."""
-    logits = kernel.make_logits(len(arguments[0]))
     kernel.reset()
-    samples = graph_seconds([lambda: kernel.step(*arguments, logits)] * STEPS, REPEATS)
+    samples = graph_seconds([launch_of(kernel, arguments)] * STEPS, REPEATS)
     kernel.check()
     return samples
 
@@ -98,9 +111,9 @@ def trace_phases(kernel: Megakernel, arguments: list[Tensor], seconds: float) ->
     layers = kernel.config.num_layers
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     trace = torch.zeros(multiprocessors, 9 * layers + 3, dtype=torch.int64, device="cuda")
-    logits = kernel.make_logits(len(arguments[0]))
+    launch = launch_of(kernel, arguments)
     for _ in range(3):
-        kernel.step(*arguments, logits, trace)
+        launch(trace=trace)
     kernel.check()
     clocks = trace[trace[:, -1] > 0].double()
     second = seconds / (clocks[:, -1] - clocks[:, 0]).mean()

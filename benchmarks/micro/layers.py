@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.micro.decode_step import floor_seconds, make_model, step_arguments
+from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_panel
 from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
@@ -78,10 +78,7 @@ def step_of(model: DecoderModel, rows: int) -> Callable[[], torch.Tensor]:
 
 def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
     """The same step as one kernel."""
-    kernel = Megakernel(model)
-    arguments = step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE)
-    logits = kernel.make_logits(rows)
-    return lambda: kernel.step(*arguments, logits)
+    return launch_of(Megakernel(model), step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE))
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:

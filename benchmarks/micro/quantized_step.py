@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.micro.decode_step import step_arguments
+from benchmarks.micro.decode_step import launch_of, step_arguments
 from benchmarks.text import markdown
 from benchmarks.timing import graph_seconds
 from beyond.quantization.kv_cache import QuantizedKVCache
@@ -76,8 +75,7 @@ def step_of(runtime: Runtime, rows: int) -> Callable[[], torch.Tensor]:
     ids, positions, slots, tables, lengths, pool = step_arguments(config, rows, CONTEXT, BLOCK_SIZE)
     eight_bits = any(isinstance(module, QuantizedMatrix) for module in model.modules())
     if not eight_bits and rows <= MEGAKERNEL_ROWS and (kernel := choose_decode_step(runtime)) is not None:
-        logits = kernel.make_logits(rows)
-        return partial(kernel.step, ids, positions, slots, tables, lengths, pool, logits)
+        return launch_of(kernel, [ids, positions, slots, tables, lengths, pool])
     cache = runtime.make_pool(pool.shape[2])
     if isinstance(cache, QuantizedKVCache):
         cache.tensor.copy_(pool.clamp(-1, 1) * 100)

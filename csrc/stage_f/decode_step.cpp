@@ -33,9 +33,10 @@ void check(const char* name, const Tensor& tensor, const Tensor& like, at::Scala
 }
 
 void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tensor& final_norm, const Tensor& lm_head,
-                 const Tensor& cos, const Tensor& sin, const Tensor& kv_cache, const Tensor& token_ids,
-                 const Tensor& positions, const Tensor& slot_mapping, const Tensor& block_tables,
-                 const Tensor& context_lens, const Tensor& logits, const Tensor& workspace,
+                 const Tensor& cos, const Tensor& sin, const Tensor& kv_cache, const Tensor& last_tokens,
+                 const Tensor& batch_slots, const Tensor& positions, const Tensor& slot_mapping,
+                 const Tensor& block_tables, const Tensor& context_lens, const Tensor& temperatures,
+                 const Tensor& noise_keys, const Tensor& logits, const Tensor& result, const Tensor& workspace,
                  const std::optional<Tensor>& trace, int64_t heads, int64_t intermediate, double eps,
                  int64_t flags, int64_t timeout_ms) {
   const auto dtype = kv_cache.scalar_type();
@@ -58,12 +59,17 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   check("lm_head", lm_head, kv_cache, dtype, {vocab, hidden});
   check("cos", cos, kv_cache, at::kFloat, {cos.size(0), head_dim / 2});
   check("sin", sin, kv_cache, at::kFloat, {cos.size(0), head_dim / 2});
-  check("token_ids", token_ids, kv_cache, at::kLong, {rows});
+  check("last_tokens", last_tokens, kv_cache, at::kLong, last_tokens.sizes());
+  check("batch_slots", batch_slots, kv_cache, at::kLong, {rows});
   check("positions", positions, kv_cache, at::kLong, {rows});
   check("slot_mapping", slot_mapping, kv_cache, at::kLong, {rows});
   check("block_tables", block_tables, kv_cache, at::kInt, block_tables.sizes());
   check("context_lens", context_lens, kv_cache, at::kInt, {rows});
+  check("temperatures", temperatures, kv_cache, at::kFloat, {rows});
+  check("noise_keys", noise_keys, kv_cache, at::kInt, {rows});
   check("logits", logits, kv_cache, at::kFloat, {rows, vocab});
+  // The host's page-locked memory has the same address on the device.
+  check("result", result, result.is_pinned() ? result : kv_cache, at::kLong, {rows + 1});
   check("workspace", workspace, kv_cache, at::kByte, workspace.sizes());
 
   DecodeStep s{};
@@ -90,9 +96,13 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   s.block_tables = block_tables.const_data_ptr<int32_t>();
   s.context_lens = context_lens.const_data_ptr<int32_t>();
   s.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
-  s.token_ids = token_ids.const_data_ptr<int64_t>();
+  s.batch_slots = batch_slots.const_data_ptr<int64_t>();
+  s.last_tokens = last_tokens.data_ptr<int64_t>();
   s.positions = positions.const_data_ptr<int64_t>();
+  s.temperatures = temperatures.const_data_ptr<float>();
+  s.noise_keys = noise_keys.const_data_ptr<int32_t>();
   s.logits = logits.data_ptr<float>();
+  s.result = result.data_ptr<int64_t>();
   s.workspace = workspace.data_ptr<uint8_t>();
   if (trace.has_value()) {
     int multiprocessors = 0;
@@ -131,9 +141,10 @@ int64_t workspace_bytes(int64_t hidden, int64_t intermediate, int64_t heads, int
 TORCH_LIBRARY_FRAGMENT(six_engines, library) {
   library.def(
       "decode_step(Tensor layer_table, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
-      "Tensor(a!) kv_cache, Tensor token_ids, Tensor positions, Tensor slot_mapping, Tensor block_tables, "
-      "Tensor context_lens, Tensor(b!) logits, Tensor(c!) workspace, Tensor(d!)? trace, int heads, "
-      "int intermediate, float eps, int flags, int timeout_ms) -> ()");
+      "Tensor(a!) kv_cache, Tensor(b!) last_tokens, Tensor batch_slots, Tensor positions, Tensor slot_mapping, "
+      "Tensor block_tables, Tensor context_lens, Tensor temperatures, Tensor noise_keys, Tensor(c!) logits, "
+      "Tensor(d!) result, Tensor(e!) workspace, Tensor(f!)? trace, int heads, int intermediate, float eps, int flags, "
+      "int timeout_ms) -> ()");
   library.def("decode_workspace_bytes(int hidden, int intermediate, int heads, int kv_heads, int head_dim) -> int",
               &workspace_bytes);
 }

@@ -1,7 +1,7 @@
 // A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
 //
 // Plain C++ (no torch, no CUDA types), so that both the checks (decode_step.cpp) and the launch (launch.cu) can include
-// it. Every pointer is a device pointer; every value that changes from step to step (token ids, positions,
+// it. Every pointer is a device pointer; every value that changes from step to step (tokens, positions,
 // block tables, context lengths) is read from device memory by the kernel, so one captured CUDA graph serves all steps.
 #pragma once
 
@@ -11,6 +11,7 @@ namespace six_engines {
 
 constexpr int kMaxDecodeRows = 8;         // requests a launch can serve: the n of the m16n8k16 matrix instruction
 constexpr int kMaxDecodeSplits = 32;      // parts that one (row, KV head) attention may be cut into
+constexpr int kMaxBlocks = 160;           // of the grid; there are no GPUs with more multiprocessors
 constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
 
 // Bits of `flags`. What a measurement may leave out (the result is then wrong; only the time means something), and for
@@ -42,8 +43,13 @@ struct DecodeStep {
   int blocks, block_size, max_blocks;
   const std::int32_t* block_tables;     // [rows, max_blocks]
   const std::int32_t* context_lens;     // [rows], this step's token included
-  const std::int64_t *slot_mapping, *token_ids, *positions;  // [rows]; slot -1: a padding row, which touches no KV
+  const std::int64_t *slot_mapping, *positions;  // [rows]; slot -1: a padding row, which touches no KV
+  const std::int64_t* batch_slots;      // [rows]: where in last_tokens the row's token is
+  std::int64_t* last_tokens;            // [batch slots]: the tokens of this step, and then those that it has chosen
+  const float* temperatures;            // [rows], 0: greedy
+  const std::int32_t* noise_keys;       // [rows], the bits of an unsigned number
   float* logits;                        // [rows, vocab]
+  std::int64_t* result;                 // [rows + 1]: the chosen tokens, and 0 or where a wait was given up
   unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
   long long* trace;                     // null, or the clock at every mark: [blocks, kLayerMarks * layers + kEndMarks]
   int flags;

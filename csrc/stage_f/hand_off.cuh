@@ -84,8 +84,8 @@ __device__ __forceinline__ void receive_hidden(Worker& w, bool embedded, Kind fr
       if (unit >= units || columns[i] >= pairs) columns[i] = -1;
       if (columns[i] >= 0) gains[i] = __ldg(static_cast<const uint32_t*>(gain) + columns[i]);
       if (columns[i] >= 0 && embedded)
-        x[i] = unpack_pair<T>(
-            __ldg(static_cast<const uint32_t*>(s.embedding) + s.token_ids[rows[i]] * pairs + columns[i]));
+        x[i] = unpack_pair<T>(__ldg(static_cast<const uint32_t*>(s.embedding) +
+                                    static_cast<long long>(token_table(w)[rows[i]]) * pairs + columns[i]));
     }
     if (!embedded) {
       wait_words(w, [&] {

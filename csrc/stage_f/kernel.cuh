@@ -1,4 +1,4 @@
-// A persistent megakernel, one launch per decode step: embedding, every layer, LM head.
+// A persistent megakernel, one launch per decode step: embedding, every layer, LM head, tokens.
 //
 // Why: at one row a step is 988 MB of weights (Qwen2.5-0.5B) and next to no arithmetic, 0.23 ms at the memory's speed.
 // As ordinary kernels, even in a CUDA graph, every layer is a handful of launches that each start with an empty pipe
@@ -148,6 +148,7 @@ __device__ __forceinline__ void prepare(Worker& w) {
     rows[w.thread] = context;
     rows[kMaxDecodeRows + w.thread] = per_split;
     rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, per_split) + 1;
+    token_table(w)[w.thread] = static_cast<int>(s.last_tokens[s.batch_slots[w.thread]]);
   }
   float* rope = w.shared<float>(plan.rope_at);
   for (int i = w.thread; i < s.rows * (D / 2); i += kThreads) {
@@ -165,9 +166,11 @@ __device__ __forceinline__ void prepare(Worker& w) {
   float* own = w.shared<float>(plan.own_at);
   list_units(w);
   const Slice hidden = w.shared<Slice>(plan.slices_at)[kOut];  // kDown is divided in the same way
-  for (int i = w.thread; i < s.rows * hidden.count; i += kThreads)
+  for (int i = w.thread; i < s.rows * hidden.count; i += kThreads) {
+    const long long token = token_table(w)[i % s.rows];
     own[i / s.rows * kMaxDecodeRows + i % s.rows] =
-        to_float(static_cast<const T*>(s.embedding)[s.token_ids[i % s.rows] * s.hidden + hidden.first + i / s.rows]);
+        to_float(static_cast<const T*>(s.embedding)[token * s.hidden + hidden.first + i / s.rows]);
+  }
 }
 
 template <typename T, int D>
@@ -193,6 +196,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     consume<T, D>(w, table, step_number);
   }
+  if (__syncthreads_and(w.waits) && w.warp < kWarps) choose_tokens(w);
+  if (blockIdx.x != 0) return;
   __syncthreads();
   if (w.thread == 0) close_step(w, step_number);
 }

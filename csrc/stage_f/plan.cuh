@@ -64,7 +64,7 @@ struct DecodePlan {
   // Vectors handed off through L2: first word, and words per request. What a kind publishes; kQkv's is for attention.
   unsigned vector_at[4], vector_length[4];
   unsigned unit_rows, attention_rows, act_rows;  // reciprocals: unit -> request, see row_of
-  unsigned attention_at, attention_length, splits_at, total_words;
+  unsigned attention_at, attention_length, splits_at, candidates_at, total_words;
 };
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -116,13 +116,15 @@ inline void plan_workspace(const DecodeStep& s, DecodePlan& plan) {
   plan.attention_length = s.heads * s.head_dim / 2;
   plan.attention_at = take(2LL * kMaxDecodeRows * plan.attention_length);
   plan.splits_at = take(1LL * kMaxDecodeRows * s.heads * kMaxDecodeSplits * (s.head_dim + 2));
+  plan.candidates_at = take(1LL * kMaxDecodeRows * kMaxBlocks * 2);
   plan.total_words = at;
 }
 
 // Returns null or what does not fit.
 inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_limit, DecodePlan& plan) {
   plan = DecodePlan{};
-  plan.grid = std::min(multiprocessors, s.intermediate / 2);  // every block owns part of the MLP: see consume()
+  // Every block owns part of the MLP: see the head of kernel.cuh.
+  plan.grid = std::min({multiprocessors, kMaxBlocks, s.intermediate / 2});
   const int attention = s.heads * s.head_dim, qkv = attention + 2 * s.kv_heads * s.head_dim;
   // A slot takes 8 rows of the hidden size, but no more than 18,560 bytes: benchmarks/results/
   // decode_kernel_history_h200.json has the times of 15,000 and 26,000.
@@ -152,12 +154,12 @@ inline const char* plan_step(const DecodeStep& s, int multiprocessors, int smem_
   int at = 0;
   const auto take = [&at](int bytes) { const int here = at; at += (bytes + 127) / 128 * 128; return here; };
   plan.act_at = take(s.rows * slot_stride(std::max({s.hidden, attention, s.intermediate}) / kStepColumns));
-  plan.partial_at = take(most_units * plan.sets * 32 * 4);
+  plan.partial_at = take(std::max(most_units * plan.sets * 32 * 4, s.rows * kWarps * 12));  // see best_of_warps
   plan.own_at = take(most_rows(plan.matrix[kOut], plan.grid) * kMaxDecodeRows * 4);
   plan.bias_at = take(most_rows(plan.matrix[kQkv], plan.grid) * 4);
   plan.rope_at = take(s.rows * s.head_dim * 4);
   plan.sums_at = take(s.rows * ceil_div(s.hidden, 64) * 4);
-  plan.rows_at = take((3 * kMaxDecodeRows + 1) * 4);
+  plan.rows_at = take((4 * kMaxDecodeRows + 1) * 4);
   plan.items_at = take(kWarps * 64);
   plan.slices_at = take(kKinds * static_cast<int>(sizeof(Slice)));
   plan.units_at = take(units * static_cast<int>(sizeof(Unit)));

@@ -1,6 +1,7 @@
-// A block's share of each product, what becomes of the results, and the end of the step.
+// A block's share of each product, and what becomes of the results.
 #pragma once
 
+#include "stage_f/choose.cuh"
 #include "stage_f/hand_off.cuh"
 
 namespace six_engines {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void product(Worker& w, int kind) {
   }
 }
 
-// The LM head: enough tiles for a warp to take whole ones. Logits go to memory.
+// The LM head: enough tiles for a warp to take whole ones. Logits go to memory, and the warp keeps each row's best.
 template <typename T>
 __device__ __forceinline__ void head_product(Worker& w) {
   const DecodeStep& s = w.step;
@@ -54,6 +55,9 @@ __device__ __forceinline__ void head_product(Worker& w) {
   const int g = w.lane >> 2, q = w.lane & 3, slots = w.plan.slots;
   const float scale[2] = {norm_scale<T>(w, q), norm_scale<T>(w, q + 4)};
   const int window = min(kWarps, slots / m.chunks);  // tiles at a time, see multiply_units
+  const Choice choice[2] = {choice_of(s, min(q, s.rows - 1)), choice_of(s, min(q + 4, s.rows - 1))};
+  const Candidate none{-INFINITY, 0.0f, slice.first};
+  Candidate best[2] = {none, none};
 #pragma unroll 1
   for (int base = 0; base < slice.count; base += window * m.tile_rows, w.at.advance(window * m.chunks, slots)) {
     if (base > 0) workers_sync();
@@ -70,18 +74,16 @@ __device__ __forceinline__ void head_product(Worker& w) {
     for (int set = 0; set < 2; ++set) {
       const int request = set * 4 + q, id = slice.first + row + g;
       if (g >= rows || request >= s.rows) continue;
-      s.logits[static_cast<long long>(request) * s.vocab + id] = out[set] * scale[set];
+      const Candidate found = candidate_of(choice[set], out[set] * scale[set], id);
+      s.logits[static_cast<long long>(request) * s.vocab + id] = found.logit;
+      if (better(found, best[set], choice[set].inverse)) best[set] = found;
     }
   }
-}
-
-// Counts the blocks that are done; the last one closes the step. (All have read the step's number by then.) For one
-// thread of a block, once none of the block's waits is left that could report an error.
-__device__ __forceinline__ void close_step(const Worker& w, unsigned step_number) {
-  volatile unsigned* words = control(w);
-  if (atomicAdd(control(w) + 1, 1u) != gridDim.x - 1) return;
-  words[1] = 0;
-  words[0] = step_number + 1;
+#pragma unroll
+  for (int set = 0; set < 2; ++set) {
+    best[set] = best_of_lanes(best[set], choice[set], 4, 16);
+    if (g == 0 && set * 4 + q < s.rows) best_of_warps(w, set * 4 + q)[w.warp] = best[set];
+  }
 }
 
 }  // namespace six_engines

@@ -35,8 +35,13 @@ struct Worker {
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
 };
 
-__device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, blocks finished, first error
+__device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, first error
   return reinterpret_cast<unsigned*>(w.words);
+}
+
+// The rows' tokens in shared memory, behind the row table of attention_parts.cuh.
+__device__ __forceinline__ int* token_table(const Worker& w) {
+  return w.shared<int>(w.plan.rows_at) + 3 * kMaxDecodeRows + 1;
 }
 
 // One request of a vector [2 parities][rows][length] that is handed off through L2 and begins at word `at`.
@@ -62,7 +67,7 @@ struct Patience {
   unsigned long long since = 0;
   __device__ __forceinline__ void attempt(Worker& w) {
     if ((++attempts & 255u) != 0) return;
-    since = check_patience(since, w.step.timeout_ns, control(w) + 2, w.place);
+    since = check_patience(since, w.step.timeout_ns, control(w) + 1, w.place);
     if (since == 0) w.waits = w.streams = false;
   }
 };

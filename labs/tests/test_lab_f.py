@@ -87,7 +87,7 @@ class TestCapture:
             return cuda_graph.Recorded(lambda: None, recorded[-1])
 
         def body_of(shape: StepShape) -> Callable[[], cuda_graph.DecodeResult]:
-            return lambda: cuda_graph.DecodeResult(torch.full((shape.num_seqs,), shape.num_seqs))
+            return lambda: cuda_graph.DecodeResult(torch.full((shape.num_seqs,), shape.num_seqs), torch.empty(0))
 
         graphs.capture(record, body_of, CPU)
         order = [len(result.ids) for result in recorded]

@@ -96,41 +96,51 @@ class Megakernel:
             config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
         )
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+        # What is the same in every step is looked up once: the GPU may be waiting for the launch.
+        self._launch = torch.ops.six_engines.decode_step.default
+        self._weights = (self.layer_table, weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin)
+        self._sizes = (config.num_heads, config.intermediate_size, config.rms_norm_eps)
 
     def make_logits(self, rows: int) -> Tensor:
         """A buffer for `step`: `[rows, vocab]` float32."""
         return torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=self.workspace.device)
 
+    def make_result(self, rows: int) -> Tensor:
+        """A buffer for `step`: int64 `[rows + 1]` in the host's memory, where the kernel writes over the bus."""
+        return torch.zeros(rows + 1, dtype=torch.int64, pin_memory=self.workspace.is_cuda)
+
     def step(
         self,
-        token_ids: Tensor,  # int64 [rows]
+        last_tokens: Tensor,  # int64 [batch slots]: this step's tokens, and after it those that it has sampled
+        batch_slots: Tensor,  # int64 [rows]: where each row's token is
         positions: Tensor,  # int64 [rows]
         slot_mapping: Tensor,  # int64 [rows]; -1: a padding row, for which no KV is read or written
         block_tables: Tensor,  # int32 [rows, max_blocks]
         context_lens: Tensor,  # int32 [rows], this step's token included
+        temperatures: Tensor,  # float32 [rows], 0: greedy
+        noise_keys: Tensor,  # int32 [rows], the bits of `noise_key(seed, step)`
         kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
         logits: Tensor,  # float32 [rows, vocab], written
+        result: Tensor,  # int64 [rows + 1], written; on the device or page-locked
         trace: Tensor | None = None,  # int64 [multiprocessors, 9 * layers + 3]: clocks at the ends of the phases
     ) -> None:
         """Enqueue one step on the current stream; can be captured in a CUDA graph.
 
-        Steps of one `Megakernel` must not run at the same time on two streams: they share the workspace.
+        Each row's token, greedy or at a plain temperature, goes to `last_tokens` and to `result`, whose last number is
+        `failure`. Steps of one `Megakernel` must not run at the same time on two streams: they share the workspace.
 
         Raises:
             ValueError, TypeError: a shape or dtype that does not fit, or a shape that the kernel does not have.
         """
-        model = self.model
-        torch.ops.six_engines.decode_step(
-            self.layer_table, model.embed_tokens.weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin,
-            kv_cache, token_ids, positions, slot_mapping, block_tables, context_lens, logits, self.workspace,
-            trace, self.config.num_heads, self.config.intermediate_size, self.config.rms_norm_eps, self.flags,
-            self.timeout_ms,
+        self._launch(
+            *self._weights, kv_cache, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens,
+            temperatures, noise_keys, logits, result, self.workspace, trace, *self._sizes, self.flags, self.timeout_ms,
         )  # fmt: skip
 
     @property
     def failure(self) -> Tensor:
         """int32 `[1]` on the device: 0, or where a wait was given up first since the last `reset`."""
-        return self.workspace[8:12].view(torch.int32)
+        return self.workspace[4:8].view(torch.int32)
 
     def check(self, failure: Tensor | None = None) -> None:
         """Refuse the results of a step that gave up a wait.
@@ -139,7 +149,7 @@ class Megakernel:
         them is still under way, and the workspace is made as new for the next step.
 
         Args:
-            failure: a copy of `failure` on the host; without one, the device is waited for.
+            failure: the last number of the step's `result`; without it, the device is waited for.
 
         Raises:
             RuntimeError: some step since the last `reset` gave up a wait.
