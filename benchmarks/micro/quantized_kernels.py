@@ -28,11 +28,9 @@ from stage_d_paged.attention import pick_backend
 README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-products", "quantized-attention"), True
 CYCLE_BYTES, REPEATS = 1 << 29, 15
 DTYPE = torch.bfloat16
-TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
-SHOWN = (1, 32, 256, 1024)  # tokens, in the lesson
-SHOWN_MATRICES = ("7B QKV", "7B gate and up", "7B down", "0.5B down")
-WEIGHT_FORMATS = ("bfloat16", "int8", "int8 / 128", "fp8")
-CACHE_FORMATS = ("bfloat16", "int8", "fp8")
+TOKENS = (1, 32, 256, 1024)
+SHOWN = ("7B QKV", "7B gate and up", "7B down", "0.5B down")  # in the lesson
+COLUMNS = ("bfloat16", "int8", "fp8")
 COMPILERS = 12  # processes that compile candidates of a search
 
 
@@ -57,25 +55,19 @@ MATRICES = (
 )
 
 
-def measure(search: bool = False, matrices: str = "", tokens: int | tuple[int, ...] = TOKENS) -> dict:
-    """Every matrix in every format at every number of tokens, and attention; with `search`, every tile of int8.
-
-    Args:
-        matrices: a part of the names of those to measure.
-        tokens: numbers of tokens.
-    """
-    chosen = [matrix for matrix in MATRICES if matrices in matrix.name]
-    numbers = tokens if isinstance(tokens, tuple) else (tokens,)
+def measure(search: bool = False, matrices: str = ",".join(SHOWN), tokens: tuple[int, ...] = TOKENS) -> dict:
+    """Every matrix in every format at every number of tokens, and attention; with `search`, every tile of int8."""
+    chosen = [matrix for matrix in MATRICES if matrix.name in matrices.split(",")]
     if search:
-        return {"rows": [*search_products(chosen, numbers), *search_attention()]}
-    return {"rows": [*measure_products(chosen, numbers), *measure_attention()]}
+        return {"rows": [*search_products(chosen, tokens), *search_attention()]}
+    return {"rows": [*measure_products(chosen, tokens), *measure_attention()]}
 
 
 # ---- products --------------------------------------------------------------------------------------------------
 
 
 def measure_products(matrices: list[Matrix], tokens: tuple[int, ...]) -> Iterator[dict]:
-    for matrix, name in itertools.product(matrices, WEIGHT_FORMATS):
+    for matrix, name in itertools.product(matrices, COLUMNS):
         weights = make_weights(matrix, name)
         for count in tokens:
             samples = graph_seconds([launch_of(matrix, weight, count) for weight in weights], REPEATS)
@@ -89,8 +81,7 @@ def make_weights(matrix: Matrix, name: str) -> list[torch.Tensor] | list[Quantiz
     torch.manual_seed(0)
     weight = torch.randn(matrix.rows, matrix.columns, device="cuda", dtype=DTYPE) * matrix.columns**-0.5
     if name != "bfloat16":
-        group = 128 if "/" in name else None
-        weight = quantize_matrix(weight, FORMATS[name.partition(" ")[0]], group)
+        weight = quantize_matrix(weight, FORMATS[name])
     copies = max(2, CYCLE_BYTES // num_bytes(weight))
     return [Quantized(*(t.clone() for t in weight)) if isinstance(weight, Quantized) else weight.clone()
             for _ in range(copies)]  # fmt: skip
@@ -127,14 +118,17 @@ def tile_candidates(matrix: Matrix, tokens: int) -> list[object]:
     """Tiles that may be the fastest for this many tokens."""
     from beyond.quantization.products import Tiles
 
-    few, pairs = tokens <= 16, matrix.kind == "gate_up" and tokens <= 64
-    heights = ((8, 16, 32) if few else (16, 32, 64)) if pairs else ((16, 32, 64) if few else (32, 64, 128))
-    widths = (128, 256, 512) if few else (64, 128, 256)
-    splits = (1, 2, 4) if matrix.kind == "add" and tokens <= 64 else (1,)
-    shapes = itertools.product(heights, widths, (4, 8) if tokens > 64 else (4,), (3, 5), splits)
-    block_m = max(16, min(128, tokens))
+    few = tokens <= 32
+    pairs = few and matrix.kind == "gate_up"
+    shapes = itertools.product(
+        (16, 32, 64) if few else (64, 128), (128, 256) if few else (64, 128), (1, 2) if few else (4,),
+        (3, 4, 6) if few else (2, 4, 5), (1, 2, 4, 8) if few and matrix.kind == "add" else (1,),
+    )  # fmt: skip
+    high_enough = (shape for shape in shapes if shape[0] >= 16 * shape[2])  # else two warps convert the same weights
+    found = [Tiles(rows // (1 + pairs), *others) for rows, *others in high_enough]
+    block_m = max(8, min(128, tokens))
     fits = lambda t: t.stages * (t.rows * (1 + pairs) + 2 * block_m) * t.columns <= 200 << 10  # noqa: E731
-    return [tiles for tiles in (Tiles(*shape) for shape in shapes) if fits(tiles)]
+    return [tiles for tiles in found if fits(tiles)]
 
 
 def search_products(matrices: list[Matrix], tokens: tuple[int, ...]) -> Iterator[dict]:
@@ -189,7 +183,7 @@ def measure_attention() -> Iterator[dict]:
     device = torch.device("cuda")
     for case in ATTENTION_CASES.values():
         arguments = plain_attention.arguments_of(case, 64)
-        for name in CACHE_FORMATS:
+        for name in COLUMNS:
             backend = pick_backend("triton", device, DTYPE, case.head_dim)
             if name != "bfloat16":
                 backend = QuantizedTritonAttention(device, DTYPE, case.head_dim)
@@ -214,7 +208,7 @@ def quantized_pools(arguments: list[tuple], name: str) -> list[tuple]:
 def search_attention() -> Iterator[dict]:
     """Every configuration of the decode kernel that may be the fastest for an int8 cache of 32 long contexts."""
     cases = [case for case in ATTENTION_CASES.values() if case.name.startswith("decode 32 × 4096")]
-    grid = list(itertools.product((32, 64), (1, 2, 4), (2, 4), (4, 8)))
+    grid = list(itertools.product((32, 64), (1, 2, 4), (2, 3), (4, 8)))
     with ProcessPoolExecutor(COMPILERS, get_context("spawn")) as pool:
         small = [plain_attention.Case("", (1,), (64,), c.heads, c.kv_heads, c.head_dim) for c in cases]
         list(pool.map(_decode_once, *zip(*itertools.product(small, grid), strict=True), chunksize=4))
@@ -260,9 +254,9 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         keys = dict.fromkeys((r["case"], r.get("tokens")) for r in rows if r["what"] == what)
         return [
             [case, *([] if tokens is None else [tokens]),
-             *(f"{seconds[case, tokens, name] * 1e6:.1f}" for name in CACHE_FORMATS),
+             *(f"{seconds[case, tokens, name] * 1e6:.1f}" for name in COLUMNS),
              f"{seconds[case, tokens, 'bfloat16'] / seconds[case, tokens, 'int8']:.2f} ×"]
-            for case, tokens in keys if tokens is None or (tokens in SHOWN and case in SHOWN_MATRICES)
+            for case, tokens in keys
         ]  # fmt: skip
 
     copy = result["ceilings"]["copy_bytes_per_s"] / 1e12
@@ -270,6 +264,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         result, f"µs, medians of {REPEATS} samples in a CUDA graph; every launch reads memory of its own; "
         f"a copy moves {copy:.2f} TB/s"
     )  # fmt: skip
-    products = markdown(["matrix", "tokens", *CACHE_FORMATS, "gain of int8"], body("product"))
-    attention = markdown(["batch", *CACHE_FORMATS, "gain of int8"], body("attention"))
+    products = markdown(["matrix", "tokens", *COLUMNS, "gain of int8"], body("product"))
+    attention = markdown(["batch", *COLUMNS, "gain of int8"], body("attention"))
     return {"quantized-products": [*products, "", note], "quantized-attention": [*attention, "", note]}
