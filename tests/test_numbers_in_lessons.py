@@ -196,7 +196,7 @@ ROUGH = {
     "A: launches": (A, "A step of A makes about a thousand launches", lambda: launches("A"), 950, 1050),
     "B: launches": (B, "Compiled, it launches 6 times per step", lambda: launches("B compiled"), 5.5, 6.5),
     "B: time": (B, "the step takes a sixth of the time", lambda: step("B") / step("B compiled"), 5.5, 6.5),
-    "B: floor": (B, "What is left is 9 × the floor", lambda: far("B compiled"), 8.5, 9.5),
+    "B: floor": (B, "It still takes 9 × the floor", lambda: far("B compiled"), 8.5, 9.5),
     "C: library": (C, "takes more than three times that on an H200", lambda: mlp_far("library"), 3, 4),
     "C: fused": (
         C, "the fused kernel takes half of the library's time",

@@ -137,6 +137,10 @@ def test_the_sampler_can_be_replaced_and_a_wrong_one_is_refused() -> None:
     llm.sampling_fn = lambda logits, params: logits
     with pytest.raises(ValueError, match=r"integer ids of shape \[1\]"):
         llm.generate("abc", GREEDY, use_tqdm=False)
+    for outside in (-1, 4096):
+        llm.sampling_fn = lambda logits, params, outside=outside: torch.tensor([outside])
+        with pytest.raises(ValueError, match=rf"token id {outside}, outside the vocabulary of 4096"):
+            llm.generate("abc", GREEDY, use_tqdm=False)
 
 
 def test_logprobs_are_returned_for_every_step(tiny: LLM) -> None:
@@ -159,6 +163,8 @@ def test_streamed_pieces_join_to_the_text(tutor: LLM) -> None:
 def test_chat_renders_the_template_and_falls_back_to_chatml(tutor: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert "hi<|im_end|>" in render_chat(tutor.tokenizer, messages)
+    parts = [{"type": "text", "text": text} for text in ("hi", "there")]
+    assert "hi\nthere<|im_end|>" in render_chat(tutor.tokenizer, [{"role": "user", "content": parts}])
     assert chatml(messages) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     template, tutor.tokenizer.chat_template = tutor.tokenizer.chat_template, None
     try:

@@ -177,6 +177,11 @@ def test_presence_counts_once_and_frequency_counts_every_time_over_the_output_al
     assert logits.abs().sum() == 0, "the caller's logits must not change"
 
 
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_alone_needs_the_tokens_so_far(penalty: str) -> None:
+    assert SamplingParams(**{penalty: 0.5}).needs_penalties and not SamplingParams().needs_penalties
+
+
 def test_logprobs_name_the_likeliest_tokens_and_the_chosen_one() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
     found = top_logprobs(logits, 2, token_id=0)
