@@ -19,7 +19,7 @@ from beyond.scale_out.__main__ import main
 from beyond.scale_out.links import Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
-from beyond.scale_out.spans import idle_share, read_spans
+from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import layers_of
 from labs.tests.forks import fork_worker
 from stage_a_naive.errors import ModelError
@@ -348,6 +348,7 @@ def test_idle_share_is_what_is_left_of_all_stages_time():
         return [{"start": start, "end": end} for start, end in times]
 
     assert idle_share([spans((0.0, 1.0), (2.0, 3.0)), spans((1.0, 2.0))]) == pytest.approx(0.5)
+    assert [idle_in_theory("decode", batches, 2) for batches in (1, 2, 4)] == [0.5, 0, 0]
 
 
 def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_token(two_stages):

@@ -142,6 +142,13 @@ def test_an_end_that_comes_after_its_last_token_is_told_too(llm, parse):
     assert [choice["finish_reason"] for choice in told(Event(0, [token] * 2, "xx", output))] == [None, "length"]
 
 
+def test_half_a_character_has_no_bytes_to_tell(llm):
+    half = next(i for i in range(llm.vocab_size) if "\ufffd" in llm.tokenizer.decode([i]))
+    ask = parse_chat({"messages": CHAT, "logprobs": True}, Limits(), 64)
+    chunk = Answer(ask, "tutor", llm.tokenizer).chunk(0, Token(half, "", {half: -0.5}), None)
+    assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+
+
 def test_logprobs_are_the_engines_likeliest_first(client, llm):
     [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=3, logprobs=2), False)
     logprobs = post(client, "/v1/completions", prompt=QUESTION, temperature=0, max_tokens=3, logprobs=2)
@@ -169,6 +176,8 @@ def test_answers_to_one_prompt_differ_by_their_seed_and_can_be_had_again(client)
     for message in events(client, "/v1/completions", n=3, seed=5, **ask):
         streamed[message["choices"][0]["index"]] += message["choices"][0]["text"]
     assert streamed == three
+    _, after_the_largest = post(client, "/v1/completions", n=2, seed=2**64 - 1, **ask)["choices"]
+    assert after_the_largest["text"] == post(client, "/v1/completions", seed=0, **ask)["choices"][0]["text"]
 
 
 def test_the_answers_to_one_prompt_share_its_blocks(client, llm):
@@ -180,6 +189,9 @@ def test_the_answers_to_one_prompt_share_its_blocks(client, llm):
     assert usage["prompt_tokens"] == len(prompt) and usage["completion_tokens"] == 4
     assert after["num_cached_tokens"] - before["num_cached_tokens"] == 3 * 3 * block
     assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == len(prompt) + 3
+    again = post(client, "/v1/completions", prompt=prompt, max_tokens=1)["usage"]
+    cached = [each["prompt_tokens_details"]["cached_tokens"] for each in (usage, again)]
+    assert cached == [0, 3 * block]  # a prompt counts once, as does what was found of it
 
 
 def test_the_engines_own_parameters_are_understood(client):
@@ -269,7 +281,7 @@ def test_a_refusal_has_the_name_that_the_client_used(client):
 def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
     assert refused(client, "/v1/completions", 404, prompt="x", model="gpt-4")["code"] == "model_not_found"
     assert refused(client, "/v1/completions", 413, prompt="x" * 50_000)
-    for body in (b"", b"{", b"[1]", b'{"prompt": NaN}', b"[" * 100_00, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"):
+    for body in (b"", b"{", b"[1]", b'{"prompt": "x", "user": NaN}', b"[" * 100_00, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"):
         response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400 and response.json()["error"]["message"]
     form = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})

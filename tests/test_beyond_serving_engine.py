@@ -141,6 +141,15 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}).status_code == 200
 
 
+def test_a_client_that_leaves_inside_its_body_is_no_failure(llm, capsys):
+    with running(llm) as server:
+        with connect(server) as connection:
+            connection.sendall(post_bytes(LONG)[:-3])
+            wait_until(lambda: server.server.server_state.tasks)
+        wait_until(lambda: not server.server.server_state.tasks)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 # ---- clients that read slowly, fail, or are too many ----------------------------------------------------------------
 
 

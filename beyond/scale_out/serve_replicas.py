@@ -39,12 +39,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str] | None) -> int:
     """As `main`, but errors of what was asked are raised."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--replicas", type=int, default=2, metavar="N")
-    own, rest = first.parse_known_args(argv)
-    options, engine_options = parse(rest)
-    if own.replicas < 1:
-        raise ValueError(f"--replicas must be 1 or more, got {own.replicas}")
+    own = argparse.ArgumentParser(prog="python -m beyond.scale_out.serve_replicas", add_help=False)
+    own.add_argument("--replicas", type=int, default=2, metavar="N", help="engines (default: %(default)s)")
+    options, engine_options = parse(argv, own)
+    if options.replicas < 1:
+        raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -56,7 +55,7 @@ def run(argv: list[str] | None) -> int:
         raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
     with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
         port = free.getsockname()[1]
-    print(f"[replicas] starting Ray and {own.replicas} engines", flush=True)
+    print(f"[replicas] starting Ray and {options.replicas} engines", flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
     serve.start(http_options={"host": options.host, "port": port})
@@ -70,7 +69,7 @@ def run(argv: list[str] | None) -> int:
         app = application(
             options.engine or STAGES[options.stage],
             engine_options,
-            replicas=own.replicas,
+            replicas=options.replicas,
             gpus=ranks * uses_gpu,
             max_queue=options.max_queue,
             api_key=options.api_key,
@@ -85,7 +84,7 @@ def run(argv: list[str] | None) -> int:
                 serve.shutdown()
                 return 2
         else:
-            what = f"{own.replicas} engines at http://{options.host}:{port}/v1, release {release}"
+            what = f"{options.replicas} engines at http://{options.host}:{port}/v1, release {release}"
             print(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)", flush=True)
         if signals.get() != signal.SIGUSR1:
             break

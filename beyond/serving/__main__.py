@@ -32,16 +32,23 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, object]]:
-    """The command line: the server's options, and those of the engine that it names."""
-    name = "python -m beyond.serving"
+def parse(
+    argv: list[str] | None, own: argparse.ArgumentParser | None = None
+) -> tuple[argparse.Namespace, dict[str, object]]:
+    """The command line: the server's options, and those of the engine that it names.
+
+    Args:
+        own: another program's name and options, which come beside these.
+    """
+    name = own.prog if own else "python -m beyond.serving"
     first = argparse.ArgumentParser(prog=name, add_help=False, allow_abbrev=False)
     which = first.add_mutually_exclusive_group()
     which.add_argument("--stage", choices=STAGES, default="e", help="which engine (default: %(default)s)")
     which.add_argument("--engine", metavar="MODULE:LLM", help="another engine, such as beyond.quantization:LLM")
     chosen, _ = first.parse_known_args(argv)
 
-    parser = argparse.ArgumentParser(prog=name, description="An engine behind the OpenAI API.", parents=[first])
+    parents = [own, first] if own else [first]
+    parser = argparse.ArgumentParser(prog=name, description="An engine behind the OpenAI API.", parents=parents)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
