@@ -274,6 +274,8 @@ def test_a_conversation_that_is_none_is_refused(client, messages):
 def test_a_refusal_has_the_name_that_the_client_used(client):
     error = refused(client, "/v1/chat/completions", messages=CHAT, max_completion_tokens=0)
     assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens must")
+    error = refused(client, "/v1/chat/completions", messages=CHAT, max_tokens=5, max_completion_tokens=5)
+    assert error["param"] == "max_tokens" and "give one" in error["message"]
     error = refused(client, "/v1/chat/completions", messages=CHAT, logprobs=True, top_logprobs=21)
     assert error["param"] == "top_logprobs" and error["message"].startswith("top_logprobs must")
 
