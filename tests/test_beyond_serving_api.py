@@ -82,6 +82,13 @@ def test_a_completion_is_the_engines(client, llm):
     assert answer["usage"]["prompt_tokens"] == len(expected["prompt_token_ids"])
 
 
+def test_a_completion_has_16_tokens_and_a_chat_as_many_as_the_model_allows_if_nothing_is_said(client, llm):
+    ask = {"ignore_eos": True, "temperature": 0}
+    usage = post(client, "/v1/completions", prompt=QUESTION, **ask)["usage"]
+    assert usage["completion_tokens"] == 16
+    assert parse_chat({"messages": CHAT}, Limits(), llm.max_model_len).params.max_tokens == llm.max_model_len
+
+
 def test_prompts_come_as_texts_as_token_ids_and_as_lists_of_them(client, llm):
     ids = llm.tokenizer.encode(QUESTION)
     one = post(client, "/v1/completions", prompt=QUESTION, **GREEDY)["choices"][0]["text"]
@@ -276,6 +283,7 @@ def test_a_refusal_has_the_name_that_the_client_used(client):
     assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens must")
     error = refused(client, "/v1/chat/completions", messages=CHAT, max_tokens=5, max_completion_tokens=5)
     assert error["param"] == "max_tokens" and "give one" in error["message"]
+    assert refused(client, "/v1/chat/completions", messages=CHAT, top_logprobs=1)["param"] == "top_logprobs"
     error = refused(client, "/v1/chat/completions", messages=CHAT, logprobs=True, top_logprobs=21)
     assert error["param"] == "top_logprobs" and error["message"].startswith("top_logprobs must")
 
