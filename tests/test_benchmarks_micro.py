@@ -218,6 +218,16 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:
     assert found["between kernels"] == pytest.approx(sum(found.values()) - 1.5 * 5 - 5 - 3 - 1.5 - 3.5 - 1.5)
 
 
+def test_what_lies_between_two_steps_is_told_by_kind() -> None:
+    step = [("Memcpy HtoD", 40.0, 1.0), ("gather_kernel", 44.0, 2.0), ("qkv_rotate_kernel", 46.5, 3.0),
+            ("gather_kernel", 50.0, 5.0), ("nvjet_lm_head", 56.0, 60.0), ("_best_of_row_kernel", 116.5, 2.0),
+            ("Memcpy DtoH", 123.0, 3.0)]  # fmt: skip
+    spans = [Span(name, start + 100.0 * i, length) for i in range(3) for name, start, length in step]
+    spans[0] = Span("Memcpy HtoD", 0.0, 1.0)  # the CPU was late
+    found = kernel_spans.between_steps(Recording("three steps", 3, spans))
+    assert found == {"kernels": 4.0, "copies": 4.0, "idle": 22.5}
+
+
 def test_every_part_of_a_step_is_in_one_group_of_the_figure() -> None:
     assert sorted(part for parts in kernel_spans.GROUPS.values() for part in parts) == sorted(kernel_spans.PARTS)
 

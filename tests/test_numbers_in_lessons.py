@@ -71,6 +71,12 @@ def part(name: str, *parts: str) -> float:
     return sum(found[p] for p in parts) / sum(found.values())
 
 
+def idle_between_steps(name: str) -> float:
+    """Share of the time between two recorded steps."""
+    found = kernel_spans.between_steps(recording(name))
+    return found["idle"] / sum(found.values())
+
+
 def mlp_time(variant: str, rows: int) -> float:
     key = (MODEL, rows, variant)
     [row] = [r for r in results("mlp-h200")["rows"] if (r["model"], r["rows"], r["variant"]) == key]
@@ -219,6 +225,11 @@ ROUGH = {
     ),
     "F: floor": (
         F, "takes [more than four times its floor]", lambda: layer_step("stage D", 32) / layer_floor(32), 4, 5,
+    ),
+    "megakernel: between two steps": (
+        "stage_f_graph_tp/megakernel/measurements.md", "idle time, which with a graph is about half of it",
+        lambda: idle_between_steps("stage F, graphs only"),
+        0.45, 0.58,
     ),
     "8 bits: like bfloat16": (
         EIGHT_BITS, "int8 weights cost about twice what rounding everything to bfloat16 does",

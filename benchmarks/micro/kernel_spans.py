@@ -6,6 +6,7 @@ A gap is time in which the hardware that multiplies is idle. What is recorded, a
 from __future__ import annotations
 
 import gc
+import statistics
 from itertools import count
 
 import torch
@@ -20,7 +21,7 @@ from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
 README, NEEDS_GPU = "stage_f_graph_tp", True
-MARKERS = ("step-account", "step-parts", "decode-timeline", "prefill-timeline")
+MARKERS = ("step-account", "between-steps", "step-parts", "decode-timeline", "prefill-timeline")
 STEPS = 4
 
 
@@ -107,6 +108,24 @@ def account(recording: Recording) -> dict[str, float]:
     return {part: micros / recording.steps for part, micros in parts.items()}
 
 
+def between_steps(recording: Recording) -> dict[str, float]:
+    """Median µs of a step of stage F between its last product and the next step's first layer, by what is there.
+
+    Steps that follow the recording's first: the GPU is asked for them while it still works on the one in front.
+    """
+    spans, parts = recording.spans, _parts(recording.spans)
+    inner = [part in ("sampling", "copies") for part in parts]
+    found: list[tuple[float, float, float]] = []
+    for i in [i for i, span in enumerate(spans) if "HtoD" in span.name][1:]:
+        first = max(k for k in range(i) if not inner[k])
+        last = min(k for k in range(i, len(spans)) if not inner[k])
+        copies = sum(s.length for s in spans[first + 1 : last] if "Memcpy" in s.name)
+        kernels = sum(s.length for s in spans[first + 1 : last]) - copies
+        whole = spans[last].start - spans[first].start - spans[first].length
+        found.append((kernels, copies, whole - kernels - copies))
+    return dict(zip(("kernels", "copies", "idle"), map(statistics.median, zip(*found, strict=True)), strict=True))
+
+
 def _parts(spans: list[Span]) -> list[str]:
     """The part that each kernel belongs to."""
     found: list[str] = []
@@ -187,10 +206,20 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     has_prefill = any(name.startswith("stage F, eager prefill") for name in recordings)
     return {
         "step-account": lines,
+        "between-steps": _between_table(recordings, caption(results[0], what)),
         "step-parts": ["![The parts of a decode step, from a graph, one after another](parts.png)"],
         "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
         "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * has_prefill,
     }
+
+
+def _between_table(recordings: dict[str, Recording], note: str) -> list[str]:
+    if not {"stage F", "stage F, graphs only"} <= recordings.keys():
+        return []
+    columns = [between_steps(recordings[name]) for name in ("stage F, graphs only", "stage F")]
+    body = [[kind, *(f"{column[kind]:.1f}" for column in columns)] for kind in columns[0]]
+    body.append(["together", *(f"{sum(column.values()):.1f}" for column in columns)])
+    return [*markdown(["µs between two steps", "stage D's layers in a graph", "megakernel"], body), "", note]
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
