@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader
 from stage_a_naive.loading import (
     TUTOR_PATH,
     ModelError,
@@ -123,6 +124,14 @@ def test_a_weight_that_is_missing_extra_or_misshapen_is_named(tutor_copy: Path, 
     with pytest.raises(ModelError, match=re.escape(says[damage])):
         load(tutor_copy)
     assert torch.get_default_dtype() == dtype_before
+
+
+def test_a_weight_that_is_asked_for_twice_is_an_error() -> None:
+    loader, name = WeightLoader(SafetensorsDirectory(TUTOR_PATH)), "model.norm.weight"
+    hidden = resolve("tutor").config.hidden_size
+    assert loader.read(name, (hidden,)).shape == (hidden,)
+    with pytest.raises(ModelError, match=f"{name} is used twice"):
+        loader.read(name, (hidden,))
 
 
 def test_several_safetensors_files_load_and_a_missing_one_is_an_error(tutor_copy: Path) -> None:
