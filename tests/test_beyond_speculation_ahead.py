@@ -27,7 +27,7 @@ from torch import Tensor
 import stage_e_batching
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.ahead_runner import AheadRunner, is_ahead
+from beyond.speculation.ahead_runner import AheadRunner, AheadShape, is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence
@@ -36,6 +36,7 @@ from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.step_input import StepShape
 
 DRAFT = 4
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -302,6 +303,12 @@ def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(monkeypatc
     [found] = llm.generate([prompt], params, False)
     assert found["token_ids"] == expected["token_ids"] and len(prompt + found["token_ids"]) == 64
     assert llm.engine.counters.num_draft_tokens > 2 * DRAFT
+
+
+def test_no_graph_of_another_step_is_found_for_one_that_the_device_completes():
+    shape = StepShape(10, 10, 10, 4, 10, 1, 64)
+    assert AheadShape(*shape) not in {shape} and shape not in {AheadShape(*shape)}
+    assert AheadShape(*shape) in {AheadShape(*shape)}
 
 
 def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():

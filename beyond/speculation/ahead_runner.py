@@ -17,7 +17,7 @@ from beyond.speculation.token_table import TokenTable
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.cuda_graph import Recorded, StepGraphs
+from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
@@ -25,8 +25,13 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 class AheadShape(StepShape):
     """The sizes of a step whose decodes the device completes, their guesses among them.
 
-    A `StepShape` with the same numbers is equal to it. So graphs are chosen by the class too.
+    It is equal to no shape of another step, so that no other step's graph is found for it.
     """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AheadShape) and super().__eq__(other)
+
+    __hash__ = StepShape.__hash__
 
 
 def is_ahead(step: ScheduledStep) -> bool:
@@ -73,12 +78,11 @@ class AheadGraphs(VerificationGraphs):
 
     def padded(self, shape: StepShape) -> StepShape:
         """The recorded shape that serves `shape`; `shape` itself where none does."""
-        if not isinstance(shape, AheadShape) or shape.num_decodes < shape.num_tokens:
+        if not isinstance(shape, AheadShape):
             return self._decode_graphs.padded(shape)
+        if shape.num_decodes < shape.num_tokens or not self.shapes:
+            return shape
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
-
-    def find(self, shape: StepShape) -> Recorded | None:
-        return super().find(shape) if isinstance(shape, AheadShape) else self._decode_graphs.find(shape)
 
 
 class AheadRunner(SpeculativeRunner):
@@ -118,7 +122,7 @@ class AheadRunner(SpeculativeRunner):
         if not isinstance(shape, AheadShape):
             return super().forward(inputs, shape)
         self.table.resolve(inputs, shape.num_decodes, self.last_tokens, self.batch.block_size)
-        return self.run_model(inputs, shape)
+        return self.run_model(inputs, StepShape(*shape))  # complete now: a step like any other
 
     def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
         """Keep the sampled tokens on the device; `WRONG` takes the place of those that the host must not see."""

@@ -31,8 +31,11 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
     """Return the numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
 
-    The smallest is more than the megakernel takes, in which a row does not wait for the keys of the others.
+    The smallest is more than the megakernel takes, in which a row does not wait for the keys of the others. Where there
+    are never so many rows, there is none.
     """
+    if max_rows <= MEGAKERNEL_ROWS:
+        return []
     sizes = [max(1 + draft_tokens, MEGAKERNEL_ROWS + 1) << i for i in range(max_rows.bit_length())]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
@@ -89,7 +92,7 @@ class VerificationGraphs(DecodeGraphs):
 
     def padded(self, shape: StepShape) -> StepShape:
         """The recorded shape that serves `shape`; `shape` itself where none does."""
-        if shape.num_decodes or shape.num_samples < shape.num_tokens or shape.num_tokens > self._sizes[-1]:
+        if shape.num_decodes or shape.num_samples < shape.num_tokens or not self.shapes:
             return self._decode_graphs.padded(shape)
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
 
@@ -118,8 +121,6 @@ class SpeculativeRunner(GraphModelRunner):
         """Record stage F's steps, and verifications."""
         super().capture(record, sizes, prefills)
         max_rows = len(self.last_tokens) - 1
-        if max_rows <= MEGAKERNEL_ROWS:
-            return
         graphs = self.graphs_class(
             self.graphs, verification_sizes(self._draft_tokens, max_rows), self.batch.max_blocks, self._max_model_len,
             max_rows,
