@@ -267,6 +267,20 @@ def test_many_admitted_in_one_step_do_not_pass_a_waiting_one_more_often_than_all
     assert admitted.index(long) == 1 + MAX_OVERTAKES
 
 
+def test_of_several_that_wait_the_one_that_was_passed_most_often_sets_the_limit():
+    engine = make_engine(num_blocks=400, block_size=4, max_num_seqs=80, max_num_batched_tokens=400)
+    add(engine, 40, 40)
+    engine.step()
+    longs = [add(engine, 1560, 4, phrase=2)]
+    for num_short, num_admitted in ((10, 10), (70, MAX_OVERTAKES - 10)):
+        for i in range(num_short):
+            add(engine, 2, 2, phrase=i % 50 + 3)
+        engine.step()
+        assert len(engine.runner.steps[-1].admitted) == num_admitted
+        longs.append(add(engine, 1560, 4, phrase=2))
+    assert [engine.scheduler.find(i).times_overtaken for i in longs] == [MAX_OVERTAKES, MAX_OVERTAKES - 10, 0]
+
+
 def test_without_chunking_decodes_run_although_a_new_prompt_comes_at_every_step():
     engine = make_engine(num_blocks=4000, block_size=4, max_num_seqs=300, max_num_batched_tokens=300)
     first = add(engine, 8, 30)
