@@ -236,6 +236,16 @@ def test_an_idle_step_says_why():
     assert engine.scheduler.schedule().idle_reason == "no request that waits fits"
 
 
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(11, True), (10, False)])
+def test_a_request_is_admitted_if_it_leaves_exactly_the_watermark(num_blocks: int, admitted: bool):
+    engine = make_engine(num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    add(engine, 4, 20)
+    engine.step()
+    add(engine, 3, 2, phrase=2)
+    engine.step()  # the first takes its second block; the watermark of two sequences is 2 * 16 tokens, 8 blocks
+    assert bool(engine.runner.steps[-1].admitted) == admitted
+
+
 def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
     engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     add(engine, 60, 90)
