@@ -291,6 +291,15 @@ def test_of_several_that_wait_the_one_that_was_passed_most_often_sets_the_limit(
     assert [engine.scheduler.find(i).times_overtaken for i in longs] == [MAX_OVERTAKES, MAX_OVERTAKES - 10, 0]
 
 
+def test_without_chunking_a_prompt_takes_no_more_of_a_step_than_is_left_to_run():
+    engine = make_engine(**ROOMY, enable_chunked_prefill=False)
+    add(engine, 40, 1)
+    run_all(engine)
+    fresh, cached = add(engine, 40, 1, phrase=2), add(engine, 40, 1)
+    engine.step()
+    assert [(e.sequence.request_id, e.num_tokens) for e in engine.runner.steps[-1]] == [(fresh, 40), (cached, 4)]
+
+
 def test_without_chunking_decodes_run_although_a_new_prompt_comes_at_every_step():
     engine = make_engine(num_blocks=4000, block_size=4, max_num_seqs=300, max_num_batched_tokens=300)
     first = add(engine, 8, 30)
