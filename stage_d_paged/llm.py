@@ -20,7 +20,7 @@ from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchro
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.engine import StaticEngine
+from stage_d_paged.engine import News, StaticEngine
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import choose_num_blocks, load_runtime
@@ -64,6 +64,7 @@ class LLM(Frontend):
         self.engine = StaticEngine(self.runtime, self.kv_cache, self.options)
         self._added: dict[Sequence, int] = {}  # requests that `step` has not returned yet, with their ids
         self._num_added = 0
+        self._error: Exception | None = None  # what ended some of them beside another call
         self.build_time = time.perf_counter() - start
 
     @property
@@ -94,7 +95,7 @@ class LLM(Frontend):
         try:
             with bar:
                 while not all(sequence.is_finished for sequence in sequences):
-                    for sequence, piece in engine.step()[0]:
+                    for sequence, piece in self._step_for(sequences):
                         if sequence in self._added:
                             continue
                         if piece and on_text is not None:
@@ -104,6 +105,24 @@ class LLM(Frontend):
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
+
+    def _step_for(self, sequences: list[Sequence]) -> News:
+        """Run a step for a call's sequences. What ends only requests that were added is left to `step` to raise."""
+        try:
+            return self.engine.step()[0]
+        except Exception as error:
+            dropped = self._forget_dropped()
+            if not dropped or not set(self.engine.unfinished).issuperset(s for s in sequences if not s.is_finished):
+                raise
+            self._error = error
+            return []
+
+    def _forget_dropped(self) -> bool:
+        """Forget the requests that were added and that a failed step has dropped; returns whether there are any."""
+        known = {*self.engine.unfinished, *(sequence for sequence in self._added if sequence.is_finished)}
+        num_added = len(self._added)
+        self._added = {sequence: i for sequence, i in self._added.items() if sequence in known}
+        return len(self._added) < num_added
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
@@ -137,18 +156,20 @@ class LLM(Frontend):
         with self._one_call():
             num_tokens = 0
             try:
+                if self._error is not None:
+                    raise self._error
                 if self.engine.unfinished:
                     num_tokens = self.engine.step()[1]
             except Exception:
-                known = {*self.engine.unfinished, *(sequence for sequence in self._added if sequence.is_finished)}
-                self._added = {sequence: i for sequence, i in self._added.items() if sequence in known}
+                self._error = None
+                self._forget_dropped()
                 raise
             finished = [sequence for sequence in self._added if sequence.is_finished]
             return [(self._added.pop(sequence), sequence.completion.token_ids) for sequence in finished], num_tokens
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added."""
-        return not self._added
+        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        return not self._added and self._error is None
 
     def exit(self) -> None:
         """Close the engine (nano-vllm's name for `close`)."""

@@ -379,6 +379,32 @@ def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(expect
     assert outputs == {request: expected[1]}
 
 
+def out_of_vocabulary(logits: torch.Tensor, params: list) -> torch.Tensor:
+    return torch.full(logits.shape[:1], logits.shape[-1])
+
+
+def test_an_added_request_that_fails_beside_a_call_is_the_error_of_the_next_step(expected: list[list[int]]):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    llm.sampling_fn = out_of_vocabulary
+    llm.add_request(prompts()[0], GREEDY)
+    llm.sampling_fn = None
+    assert ids_of(llm, [prompts()[1]]) == [expected[1]]
+    assert not llm.is_finished()
+    with pytest.raises(ValueError, match="token id 4096, outside the vocabulary of 4096"):
+        llm.step()
+    assert llm.is_finished()
+
+
+def test_a_call_that_fails_together_with_an_added_request_gets_the_error():
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    llm.sampling_fn = out_of_vocabulary
+    llm.add_request(prompts()[0], GREEDY)
+    with pytest.raises(ValueError, match="token id 4096, outside the vocabulary of 4096"):
+        llm.generate(prompts()[1:3], GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+    assert_nothing_held(llm)
+
+
 def test_a_call_that_a_second_interrupt_kept_from_dropping_its_requests_leaves_them_to_the_next(
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -434,7 +460,7 @@ def test_another_threads_request_waits_for_the_call_that_runs_and_a_callbacks_ow
 
 def test_a_sampler_that_fails_drops_the_requests_that_it_was_asked_for(expected: list[list[int]]):
     llm = LLM("random:qwen2-tiny", device="cpu")
-    llm.sampling_fn = lambda logits, params: torch.full(logits.shape[:1], logits.shape[-1])
+    llm.sampling_fn = out_of_vocabulary
     llm.add_request(prompts()[0], GREEDY)
     llm.sampling_fn = None
     request = llm.add_request(prompts()[1], GREEDY)
