@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
 from stage_b_decode_step import LLM
+from stage_b_decode_step.token_log import TokenLog
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TINY = ["random:qwen2-tiny", "random:qwen3-tiny", "random:llama-tiny"]
@@ -124,6 +126,39 @@ def test_few_steps_are_computed_in_vain_and_none_where_the_end_is_known(
     assert end <= steps < end + 2 * llm.sync_every
 
 
+class Late:
+    """The event of a copy that arrives only when it is waited for."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_the_end_is_known_when_the_next_chunk_but_one_is_sent(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, buffers: bool
+) -> None:
+    params = replace(GREEDY, max_tokens=60)
+    ids = ask(llm, [[5, 6, 7]], params)[0]["token_ids"]
+    steps, step, send = [], llm._step, TokenLog.send
+
+    def send_late(log: TokenLog) -> None:
+        send(log)
+        log._in_flight[-1] = (log._in_flight[-1][0], Late())
+
+    monkeypatch.setattr(TokenLog, "send", send_late)
+    monkeypatch.setattr(llm, "_work", {})
+    monkeypatch.setattr(llm, "buffers", buffers)
+    monkeypatch.setattr(llm, "sync_every", 4)
+    end = next(i for i in range(5, 40) if ids.index(ids[i]) == i)  # chosen in step `end`
+    monkeypatch.setattr(llm, "_step", lambda *inputs: steps.append(inputs) or step(*inputs))
+    [output] = ask(llm, [[5, 6, 7]], replace(params, stop_token_ids=(ids[end],)))
+    assert output["token_ids"] == ids[: end + 1]
+    assert len(steps) == 4 * math.ceil(end / 4) + 4  # the chunk may stay in flight until the next one is sent
+
+
 def test_a_stop_string_across_two_tokens_ends_the_text_before_it() -> None:
     naive, llm = NaiveLLM("tutor", device="cpu"), LLM("tutor", device="cpu", sync_every=4)
     ids = naive.tokenizer.encode("A KV cache")
@@ -178,6 +213,9 @@ def test_the_sampler_can_be_replaced_and_sees_what_it_sees_in_stage_a(naive: Nai
     try:
         for asked in (GREEDY, REQUESTS["penalties"]):
             assert ask(llm, "abc", asked)[0]["token_ids"] == ask(naive, "abc", asked)[0]["token_ids"]
+        half = LLM("random:qwen2-tiny", device="cpu", dtype="bfloat16")
+        half.sampling_fn = second_best
+        ask(half, "abc", asked)  # float32 there too
     finally:
         naive.sampling_fn = None
     llm.sampling_fn = lambda logits, params: logits
