@@ -360,8 +360,9 @@ class Oracle(FinishedDrafts):
         draft = answer[len(known) : len(known) + self._num_tokens]
         return [t ^ 1 if (len(known) + i) % self._wrong == 0 else t for i, t in enumerate(draft)]
 
-    def guess(self, table: TokenTable, slots: torch.Tensor, last: torch.Tensor) -> None:
-        for slot, end in set(zip(slots.tolist(), last.tolist(), strict=True)):
+    def guess(self, table: TokenTable, slots: torch.Tensor) -> None:
+        for slot in set(slots.tolist()):
+            end = table.last[slot].item()
             for i, token in enumerate(self.after(table.tokens[slot, : end + 1].tolist())):
                 table.tokens[slot, end + 1 + i] = token
 

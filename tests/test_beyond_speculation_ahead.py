@@ -30,8 +30,8 @@ from beyond.speculation.ahead_engine import AheadEngine
 from beyond.speculation.ahead_runner import AheadRunner, AheadShape, is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import DraftScheduler
-from beyond.speculation.sequence import SpeculativeSequence
-from beyond.speculation.token_table import WRONG, TokenTable
+from beyond.speculation.sequence import WRONG, SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.step import ScheduledStep
@@ -102,9 +102,10 @@ class Sometimes:
         return self._random.random() < 0.7
 
 
-def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor, last: Tensor) -> None:
+def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor) -> None:
     """Guess the fake model's next tokens, some of them wrong."""
-    for slot, end in set(zip(slots.tolist(), last.tolist(), strict=True)):
+    for slot in set(slots.tolist()):
+        end = table.last[slot].item()
         tokens = table.tokens[slot, : end + 1].tolist()
         for i in range(end + 1, end + 1 + DRAFT):
             wrong = random.Random(100 * slot + i).random() < error_rate
@@ -147,7 +148,7 @@ def test_the_device_guesses_what_the_host_would(texts, count):
         table.tokens[slot, : len(tokens)] = torch.tensor(tokens)
         table.last[slot] = len(tokens) - 1
     slots = torch.arange(len(texts)).repeat_interleave(2)  # two rows each
-    table.guess(slots, table.last[slots])
+    table.guess(slots)
     for slot, tokens in enumerate(texts):
         found = table.tokens[slot, : len(tokens) + count].tolist()
         draft = NgramDrafter(count).draft(SpeculativeSequence(completion_of(tokens)))

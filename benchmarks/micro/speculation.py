@@ -26,6 +26,7 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_a_naive.tutor import read_faq
+from stage_f_graph_tp.step_input import StepInput
 
 README, MARKERS = "beyond/speculation", ("speculation", "speculation-text", "speculation-floor")
 RATE = 0.83  # of the tokens of the drafts
@@ -44,15 +45,18 @@ class ScriptedTable(TokenTable):
         self._owed = torch.zeros(num_slots + 1, device=device)  # guesses to call right, by batch slot
         self._numbers = torch.arange(1, draft_tokens + 1, device=device)
 
-    def guess(self, slots: Tensor, last: Tensor) -> None:
+    def guess(self, slots: Tensor) -> None:
         """Guess 1 where it will be right, and 0 where not."""
-        super().guess(slots, last)
+        super().guess(slots)
         self._owed[slots] = self._owed[slots] % 1 + self.rate * len(self._numbers)
         right = self._numbers <= self._owed[slots, None]
-        self.tokens[slots[:, None], last[:, None] + self._numbers] = right.int()
+        self.tokens[slots[:, None], self.last[slots, None] + self._numbers] = right.int()
 
-    def differ(self, sampled: Tensor, guessed: Tensor) -> Tensor:
-        return guessed == 0
+    def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
+        """Let every row sample 1 where the next row's guess is to be right, and 2 where not."""
+        next_rows = inputs.sample_tokens[1 : len(ids)]
+        ids[:-1] = 2 - (inputs.input_ids[next_rows] == 1).long()
+        super().keep(ids, inputs, last_tokens)
 
 
 class Always:

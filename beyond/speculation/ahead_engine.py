@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from beyond.speculation.engine import DraftingEngine
-from beyond.speculation.sequence import SpeculativeSequence
-from beyond.speculation.token_table import WRONG
+from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep, State
 from stage_f_graph_tp.overlap import without_rows

@@ -109,7 +109,7 @@ class AheadRunner(SpeculativeRunner):
         decoding = set(step.sequences[: step.num_decodes]) if is_ahead(step) else set()
         new = [sequence for sequence in decoding if sequence not in self._entered]
         if new:
-            self.table.enter(new, self._noise_keys)
+            self.table.enter(new, self._noise_keys, self.last_tokens)
         self._entered = decoding
 
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
@@ -121,7 +121,7 @@ class AheadRunner(SpeculativeRunner):
         """The model's final states `[tokens, hidden]`."""
         if not isinstance(shape, AheadShape):
             return super().forward(inputs, shape)
-        self.table.resolve(inputs, shape.num_decodes, self.last_tokens, self.batch.block_size)
+        self.table.resolve(inputs, shape.num_decodes, self.batch.block_size)
         return self.run_model(inputs, StepShape(*shape))  # complete now: a step like any other
 
     def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stage_f_graph_tp.overlap import AheadSequence
 
+WRONG = -1  # in place of a token that was sampled behind a wrong guess
 COST = 1.0  # tokens that a verification must gain to pay for itself
 MOST_CREDIT = 4.0  # so that a request that used to gain notices soon that it does not any more
 FIRST_PAUSE = 16  # tokens

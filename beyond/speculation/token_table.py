@@ -10,8 +10,8 @@ followed by the guesses for the next ones. For every row of a step,
     after the sampler   write each sampled token one position further
                         a row whose token is not the one that the row before it sampled ran on a wrong guess
 
-All of it is a fixed list of tensor operations on fixed shapes. It can be recorded in a CUDA graph, and is the same on a
-CPU. Nothing is read on the host.
+Here it is written as tensor operations on fixed shapes, for a CPU. On a GPU that would be some seventy small kernels;
+there it is three (`token_table_kernels.py`), inside the step's CUDA graph. Nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from beyond.speculation.ngram import SIZE
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from stage_d_paged.batch import upload
 from stage_f_graph_tp.step_input import StepInput
 
-WRONG = -1  # in place of a token that was sampled behind a wrong guess
 NoiseKeys = Callable[[SpeculativeSequence, int], np.ndarray]  # of a sequence's first n sampled tokens, int32
 
 
@@ -44,15 +43,25 @@ class TokenTable:
     def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
         width = max_model_len + draft_tokens + 1
         self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
-        self._noise = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)  # key at each position
+        self.noise = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)  # key at each position
         self.last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # position of the last known token
-        self._limits = torch.full_like(self.last, -1)  # the last position that is run; none of a padding row is
+        self.limits = torch.full_like(self.last, -1)  # the last position that is run; none of a padding row is
+        self.draft_tokens = draft_tokens
         self._columns = torch.arange(width, device=device)
         self._back = torch.arange(1 - SIZE, 1, device=device)
         self._ahead = torch.arange(draft_tokens, device=device)
+        self._kernels = None
+        if device.type == "cuda":
+            from beyond.speculation import token_table_kernels
 
-    def enter(self, sequences: list[SpeculativeSequence], noise_keys: NoiseKeys) -> None:
-        """Copy sequences to their batch slots, all in one transfer. Their last token may still be in flight."""
+            self._kernels = token_table_kernels
+
+    def enter(self, sequences: list[SpeculativeSequence], noise_keys: NoiseKeys, last_tokens: Tensor) -> None:
+        """Copy sequences to their batch slots, all in one transfer. Their last token may still be in flight.
+
+        Args:
+            last_tokens: where their last tokens are or will be when the device comes here, by batch slot, int64.
+        """
         rows = np.zeros((2, len(sequences), self.tokens.shape[1]), np.int32)
         for row, sequence in enumerate(sequences):
             known, first = sequence.token_ids, sequence.num_prompt_tokens - 1  # from there on tokens are sampled
@@ -63,39 +72,47 @@ class TokenTable:
         # The last token that a sequence may have is sampled and not run.
         facts = [(s.batch_slot, len(s) - 1, s.max_total_tokens - 2) for s in sequences]
         (slots, last, limits), (tokens, noise) = upload([np.array(facts).T, rows], self.tokens.device)
-        for table, values in ((self.tokens, tokens), (self._noise, noise), (self.last, last), (self._limits, limits)):
+        for table, values in ((self.tokens, tokens), (self.noise, noise), (self.last, last), (self.limits, limits)):
             table.index_copy_(0, slots, values)
+        self.tokens[slots, last] = last_tokens[slots].int()
 
-    def resolve(self, inputs: StepInput, num_rows: int, last_tokens: Tensor, block_size: int) -> None:
+    def resolve(self, inputs: StepInput, num_rows: int, block_size: int) -> None:
         """Guess, and complete the first `num_rows` rows of a step's input.
 
         Args:
             inputs: `positions` are counted from the last known token of each sequence: 0, 1, 2, ….
-            last_tokens: by batch slot, int64.
         """
+        self.guess(inputs.batch_slots[:num_rows])
+        self.complete(inputs, num_rows, block_size)
+
+    def complete(self, inputs: StepInput, num_rows: int, block_size: int) -> None:
+        """Make tokens, positions, slots, context lengths and noise of rows whose guesses are in the table."""
+        if self._kernels:
+            self._kernels.complete(self, inputs, num_rows, block_size)
+            return
         slots = inputs.batch_slots[:num_rows]
-        last = self.last[slots]
-        self.tokens[slots, last] = last_tokens[slots].int()
-        self.guess(slots, last)
         # Past its limit a sequence repeats the row there, whose token is not needed any more.
-        positions = torch.minimum(last + inputs.positions[:num_rows], self._limits[slots])
+        positions = torch.minimum(self.last[slots] + inputs.positions[:num_rows], self.limits[slots])
         inputs.context_lens[:num_rows] = positions + 1
         positions = positions.clamp_(min=0)
         inputs.positions[:num_rows] = positions
         inputs.input_ids[:num_rows] = self.tokens[slots, positions]
-        inputs.noise_keys[:num_rows] = self._noise[slots, positions]
+        inputs.noise_keys[:num_rows] = self.noise[slots, positions]
         blocks = inputs.block_tables[:num_rows].gather(1, (positions // block_size)[:, None])[:, 0]  # -1 for padding
         inputs.slot_mapping[:num_rows] = blocks.long() * block_size + positions % block_size
 
-    def guess(self, slots: Tensor, last: Tensor) -> None:
+    def guess(self, slots: Tensor) -> None:
         """Write what followed the latest earlier occurrence of the last `SIZE` tokens; as in `NgramDrafter.draft`.
 
         Where they are new, the last token is guessed again: the row is there in any case.
 
         Args:
-            slots, last: of each row, int64 [rows]. Rows of one sequence write the same.
+            slots: the batch slot of each row, int64 [rows]. Rows of one sequence are adjacent.
         """
-        known = self.tokens[slots]  # [rows, width]
+        if self._kernels:
+            self._kernels.guess(self, slots)
+            return
+        last, known = self.last[slots], self.tokens[slots]  # [rows], [rows, width]
         sought = known.gather(1, (last[:, None] + self._back).clamp_(min=0))  # [rows, SIZE]
         equal = (known.unfold(1, SIZE, 1) == sought[:, None]).all(-1)  # [rows, where the n-gram begins]
         starts = self._columns[: equal.shape[1]]
@@ -116,12 +133,15 @@ class TokenTable:
             inputs: the step's, as `resolve` left it.
             last_tokens: gets each sequence's last known token, by batch slot.
         """
+        if self._kernels:
+            self._kernels.keep(self, ids, inputs, last_tokens)
+            return
         rows, slots = inputs.sample_tokens[: len(ids)], inputs.sample_slots[: len(ids)]
         positions = inputs.positions[rows]
         follows = torch.zeros_like(slots, dtype=torch.bool)  # rows that are not the first of their sequence
         follows[1:] = slots[1:] == slots[:-1]
         wrong = follows.clone()
-        wrong[1:] &= self.differ(ids[:-1], inputs.input_ids[rows[1:]])
+        wrong[1:] &= ids[:-1] != inputs.input_ids[rows[1:]]
         # The last known token of a sequence was sampled by the row before its first wrong one, or else by its last row.
         sampled_at = positions + 1
         ends = torch.where(follows.roll(-1), self.tokens.shape[1], sampled_at)
@@ -131,7 +151,3 @@ class TokenTable:
         self.tokens[slots, sampled_at] = ids.int()
         last_tokens[slots] = self.tokens[slots, last].long()
         ids.masked_fill_(sampled_at > last, WRONG)
-
-    def differ(self, sampled: Tensor, guessed: Tensor) -> Tensor:
-        """Whether guesses are wrong, bool [rows]."""
-        return sampled != guessed

@@ -1,0 +1,129 @@
+"""The table's kernels against its definition: in Triton's interpreter on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import stage_e_batching
+from beyond.speculation import LLM
+from beyond.speculation.token_table import TokenTable
+from stage_a_naive.sampling import SamplingParams
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("shuffled_programs") if INTERPRETED else []
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+SLOTS, LONGEST, BLOCK_SIZE = 6, 70, 4
+
+
+def make_tables(rng: random.Random, draft_tokens: int, device: str) -> tuple[TokenTable, TokenTable]:
+    """The same texts in a table that PyTorch works on, and in one that the kernels work on."""
+    from beyond.speculation import token_table_kernels
+
+    tables = [TokenTable(SLOTS, LONGEST, draft_tokens, torch.device("cpu")) for _ in range(2)]
+    for slot in range(SLOTS):
+        length = rng.choice([1, 2, 3, 4, rng.randint(5, LONGEST)])
+        text = [rng.randint(1, rng.choice([1, 3, 50])) for _ in range(length)]
+        for table in tables:
+            table.tokens[slot, :length] = torch.tensor(text)
+            table.noise[slot] = torch.arange(table.noise.shape[1]) + 1000 * slot
+            table.last[slot], table.limits[slot] = length - 1, min(length + slot, LONGEST - 1)
+    for name in ("tokens", "noise", "last", "limits"):
+        setattr(tables[1], name, getattr(tables[1], name).to(device))
+    tables[1]._kernels = token_table_kernels
+    return tables[0], tables[1]
+
+
+def make_rows(rng: random.Random, draft_tokens: int) -> tuple[list[int], list[int]]:
+    """Batch slots and numbers within their sequence of a step's rows, padding at the end."""
+    rows = [(slot, i) for slot in rng.sample(range(SLOTS), 4) for i in range(1 + rng.randint(0, draft_tokens))]
+    rows += [(SLOTS, 0)] * rng.choice([0, 1, draft_tokens + 9])
+    slots, numbers = zip(*rows, strict=True)
+    return list(slots), list(numbers)
+
+
+def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device: str) -> SimpleNamespace:
+    """A step's input as the host sends it: rows that the device completes, and two tokens of a prompt that samples."""
+    count, zeros = len(slots), [0] * len(slots)
+    tables = [rng.sample(range(100), 18) if slot < SLOTS else [-1] * 18 for slot in slots]
+    long = {"batch_slots": slots, "positions": [*numbers, 30, 31], "input_ids": [*zeros, 7, 8],
+            "slot_mapping": [*zeros, 50, 51], "sample_slots": slots, "sample_tokens": list(range(count))}  # fmt: skip
+    short = {"context_lens": zeros, "noise_keys": zeros, "block_tables": tables}
+    return SimpleNamespace(
+        **{name: torch.tensor(values, device=device) for name, values in long.items()},
+        **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in short.items()},
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
+def test_interpreted_kernels_guess_complete_and_keep_as_pytorch_does(device, draft_tokens, monkeypatch):
+    from beyond.speculation import token_table_kernels
+
+    monkeypatch.setattr(token_table_kernels, "STRETCH", 16)  # so that a text has several
+    monkeypatch.setattr(token_table_kernels, "ROWS", 8)
+    rng = random.Random(draft_tokens)
+    num_wrong = 0
+    for _ in range(10):
+        expected, found = make_tables(rng, draft_tokens, device)
+        slots, numbers = make_rows(rng, draft_tokens)
+        seed = rng.random()
+        want, got = (make_inputs(random.Random(seed), slots, numbers, d) for d in ("cpu", device))
+        for table, inputs in ((expected, want), (found, got)):
+            table.resolve(inputs, len(slots), BLOCK_SIZE)
+        assert torch.equal(found.tokens.cpu(), expected.tokens)
+        for name, tensor in vars(want).items():
+            assert torch.equal(getattr(got, name).cpu(), tensor), name
+
+        live = sum(slot < SLOTS for slot in slots)
+        for error_rate in (0.3, 0.0):  # the second corrects the first
+            following = [*want.input_ids[1 : len(slots)].tolist(), 0]
+            sampled = [t + (rng.random() < error_rate) for t in following]
+            ids, kept = torch.tensor(sampled), torch.tensor(sampled, device=device)
+            last_tokens, found_last = torch.zeros(SLOTS + 1).long(), torch.zeros(SLOTS + 1, device=device).long()
+            expected.keep(ids, want, last_tokens)
+            found.keep(kept, got, found_last)
+            num_wrong += (ids[:live] == -1).sum().item()
+            assert torch.equal(kept[:live].cpu(), ids[:live])
+            assert torch.equal(found.last[:SLOTS].cpu(), expected.last[:SLOTS])
+            for slot in set(slots[:live]):
+                # What is sampled at the limit ends the sequence, is not run, and may be sampled by several rows.
+                known = min(expected.last[slot], expected.limits[slot]) + 1
+                assert torch.equal(found.tokens[slot, :known].cpu(), expected.tokens[slot, :known])
+                if expected.last[slot] < known:
+                    assert found_last[slot].item() == last_tokens[slot].item()
+    assert num_wrong > 5
+
+
+@interpreted
+def test_interpreted_kernels_give_an_engines_tokens():
+    from beyond.speculation import token_table_kernels
+
+    prompts = [[1, 2, 3], [4, 5, 6] * 6, list(range(50, 83))]
+    options = {"device": "cpu", "num_kvcache_blocks": 64}
+    llm = LLM("random:qwen2-tiny", num_speculative_tokens=3, **options)
+    llm.runner.table._kernels = token_table_kernels
+    plain = stage_e_batching.LLM("random:qwen2-tiny", **options)
+    for temperature in (0.0, 0.7):
+        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(3)]
+        expected, found = (engine.generate(prompts, params, False) for engine in (plain, llm))
+        assert [output["token_ids"] for output in found] == [output["token_ids"] for output in expected]
+    assert llm.engine.counters.num_accepted_tokens > 20
+
+
+def test_the_kernels_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
