@@ -59,6 +59,7 @@ def events(client, path: str, **body: object) -> list[dict]:
     """The messages of a stream, without the `[DONE]` that must end it."""
     response = client.post(path, json=body | {"stream": True})
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"  # a proxy is asked to pass events on as they come
     *messages, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(message.removeprefix("data: ")) for message in messages]

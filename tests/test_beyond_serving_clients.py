@@ -162,6 +162,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
         (["--deadline", "-1"], "--deadline"),
         (["--deadline", "nan"], "--deadline"),
         (["--api-key", ""], "--api-key must not be empty"),
+        (["--host", ""], "--host and"),
         (["--port", "65536", "--num-kvcache-blocks", "16"], "port 65536"),
     ],
 )

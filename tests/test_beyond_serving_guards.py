@@ -19,6 +19,7 @@ import stage_e_batching  # noqa: E402
 from beyond.serving.__main__ import parse  # noqa: E402
 from beyond.serving.answers import as_json  # noqa: E402
 from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits  # noqa: E402
+from beyond.serving.server import listen  # noqa: E402
 from beyond.serving.sse import frame  # noqa: E402
 
 KEY = "ein Schlüssel"  # not ASCII, and with a space
@@ -129,6 +130,15 @@ def test_a_body_is_read_no_further_than_its_limit(client):
         connection.sendall("\r\n".join(head).encode())
         connection.settimeout(30)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")  # although most of it has not been sent
+
+
+def test_an_address_of_ipv6_is_one_to_listen_on():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with listen("::1", 0) as listening:
+        assert listening.getsockname()[0] == "::1"
 
 
 def test_nobody_from_outside_reaches_a_server_that_was_not_told_so(monkeypatch):

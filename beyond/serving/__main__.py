@@ -64,8 +64,10 @@ def parse(
     engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
     importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
-    if options.max_queue < 0 or not options.deadline >= 0 or options.api_key == "":
-        raise ValueError("--max-queue and --deadline must be 0 or more, and --api-key must not be empty")
+    if options.max_queue < 0 or not options.deadline >= 0:
+        raise ValueError("--max-queue and --deadline must be 0 or more")
+    if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
+        raise ValueError("--host and --api-key must not be empty")
     names = [action.dest for action in engine._group_actions]
     return options, {name: getattr(options, name) for name in names}
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from beyond.serving.answers import Answer, as_json
 from beyond.serving.async_llm import Stream
 from beyond.serving.http_errors import error_body
-from beyond.serving.sse import DONE, frame
+from beyond.serving.sse import DONE, EVENT_HEADERS, frame
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_e_batching.mailbox import Event
 
@@ -55,7 +55,7 @@ class EventStream(Response):
     """Tokens as server-sent events, one event per token, as they come."""
 
     def __init__(self, stream: Stream, answer: Answer, include_usage: bool) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
         self._stream, self._answer, self._include_usage = stream, answer, include_usage
 

@@ -24,7 +24,7 @@ from beyond.serving.answers import as_json
 from beyond.serving.app import Api, Endpoint
 from beyond.serving.event_stream import ClientGone, unless_gone
 from beyond.serving.protocol import RequestError, check_fields
-from beyond.serving.sse import frame
+from beyond.serving.sse import EVENT_HEADERS, frame
 from beyond.serving.step_log import StepLog, describe
 from stage_a_naive.errors import shown
 
@@ -97,7 +97,7 @@ class PictureStream(Response):
     """Pictures for one page, until it is closed or the engine is."""
 
     def __init__(self, view: LiveView) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
         self._view = view
 

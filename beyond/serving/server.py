@@ -69,7 +69,8 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: there is no such port, it is taken, or the address is not this machine's.
     """
     try:
-        return socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error

@@ -20,3 +20,4 @@ def frame(data: str) -> bytes:
 
 
 DONE = frame("[DONE]")
+EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # else nginx, as a proxy, collects events
