@@ -225,6 +225,20 @@ def test_the_sampler_can_be_replaced_and_sees_what_it_sees_in_stage_a(naive: Nai
     assert ask(llm, "abc", GREEDY)[0]["token_ids"] == ask(naive, "abc", GREEDY)[0]["token_ids"]
 
 
+def test_a_sampler_may_keep_its_logits_although_a_graph_overwrites_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, buffer, kept = llm._step, torch.empty(1, 4096), []
+
+    def replay(token: torch.Tensor, cache: object) -> torch.Tensor:
+        return buffer.copy_(step(token, cache))  # as a CUDA graph: every output in the same memory
+
+    monkeypatch.setattr(llm, "_step", replay)
+    monkeypatch.setattr(llm, "sampling_fn", lambda logits, params: kept.append(logits) or logits.argmax(-1))
+    ids = ask(llm, "abc", GREEDY)[0]["token_ids"]
+    assert [int(logits.argmax()) for logits in kept[: len(ids)]] == ids and len(set(ids)) > 1
+
+
 def test_an_exception_in_the_middle_leaves_the_engine_usable_and_the_settings_as_they_were(llm: LLM) -> None:
     before = ask(llm, "abc", GREEDY)
     settings = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled(), torch.is_grad_enabled()
