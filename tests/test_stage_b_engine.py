@@ -225,6 +225,13 @@ def test_the_sampler_can_be_replaced_and_sees_what_it_sees_in_stage_a(naive: Nai
     assert ask(llm, "abc", GREEDY)[0]["token_ids"] == ask(naive, "abc", GREEDY)[0]["token_ids"]
 
 
+def test_the_warm_up_of_a_prompt_that_nearly_fills_the_cache_stays_inside_it(naive: NaiveLLM) -> None:
+    prompt, params = [[9] * 254], replace(GREEDY, max_tokens=2)
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    assert ask(llm, prompt, params)[0]["token_ids"] == ask(naive, prompt, params)[0]["token_ids"]
+    assert list(llm._work) == [256]
+
+
 def test_a_sampler_may_keep_its_logits_although_a_graph_overwrites_them(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
