@@ -177,6 +177,7 @@ def test_generation_ends_where_the_model_does_and_never_writes_past_the_cache(ll
     assert len(output["token_ids"]) == 4096 - prompt_length and output["finish_reason"] == "length"
     [cache] = {id(c): c for c, _ in llm._work.values() if c is not None and c.length >= 4096}.values()
     assert int(cache.position) == 4095  # the last token was never fed back
+    assert cache.length == 4096  # and no room reserved for tokens past the model's length
 
 
 def test_a_request_finds_nothing_of_the_one_before_in_the_cache(naive: NaiveLLM, llm: LLM) -> None:
