@@ -31,6 +31,7 @@ import stage_f_graph_tp
 from beyond.serving.metrics import RequestMetrics, exposition
 from beyond.speculation import LLM
 from beyond.speculation.ahead_runner import AheadRunner
+from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.runner import DraftBatch, verification_sizes
@@ -585,9 +586,19 @@ def test_the_tutors_draft_model_knows_most_of_its_answers():
     assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
 
 
+@pytest.mark.parametrize(("guesses", "computed"), [([5, 6], 5), ([5, 9], 4), ([7, 5, 6], 3), ([], 3)])
+def test_a_small_model_has_computed_the_guesses_before_the_first_wrong_one(guesses, computed):
+    followed = Followed([], num_computed_tokens=3, guesses=guesses)
+    followed.catch_up([1, 2, 3, 5, 6, 8])
+    assert (followed.num_computed_tokens, followed.guesses) == (computed, [])
+
+
 def test_the_small_model_catches_up_after_a_pause(plain):
     llm = with_draft_model("random:qwen2-tiny", num_kvcache_blocks=256, max_num_batched_tokens=512)
     llm.engine.drafter._max_num_batched_tokens = 9  # its steps are small: it catches up in several
+    runner, sizes = llm.engine.drafter._runner, []
+    launch = runner.launch
+    runner.launch = lambda step: (sizes.append(step.total_tokens), launch(step))[1]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     llm.add_request(PROMPTS[0], params)
     for _ in range(3):
@@ -600,6 +611,7 @@ def test_the_small_model_catches_up_after_a_pause(plain):
     assert finished[0][1] == ids(plain.generate(PROMPTS[:1], params, False))[0]
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 20 and counters.num_steps > 30
+    assert max(sizes) == 9 and sizes.count(9) >= 3, "30 tokens that it had not seen"
 
 
 @pytest.mark.parametrize(
