@@ -13,7 +13,8 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.overlap import OverlappedEngine
+from stage_e_batching.engine import Sampled
+from stage_f_graph_tp.overlap import OverlappedEngine, without_rows
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
 PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
@@ -202,3 +203,10 @@ def test_an_error_leaves_no_request_and_no_step_behind(llm, waiting, monkeypatch
 
 def test_overlap_can_be_switched_off():
     assert not isinstance(tiny(overlap=False, num_kvcache_blocks=16).engine, OverlappedEngine)
+
+
+def test_the_tokens_of_a_step_without_some_rows_keep_their_logprobs_and_errors():
+    error = ValueError("the last row's own")
+    sampled = Sampled([5, 6, 7], [None, {6: -1.0}, None], {0: ValueError("of a row that is gone"), 2: error})
+    assert without_rows([0], sampled) == Sampled([6, 7], [{6: -1.0}, None], {1: error})
+    assert without_rows([1, 2], Sampled([5, 6, 7])) == Sampled([5], None, {})
