@@ -32,7 +32,7 @@ def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
     """Return the numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
 
     The smallest is more than the megakernel takes, in which a row does not wait for the keys of the others. Where there
-    are never so many rows, there is none.
+    are never that many rows, there is none.
     """
     if max_rows <= MEGAKERNEL_ROWS:
         return []
