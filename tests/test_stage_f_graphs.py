@@ -17,6 +17,7 @@ from stage_a_naive.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.sampler import sample_reference
+from stage_f_graph_tp import step_input
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.step_input import StepShape
@@ -340,3 +341,13 @@ def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_
     with pytest.raises(RuntimeError, match="waited longer"):
         llm.generate(PROMPTS[:2], GREEDY, False)
     assert ids(llm.generate(PROMPTS[:2], GREEDY, False)) == expected
+
+
+def test_steps_of_ever_new_sizes_do_not_pile_up_views_of_the_input(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_input, "MAX_VIEWS", 4)
+    buffers = step_input.StepBuffers(4096, torch.device("cpu"))
+    for tokens in range(1, 20):
+        shape = StepShape(tokens, 1, 1, 1, 0, tokens, tokens)
+        buffers.next_host(shape).input_ids[:] = tokens
+        assert buffers.send(shape).input_ids.tolist() == [tokens] * tokens
+        assert len(buffers._views) <= 4
