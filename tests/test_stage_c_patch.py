@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,18 @@ def test_kernels_that_cannot_run_are_refused_before_anything_is_built_or_loaded(
     monkeypatch.setattr(stage, "resolve", lambda model: SimpleNamespace(config=config))
     with pytest.raises(ValueError, match="sizes are 128 and 44, and it takes multiples of 8; stage B takes any size"):
         LLM(TINY[0], device="cpu")
+
+
+def test_the_time_of_building_the_extension_is_in_the_build_time(monkeypatch):
+    clock, load, ahead = time.perf_counter, stage.load_operators, [0.0]
+
+    def load_for_long(device):
+        ahead[0] = 1000.0
+        return load(device)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead[0])
+    monkeypatch.setattr(stage, "load_operators", load_for_long)
+    assert LLM(TINY[0], device="cpu").build_time > 1000
 
 
 def test_an_option_that_there_is_not_is_refused():
