@@ -75,9 +75,12 @@ def test_every_stage_generates_what_transformers_does(checkpoint, stage):
 @pytest.mark.compiler
 def test_the_patch_copies_only_weights_that_the_kernel_cannot_read_where_they_are():
     model = load_hf_model(resolve("random:qwen2-tiny"), torch.device("cpu"), torch.float32)
-    aligned, moved = model.model.layers[0].mlp.down_proj.weight, model.model.layers[1].mlp.down_proj.weight
-    storage = torch.empty(moved.numel() + 1)
-    moved.data = storage[1:].view(moved.shape).copy_(moved)  # 4 bytes past a multiple of 16
-    before = aligned.data_ptr()
+    layers = model.model.layers
+    aligned, moved = ((layer.mlp.down_proj.weight, layer.post_attention_layernorm.weight) for layer in layers)
+    for weight in moved:
+        storage = torch.empty(weight.numel() + 1)
+        weight.data = storage[1:].view(weight.shape).copy_(weight)  # 4 bytes past a multiple of 16
+    before = [weight.data_ptr() for weight in aligned]
     replace_mlp_in_qwen(model)
-    assert aligned.data_ptr() == before and moved.data_ptr() % 16 == 0
+    assert [weight.data_ptr() for weight in aligned] == before
+    assert [weight.data_ptr() % 16 for weight in moved] == [0, 0]

@@ -34,7 +34,7 @@ def csrc(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_key_follows_sources_headers_architectures_and_nothing_else(csrc):
+def test_the_key_follows_sources_headers_architectures_and_pytorch_and_no_other_file(csrc, monkeypatch):
     (csrc / "small.cpp").write_text('#include "a.h"\n' + SMALL)
     (csrc / "a.h").write_text('#include "b.h"\n')
     (csrc / "b.h").write_text("")
@@ -43,6 +43,9 @@ def test_the_key_follows_sources_headers_architectures_and_nothing_else(csrc):
     (csrc / "unrelated.h").write_text("int changed;")
     assert Extension("small", (), "").key == before
     assert Extension("small", ("9.0",), "").key != before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "0.0")
+        assert Extension("small", (), "").key != before
     (csrc / "b.h").write_text("int changed;")
     assert Extension("small", (), "").key != before
 
