@@ -89,6 +89,13 @@ def test_preempted_sequences_come_back_through_graphs(expected, prefix_caching):
     assert llm.engine.counters.num_preemptions > 0 and replays["20 tokens"] > 0
 
 
+def test_a_closed_engine_holds_no_graph():
+    llm, _ = build([1, 2], prefills=(16,), max_num_seqs=6, kvcache_block_size=4, num_kvcache_blocks=64)
+    assert llm.runner.graphs and llm.runner.prefill_graphs
+    llm.close()
+    assert llm.runner.graphs is None and llm.runner.prefill_graphs is None, "NCCL waits for graphs that hold it"
+
+
 def test_the_sampler_sees_the_sampled_rows_only(monkeypatch):
     llm, _ = build([8], prefills=SIZES, max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=512)
     stage_e = stage_e_batching.LLM("random:qwen2-tiny", device="cpu")
