@@ -131,7 +131,7 @@ def _check(layer: nn.Module, index: int) -> None:
     if activation is None or not torch.allclose(activation(probe), nn.functional.silu(probe)):
         refuse(f"its activation is {activation}, expected SiLU")
     if not hasattr(norm, "variance_epsilon") or getattr(norm, "bias", None) is not None:
-        refuse(f"its norm before the MLP is {type(norm).__name__}, expected an RMSNorm")
+        refuse(f"its norm before the MLP is {type(norm).__name__}, expected an RMSNorm without a bias")
     if not hasattr(layer, "self_attn") or not hasattr(layer, "input_layernorm"):
         refuse("it has no self_attn or no input_layernorm")
     inter, hidden = linears["gate_proj"].weight.shape

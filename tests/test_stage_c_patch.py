@@ -120,6 +120,13 @@ def test_one_strange_layer_leaves_the_others_as_they_were():
     assert "forward" not in vars(model.model.layers[0])
 
 
+def test_a_norm_with_a_bias_is_refused():
+    model = llama()
+    model.model.layers[1].post_attention_layernorm.bias = torch.nn.Parameter(torch.zeros(32))
+    with pytest.raises(PatchError, match="layer 1 .* its norm before the MLP is LlamaRMSNorm, expected an RMSNorm without a bias"):
+        replace_mlp_in_qwen(model)
+
+
 def test_a_model_without_decoder_layers_of_this_family_is_refused():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20))
     with pytest.raises(PatchError, match="GPT2LMHeadModel has no list of decoder layers"):
