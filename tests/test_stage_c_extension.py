@@ -109,6 +109,14 @@ def test_no_ninja_is_an_error_with_the_command_to_install_it(monkeypatch, tmp_pa
         plan()
 
 
+def test_this_pythons_scripts_come_last_on_the_path_and_once(monkeypatch):
+    monkeypatch.setenv("PATH", "/somewhere")
+    path = toolchain.path_with_ninja()
+    assert path.split(os.pathsep) == ["/somewhere", os.path.dirname(sys.executable)]
+    monkeypatch.setenv("PATH", path)
+    assert toolchain.path_with_ninja() == path
+
+
 def test_an_unknown_extension_is_an_error_that_lists_those_there_are():
     with pytest.raises(ExtensionError, match="no extension 'fused_mpl'; there are: fused_mlp"):
         plan("fused_mpl")
