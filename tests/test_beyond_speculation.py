@@ -33,6 +33,7 @@ from beyond.speculation import LLM
 from beyond.speculation.ahead_runner import AheadRunner
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.llm import make_pools
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.runner import DraftBatch, verification_sizes
 from beyond.speculation.scheduler import DraftScheduler
@@ -584,6 +585,13 @@ def test_the_tutors_draft_model_knows_most_of_its_answers():
     assert ids(llm.generate(questions, params, False)) == ids(stage_e.generate(questions, params, False))
     counters = llm.engine.counters
     assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
+
+
+@pytest.mark.parametrize(("asked", "given"), [(-1, 30), (40, 40)])
+def test_two_models_share_the_memory_that_there_is_for_one_pool(monkeypatch, asked, given):
+    monkeypatch.setattr("beyond.speculation.llm.choose_num_blocks", lambda runtime, options: 40)
+    large, small = (SimpleNamespace(bytes_per_token=n, make_pool=lambda blocks, n=n: (n, blocks)) for n in (300, 100))
+    assert make_pools(large, small, SimpleNamespace(num_kvcache_blocks=asked)) == ((300, given), (100, given))
 
 
 @pytest.mark.parametrize(("guesses", "computed"), [([5, 6], 5), ([5, 9], 4), ([7, 5, 6], 3), ([], 3)])
