@@ -30,16 +30,19 @@ import stage_e_batching
 import stage_f_graph_tp
 from beyond.serving.metrics import RequestMetrics, exposition
 from beyond.speculation import LLM
+from beyond.speculation.ahead_engine import AheadEngine
 from beyond.speculation.ahead_runner import AheadRunner
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.llm import make_pools
 from beyond.speculation.ngram import NgramDrafter
+from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, verification_sizes
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import FIRST_PAUSE, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.config import ModelConfig
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS
@@ -532,6 +535,24 @@ def test_options_out_of_range_are_refused(option):
         LLM("random:qwen2-tiny", device="cpu", **option)
 
 
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({}, AheadEngine),
+        ({"overlap": False}, SpeculativeEngine),
+        ({"enable_chunked_prefill": False}, SpeculativeEngine),
+        ({"tensor_parallel_size": 2}, SpeculativeEngine),
+        ({"speculation": "model"}, SpeculativeEngine),
+    ],
+)
+def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, engine):
+    llm = LLM.__new__(LLM)
+    llm.options, llm._drafter = SpeculationOptions(**options), None
+    assert llm.engine_class.func is engine
+    waits = not (llm.options.overlap and llm.options.enable_chunked_prefill)
+    assert llm.engine_class.keywords.get("overlap", True) != waits
+
+
 def test_two_ranks_give_the_tokens_of_one(plain):
     expected = plain.generate(PROMPTS, GREEDY, False)
     options = {"speculation": "model", "draft_model": "random:qwen2-tiny", "num_kvcache_blocks": 256}
@@ -634,6 +655,17 @@ def test_the_small_model_catches_up_after_a_pause(plain):
 def test_a_small_model_that_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LLM("random:qwen2-tiny", device="cpu", **options)
+
+
+def test_a_small_model_of_fewer_positions_is_refused(monkeypatch):
+    class Short(ModelConfig):
+        @classmethod
+        def from_hf(cls, config: object) -> ModelConfig:
+            return replace(ModelConfig.from_hf(config), max_position_embeddings=100)
+
+    monkeypatch.setattr("beyond.speculation.llm.ModelConfig", Short)
+    with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another"):
+        LLM("tutor", device="cpu", speculation="model", max_model_len=512)
 
 
 def test_an_error_leaves_no_draft_behind(plain, monkeypatch):

@@ -62,8 +62,6 @@ class NgramDrafter:
         The last n-gram is looked up before it is entered: nothing follows it yet.
         """
         tokens, size = sequence.token_ids, self._size
-        if len(tokens) <= size:
-            return None
         index = sequence.memory = sequence.memory or NgramIndex()
         for end in range(max(index.num_tokens, size), len(tokens)):
             index.positions[tuple(tokens[end - size : end])] = end
