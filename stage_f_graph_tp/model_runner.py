@@ -132,9 +132,13 @@ class GraphModelRunner(AsyncModelRunner):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    def is_for_megakernel(self, shape: StepShape) -> bool:
+        """Whether a step of this shape is one launch, around which there is neither `forward` nor `keep`."""
+        return self.megakernel is not None and self.megakernel.takes(shape)
+
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
         """A host buffer for a step of shape `exact`, padded to a graph's size where there is one."""
-        if self.megakernel is not None and self.megakernel.takes(exact):
+        if self.is_for_megakernel(exact):
             return super().next_host(exact)
         graphs, prefill_graphs = self.graphs, self.prefill_graphs  # a thread that closes the engine takes them away
         if graphs is not None and (shape := graphs.padded(exact)) is not exact:
@@ -149,7 +153,7 @@ class GraphModelRunner(AsyncModelRunner):
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """Execute a prepared step: as one launch, by replaying its graph, or eagerly."""
-        if self.megakernel is not None and self.megakernel.takes(shape):
+        if self.is_for_megakernel(shape):
             return self._launch_megakernel(shape, sample_slots, needs)
         graphs = self.graphs
         recorded = graphs and graphs.find(shape)

@@ -24,7 +24,7 @@ from fake_model import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
-from test_stage_f_graphs import EagerRecorder
+from test_stage_f_graphs import EagerRecorder, FakeMegakernel
 
 import stage_e_batching
 import stage_f_graph_tp
@@ -511,6 +511,27 @@ def test_a_verification_as_small_as_a_megakernel_takes_does_not_run_in_a_decode_
     Oracle(expected, 1).into(llm)
     assert ids(llm.generate(PROMPTS[:2], params, False)) == ids(expected)
     assert llm.engine.counters.num_accepted_tokens > 10 and recorder.replays[2] == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
+    options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
+    llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, **options)
+    fake = FakeMegakernel(llm)
+    llm.runner.use_megakernel(fake)
+    llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=logprobs, ignore_eos=True)
+    expected = plain.generate(PROMPTS[:2], params, False)
+    oracle = Oracle(expected, draft_tokens)
+    oracle.has_draft = lambda sequence: len(sequence.token_ids) % 20 < 8 and bool(oracle.draft(sequence))
+    oracle.into(llm)
+    for count in (1, 2):
+        steps, accepted = fake.steps, llm.engine.counters.num_accepted_tokens
+        assert ids(llm.generate(PROMPTS[:count], params, False)) == ids(expected[:count])
+        assert llm.engine.counters.num_accepted_tokens > accepted
+        assert (fake.steps > steps + 5) == overlap, "without overlap the host sends the tokens"
 
 
 def test_switched_off_it_is_stage_f(plain):

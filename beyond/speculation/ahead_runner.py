@@ -112,6 +112,10 @@ class AheadRunner(SpeculativeRunner):
             self.table.enter(new, self._noise_keys, self.last_tokens)
         self._entered = decoding
 
+    def is_for_megakernel(self, shape: StepShape) -> bool:
+        """Whether a step of this shape is one launch, in which the table completes nothing and keeps nothing."""
+        return not isinstance(shape, AheadShape) and super().is_for_megakernel(shape)
+
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
         """A host buffer for a step of shape `exact`, and the shape to run it in, which is of the same class."""
         shape, host = super().next_host(exact)
