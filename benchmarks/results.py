@@ -35,7 +35,6 @@ LEAST_REPEATS = 3
 TO_MEASURE_AGAIN = frozenset({
     "gpu-qwen2.5-0.5b-ranks.json",
     "gpu-qwen3-0.6b-ranks.json", "h200-qwen2.5-0.5b-stage-f.json",
-    "kernel_spans-h200.json",
 })  # fmt: skip
 
 

@@ -30,7 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 CONTEXT, BLOCK_SIZE = 640, 64
 LONGEST = 4096  # what the graphs are captured for
 REPLAYS, REPEATS = 10, 9
-KINDS = {
+KINDS = {  # by their names in the files of results
     "stage D": "stage D",
     "operator": "with stage C's operator",
     "nine": "element-wise fusion",

@@ -31,7 +31,7 @@ from beyond.quantization.product_kernels import (
 )
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 
-PRODUCT_MAX_TOKENS = 256  # above, dequantise and let the library multiply
+PRODUCT_MAX_TOKENS = 128  # above, dequantise and let the library multiply
 
 
 @dataclass(frozen=True)
