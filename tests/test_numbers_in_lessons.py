@@ -114,10 +114,16 @@ def megabytes(kind: str) -> float:
     return tutor_format(kind)["matrix_bytes"] / 1e6
 
 
-def http_share() -> float:
-    """What HTTP leaves of the engine's throughput on a CPU."""
-    rates = {row["way"]: row["tokens_per_s"] for row in results("http_cost-cpu")["rows"]}
+def http_share(machine: str) -> float:
+    """What HTTP leaves of the engine's throughput."""
+    rates = {row["way"]: row["tokens_per_s"] for row in results(f"http_cost-{machine}")["rows"]}
     return statistics.median(a / b for a, b in zip(rates["HTTP"], rates["generate"], strict=True))
+
+
+def quantized_ms(model: str, kind: str, requests: int) -> float:
+    rows = results("quantized_step-h200")["rows"]
+    wanted = {"model": model, "kind": kind, "rows": requests}
+    return 1e3 * next(statistics.median(row["samples"]) for row in rows if wanted.items() <= row.items())
 
 
 def all_reduces_of_a_step() -> float:
@@ -245,7 +251,25 @@ ROUGH = {
         0.5, 0.6,
     ),
     "serving: HTTP": (
-        "beyond/serving/load.md", "HTTP takes about a fifth of the engine's rate", lambda: 1 - http_share(), 0.17, 0.23,
+        "beyond/serving/load.md", "about a fifth of stage E's on a CPU", lambda: 1 - http_share("cpu"), 0.17, 0.23,
+    ),
+    "serving: HTTP on a GPU": (
+        "beyond/serving/load.md", "HTTP takes more than a quarter of stage F's rate on the H200",
+        lambda: 1 - http_share("h200"), 0.25, 0.33,
+    ),
+    "quantization: one request": (
+        "beyond/quantization/README.md", "a step of Qwen2.5-7B takes two thirds of the time",
+        lambda: quantized_ms("qwen2.5-7b", "int8 + head", 1) / quantized_ms("qwen2.5-7b", "bfloat16", 1), 0.62, 0.72,
+    ),
+    "quantization: 32 requests": (
+        "beyond/quantization/README.md", "With 32 it gains a tenth",
+        lambda: 1 - quantized_ms("qwen2.5-7b", "int8 + head", 32) / quantized_ms("qwen2.5-7b", "bfloat16", 32),
+        0.08, 0.12,
+    ),
+    "quantization: 128 requests": (
+        "beyond/quantization/README.md", "With 128 requests a step of Qwen2.5-7B takes 1.4 × as long",
+        lambda: quantized_ms("qwen2.5-7b", "int8 + head", 128) / quantized_ms("qwen2.5-7b", "bfloat16", 128),
+        1.35, 1.45,
     ),
     "tensor parallelism between hosts": (
         PIPELINE, "Most of it is hidden states",

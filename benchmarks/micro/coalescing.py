@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
-from benchmarks.text import markdown, medians, number
+from benchmarks.text import medians, number
 from benchmarks.timing import graph_seconds
 
 README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("coalescing",), True
@@ -41,13 +41,10 @@ def bandwidths(result: dict) -> dict[int, float]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """The picture, and one row of figures."""
-    found = bandwidths(results[0])
-    heads = ["bytes from one thread's address to the next", *map(str, found)]
-    body = [["wanted bytes delivered, GB/s", *(number(value / 1e9) for value in found.values())]]
-    lines = ["![Bandwidth of wanted bytes against the distance of the addresses](coalescing.png)", ""]
+    """The picture, whose bars have their figures."""
+    picture = "![Bandwidth of wanted bytes against the distance of the addresses](coalescing.png)"
     note = f"float32 numbers, 256 MB of them wanted; median of {REPEATS} samples"
-    return {"coalescing": [*lines, *markdown(heads, body), "", caption(results[0], note)]}
+    return {"coalescing": [picture, "", caption(results[0], note)]}
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
