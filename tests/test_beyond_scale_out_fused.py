@@ -1,0 +1,103 @@
+"""Stages of stage F's fused layers against stages of stage D's, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from beyond.scale_out.links import Position
+from beyond.scale_out.pipeline_ranks import build_stage
+from beyond.scale_out.stages import connect
+from stage_a_naive.loading import resolve
+from stage_d_paged.attention import AttentionMetadata, pick_backend
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.weights import RandomWeights
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
+
+CPU, F32 = torch.device("cpu"), torch.float32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_fused_stages_are_right_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
+SKINNY = 4  # tokens up to which a layer uses the skinny GEMMs
+STEPS = [9, 3, 1]  # tokens of one sequence: more than a few, then few
+NUM_STAGES, NUM_LAYERS = 3, 4  # of 1, 1 and 2 layers
+
+
+class Links:
+    """The links of a stage that is given its hidden states and keeps what it sends."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage, self.is_last = stage, stage == NUM_STAGES - 1
+        self.given: Tensor | None = None
+        self.sent: list[Tensor] = []
+
+    def receive(self, rows: int) -> Tensor:
+        assert self.given.shape[0] == rows
+        return self.given.clone()
+
+    def send(self, x: Tensor) -> None:
+        self.sent.append(x.contiguous())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+def test_fused_stages_are_right_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+
+@interpreted
+@pytest.mark.parametrize("stage", range(NUM_STAGES), ids=["first", "middle", "last"])
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny"])
+@torch.inference_mode()
+def test_an_interpreted_stage_hands_on_what_the_stage_of_separate_kernels_does(preset, stage, draw_norm_weights):
+    plain, fused = (make_stage(preset, stage, draw_norm_weights, is_fused) for is_fused in (False, True))
+    generator, start = torch.Generator().manual_seed(stage), 0
+    for count in STEPS:
+        states = torch.randn(count, plain.model.config.hidden_size, generator=generator)
+        ids = torch.randint(1, 4000, (count,), generator=generator) if stage == 0 else torch.zeros(count).long()
+        returned = [run(part, ids, start, states) for part in (plain, fused)]
+        torch.testing.assert_close(returned[1], returned[0], rtol=1e-4, atol=1e-4)
+        start += count
+    sent = [part.links.sent for part in (plain, fused)]
+    assert len(sent[0]) == (0 if plain.links.is_last else len(STEPS))
+    torch.testing.assert_close(sent[1], sent[0], rtol=1e-4, atol=1e-4)
+
+
+def make_stage(preset: str, stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace:
+    from stage_f_graph_tp.kernels.fused_layers import fuse_layers
+
+    config = replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), num_layers=NUM_LAYERS)
+    backend, weights = pick_backend("reference", CPU, F32, config.head_dim), RandomWeights("random", 0, CPU, F32)
+    group, position = RankGroup(Rendezvous(None, 0, 1), CPU), Position(stage, NUM_STAGES, 1)
+    model = build_stage(config, backend, 64, weights, F32, CPU, group, position)
+    draw_norm_weights(model)
+    if is_fused:
+        fuse_layers(model, SKINNY)
+    links = Links(stage)
+    connect(model, links)
+    cache = KVCache(len(model.layers), 4, 4, config.num_kv_heads, config.head_dim, F32, CPU)
+    return SimpleNamespace(model=model, links=links, cache=cache)
+
+
+def run(part: SimpleNamespace, ids: Tensor, start: int, states: Tensor) -> Tensor:
+    """Run the next tokens of the one sequence, from position `start` on; returns what the stage's model returns."""
+    count, end = len(ids), start + len(ids)
+    part.links.given = states
+    positions = torch.arange(start, end)
+    lengths, tables = torch.tensor([end]).int(), torch.arange(4).int()[None]
+    metadata = AttentionMetadata(torch.tensor([0, count]).int(), lengths, positions, tables, count, end)
+    return part.model(ids, positions, part.cache, metadata)
