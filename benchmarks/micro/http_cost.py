@@ -124,9 +124,8 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     """A bar per way, on the newest results."""
     result = results[0]
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
-    ratio = statistics.median(
-        [a / b for a, b in zip(*(row["tokens_per_s"] for row in (result["rows"][-1], result["rows"][0])), strict=True)]
-    )
+    over_http, of_generate = (result["rows"][i]["tokens_per_s"] for i in (-1, 0))
+    ratio = statistics.median(a / b for a, b in zip(over_http, of_generate, strict=True))
     device = result["environment"]["device"]
     unit = "output tokens per second" + " of the engine's CPU time" * (device["type"] == "cpu")
     title = f"Over HTTP the engine reaches {ratio:.0%} of its offline throughput\n({device['name']})"

@@ -56,7 +56,7 @@ def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.G
     """rms_weight, w_gate_up, w_down; scaled so that activations keep their size through the layers."""
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*size, generator=generator, device="cuda") * scale).to(dtype)
+        return (torch.randn(*size, generator=generator, device=generator.device) * scale).to(dtype)
 
     gate_up = normal(2 * inter, hidden, scale=hidden**-0.5)
     return [1 + normal(hidden, scale=0.1), gate_up, normal(hidden, inter, scale=inter**-0.5)]

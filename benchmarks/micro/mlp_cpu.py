@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.micro import caption
+from benchmarks.micro.mlp import random_layer
 from benchmarks.text import markdown
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
@@ -66,12 +67,8 @@ def measure(models: str = ",".join(MODELS), repeats: int = REPEATS) -> dict:
 def random_layers(hidden: int, inter: int, dtype: torch.dtype) -> list[list[Tensor]]:
     """rms_weight, w_gate_up, w_down of several layers."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
-
     count = max(1, min(MOST_LAYERS, int(MOST_BYTES / (3 * hidden * inter * dtype.itemsize))))
-    return [[torch.ones(hidden, dtype=dtype), normal(2 * inter, hidden), normal(hidden, inter)] for _ in range(count)]
+    return [random_layer(hidden, inter, dtype, generator) for _ in range(count)]
 
 
 def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.micro.mlp import sizes
+from benchmarks.micro.mlp import random_layer, sizes
 from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_panel
 from benchmarks.results import of_kind
 from benchmarks.timing import call_seconds, measure_ceilings
@@ -79,17 +79,14 @@ def measure_block(
     repeats: int = 5,
 ) -> BlockTimes:
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows; medians."""
-    torch.manual_seed(0)
-    shapes = ((hidden,), (2 * inter, hidden), (hidden, inter))
-    norm, gate_up, down = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
+    layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for count in rows:
         x = torch.randn(count, hidden, device=device, dtype=dtype)
         for name, way in ways.items():
-            call = partial(way, x, norm, gate_up, down, x, 1e-6)
+            call = partial(way, x, *layer, x, 1e-6)
             found[name].append(statistics.median(call_seconds(call, device, repeats)))
-    weights = (norm.numel() + gate_up.numel() + down.numel()) * dtype.itemsize
-    return BlockTimes(device.type, list(rows), found, weights)
+    return BlockTimes(device.type, list(rows), found, sum(weight.nbytes for weight in layer))
 
 
 def measure_copy(device: torch.device) -> float:

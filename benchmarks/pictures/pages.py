@@ -66,8 +66,7 @@ def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, tit
     for i, (name, sequence) in enumerate(sequences.items()):
         text = f"{name}: {sequence.num_computed_tokens} tokens, block table {sequence.block_table}"
         axes.text(0, below + 0.55 * i, text, fontsize=9, va="center", color=colour[name], fontweight="bold")
-    axes.set_xlim(-0.2, columns * (block_size + 0.6))
-    axes.set_ylim(below + 0.55 * len(sequences), -0.6)
+    axes.set(xlim=(-0.2, columns * (block_size + 0.6)), ylim=(below + 0.55 * len(sequences), -0.6))
     axes.axis("off")
     if title:
         axes.set_title(title, fontsize=12, loc="left")
@@ -90,12 +89,14 @@ def draw_fragmentation() -> Picture:
     total = sum(sizes)
     figure = new_figure(11, 3.4)
     axes = figure.subplots()
-    start = 0
+
+    def box(x: int, y: float, width: int, colour: str, text: str = "", edge: str = "black") -> None:
+        axes.add_patch(Rectangle((x, y), width, 0.8, facecolor=colour, edgecolor=edge))
+        axes.text(x + width / 2, y + 0.4, text, ha="center", va="center")
+
     for i, size in enumerate(sizes):
-        colour = "white" if i in ended else COLOURS[i]
-        axes.add_patch(Rectangle((start, 0), size, 0.8, facecolor=colour, edgecolor="black"))
-        axes.text(start + size / 2, 0.4, f"hole: {size}" if i in ended else "ABCDEF"[i], ha="center", va="center")
-        start += size
+        look = ("white", f"hole: {size}") if i in ended else (COLOURS[i], "ABCDEF"[i])
+        box(sum(sizes[:i]), 0, size, *look)
     manager = BlockManager(total // block_size, block_size)
     sequences = [computed(manager, range(100 * i, 100 * i + size)) for i, size in enumerate(sizes)]
     for i in ended:
@@ -103,19 +104,16 @@ def draw_fragmentation() -> Picture:
     held = {"ABCDEF"[i]: (sequences[i], COLOURS[i]) for i in range(len(sizes)) if i not in ended}
     held["G"] = (computed(manager, range(900, 900 + new)), COLOURS[-1])
     for block in range(manager.num_blocks):
-        axes.add_patch(Rectangle((block * block_size, 1.6), block_size, 0.8, facecolor="white", edgecolor=GREY))
+        box(block * block_size, 1.6, block_size, "white", edge=GREY)
     for name, (sequence, colour) in held.items():
         for block in sequence.block_table:
-            x = block * block_size
-            axes.add_patch(Rectangle((x, 1.6), block_size, 0.8, facecolor=colour, edgecolor="black"))
-            axes.text(x + block_size / 2, 2.0, name, ha="center", va="center")
+            box(block * block_size, 1.6, block_size, colour, name)
     free, largest = sum(sizes[i] for i in ended), max(sizes[i] for i in ended)
     text = f"in one piece: {free} tokens are free, the largest hole has {largest}; G needs {new} and waits"
     axes.text(0, -0.12, text, fontsize=11, va="bottom")
     text = f"in blocks of {block_size}: G takes {new // block_size} free blocks, wherever they are"
     axes.text(0, 1.48, text, fontsize=11, va="bottom")
-    axes.set_xlim(-0.2, total + 0.2)
-    axes.set_ylim(2.5, -0.5)
+    axes.set(xlim=(-0.2, total + 0.2), ylim=(2.5, -0.5))
     axes.axis("off")
     axes.set_title("B, D and F have ended: the same free memory serves G only in blocks", fontsize=13)
     return finish(figure, "reservations in one piece leave holes that a new request does not fit into; blocks do not")

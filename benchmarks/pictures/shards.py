@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Picture, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, finish, new_figure, plain
+from stage_a_naive.checkpoint import TensorSource
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.tensor_parallel.sharding import ShardedWeightLoader, shard_config
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, "#777777")
-ROWS = {
-    "model.embed_tokens": "embedding,\nLM head",
-    "self_attn.q_proj": "Q",
-    "self_attn.k_proj": "K",
-    "self_attn.v_proj": "V",
-    "self_attn.o_proj": "attention\noutput",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
+MATRICES = {  # by the end of its name in the checkpoint
+    "embed_tokens": "embedding,\nLM head",
+    "layers.0.self_attn.q_proj": "Q",
+    "layers.0.self_attn.k_proj": "K",
+    "layers.0.self_attn.v_proj": "V",
+    "layers.0.self_attn.o_proj": "attention\noutput",
+    "layers.0.mlp.gate_proj": "gate",
+    "layers.0.mlp.up_proj": "up",
+    "layers.0.mlp.down_proj": "down",
 }
-ROWS_FULL = {name: f"{name}.weight" if name.startswith("model.") else f"model.layers.0.{name}.weight" for name in ROWS}
 LONGEST = 2.6
 
 
@@ -41,26 +41,17 @@ class Part:
 
     @property
     def numbers(self) -> int:
-        count = 1
-        for start, stop in self.bounds:
-            count *= stop - start
-        return count
+        return prod(stop - start for start, stop in self.bounds)
 
 
-class _Recorder:
-    """A source of weights that holds none and notes what it is asked for."""
+class _Recorder(TensorSource):
+    """A source of weights that holds none, has a tensor of any name and shape, and notes what it is asked for."""
 
     name = "recorder"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.parts: list[Part] = []
-
-    def names(self) -> None:
-        return None
-
-    def shape(self, name: str) -> None:
-        return None
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> _Noted:
         return _Noted(self, name, shape)
@@ -118,12 +109,9 @@ def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2,
     sums = 2 * config.num_layers + 1  # two per layer, and the embedding's
     kilobytes = sums * config.hidden_size * 2 / 1e3
     labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
-    below.barh(labels, read.values(), color=BLUE, height=0.6)
-    for y, (size, megabytes) in enumerate(read.items()):
-        text = f"{megabytes:,.0f} MB" + (f", and {sums} all-reduces of together {kilobytes:.0f} KB" if size > 1 else "")
-        below.annotate(text, (megabytes, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
-    below.invert_yaxis()
-    below.set_xlim(0, 1.1 * max(read.values()))
+    more = f", and {sums} all-reduces of together {kilobytes:.0f} KB"
+    texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in read.items()]
+    draw_bars(below, labels, [(None, list(read.values()), BLUE)], texts, room=1.1, height=0.6)
     below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
     plain(below, "x")
     figure.suptitle("Each rank reads its share of every matrix; what the ranks add up is small", fontsize=12)
@@ -133,16 +121,13 @@ def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2,
 def _draw_matrices(axes: Axes, parts: list[Part]) -> int:
     """Draws the embedding and one layer's matrices side by side; returns the number of ranks."""
     ranks = 1 + max(part.rank for part in parts)
-    found = {name: [part for part in parts if part.name == full] for name, full in ROWS_FULL.items()}
-    hidden = found["self_attn.q_proj"][0].shape[1]
-    x = 0.0
-    for name, label in ROWS.items():
-        x += _draw_matrix(axes, x, label, found[name], hidden) + 0.45
-    handles = [Patch(color=COLOURS[rank % len(COLOURS)], label=f"rank {rank}") for rank in range(ranks)]
+    found = {label: [p for p in parts if p.name == f"model.{name}.weight"] for name, label in MATRICES.items()}
+    hidden, x = found["Q"][0].shape[1], 0.0
+    for label, own in found.items():
+        x += _draw_matrix(axes, x, label, own, hidden) + 0.45
+    handles = [Patch(color=PALETTE[rank % len(PALETTE)], label=f"rank {rank}") for rank in range(ranks)]
     axes.legend(handles=handles, frameon=False, loc="lower right", ncols=ranks)
-    axes.set_xlim(-0.1, x)
-    axes.set_ylim(LONGEST + 0.1, -0.8)
-    axes.set_aspect("equal")
+    axes.set(xlim=(-0.1, x), ylim=(LONGEST + 0.1, -0.8), aspect="equal")
     axes.axis("off")
     return ranks
 
@@ -158,7 +143,7 @@ def _draw_matrix(axes: Axes, x: float, label: str, parts: list[Part], hidden: in
         for i, rank in enumerate(ranks):  # several ranks that hold the same part share its area in stripes
             one = (right - left) / columns * width / len(ranks)
             corner = (x + left / columns * width + i * one, top / rows * height)
-            box = Rectangle(corner, one, (bottom - top) / rows * height, facecolor=COLOURS[rank % len(COLOURS)],
+            box = Rectangle(corner, one, (bottom - top) / rows * height, facecolor=PALETTE[rank % len(PALETTE)],
                             edgecolor="white", linewidth=1)  # fmt: skip
             axes.add_patch(box)
     axes.text(x + width / 2, -0.06, f"{label}\n{rows} × {columns}", ha="center", va="bottom", fontsize=9)
