@@ -2,8 +2,7 @@
 
 A reservation of `max_model_len` per request wastes most of it, because the length of an answer is not known before its
 end. Blocks avoid that, like the pages of virtual memory (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): the pool
-is cut into blocks of `block_size` tokens, a sequence takes the next block when it needs one, and its *block table* says
-which.
+is cut into blocks of `block_size` tokens; a sequence takes one when it needs it, and its *block table* lists them.
 
 Blocks can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
 block is identified by *its whole prefix*. Each full block is entered in an index under a chained hash,
@@ -16,15 +15,14 @@ induction compares the whole prefix.
 
 A block whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
 again. Blocks are handed out in the order they were freed (least recently freed first), a sequence's last block before
-its first, so that a prefix outlives its continuations; blocks with no indexed content go first, since they lose
-nothing.
+its first, so that a prefix outlives its continuations; blocks with no indexed content go first: they lose nothing.
 
 No tensor is touched here: a block is a number. Cost: O(1) for a token that fits in its block, O(new blocks) otherwise.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -170,8 +168,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        # Stage F computes a token before it has read which one it is: no hash can be made of it yet.
-        known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))  # stage F computes what it has not read yet
         first, end = sequence.num_indexed_blocks, known // self.block_size
         parent = self._contents[sequence.block_table[first - 1]] if first else None
         for i in range(first, end):
@@ -233,10 +230,10 @@ class BlockManager:
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all that hold blocks, to check counts."""
-        wrong: list[str] = []
-        for block, count in enumerate(self._ref_counts):
-            if (count == 0) != (block in self._free):
-                wrong.append(f"block {block} has {count} users but {'is' if block in self._free else 'is not'} free")
+        wrong = [
+            f"block {block} has {count} users but {'is' if block in self._free else 'is not'} free"
+            for block, count in enumerate(self._ref_counts) if (count == 0) != (block in self._free)
+        ]  # fmt: skip
         entries = [entry for bucket in self._index.values() for entry in bucket]
         indexed = sorted(block for entry in entries for block in entry.blocks)
         if indexed != [block for block, content in enumerate(self._contents) if content is not None]:
@@ -244,13 +241,10 @@ class BlockManager:
         wrong += [f"entry {entry.key:#x} has no block" for entry in entries if not entry.blocks]
         wrong += [f"key {key:#x} has no entry" for key, bucket in self._index.items() if not bucket]
         if sequences is not None:
-            counts = [0] * self.num_blocks
-            for block in (block for sequence in sequences for block in sequence.block_table):
-                counts[block] += 1
+            found = Counter(block for sequence in sequences for block in sequence.block_table)
             wrong += [
-                f"block {block}: {have} users counted, {want} found"
-                for block, (have, want) in enumerate(zip(self._ref_counts, counts, strict=True))
-                if have != want
+                f"block {block}: {have} users counted, {found[block]} found"
+                for block, have in enumerate(self._ref_counts) if have != found[block]
             ]
         if wrong:
             raise RuntimeError("block manager: " + "; ".join(wrong[:5]))
