@@ -89,7 +89,7 @@ def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
 def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: str = ",".join(ENGINES)) -> dict:
     """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
     rows = {}
-    # All are timed before the first is recorded: once the profiler has run, launches stay slower in this process.
+    # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
     for is_recorded in False, True:
         for name in engines.split(","):
             llm = installed_engines()[name].build(model, "auto", "auto")
