@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 # Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 1 << 14  # elements
 
 
@@ -76,6 +80,23 @@ def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         builder.grid_idx = index // (columns * layers), index // layers % columns, index % layers
 
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+@pytest.fixture
+def run_interpreted_tests() -> Callable[[str], None]:
+    """Run the tests of a file whose name has "interpreted" in it, in Triton's interpreter; they must pass.
+
+    In a process of its own: Triton reads TRITON_INTERPRET when it is first imported.
+    """
+
+    def run(file: str) -> None:
+        pytest.importorskip("triton")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", file]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        inner = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+
+    return run
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -119,11 +116,5 @@ def test_interpreted_kernels_give_an_engines_tokens():
     assert llm.engine.counters.num_accepted_tokens > 20
 
 
-def test_the_kernels_are_right_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
+    run_interpreted_tests(__file__)

@@ -6,9 +6,6 @@ In the pool, the scale of every slot that no sequence owns is NaN, so a kernel t
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -184,14 +181,8 @@ def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
-def test_the_kernels_are_right_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    inner = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
+def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
+    run_interpreted_tests(__file__)
 
 
 @interpreted

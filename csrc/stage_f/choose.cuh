@@ -99,7 +99,7 @@ __device__ __forceinline__ bool best_of_blocks(Worker& w, const Choice& choice, 
   return __all_sync(kAllLanes, w.waits);
 }
 
-// A warp a row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token of
+// One warp per row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token of
 // such a step is kept.
 __device__ __forceinline__ void choose_tokens(Worker& w) {
   const DecodeStep& s = w.step;
