@@ -46,7 +46,6 @@ class TokenTable:
         self.noise = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)  # key at each position
         self.last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # position of the last known token
         self.limits = torch.full_like(self.last, -1)  # the last position that is run; none of a padding row is
-        self.draft_tokens = draft_tokens
         self._columns = torch.arange(width, device=device)
         self._back = torch.arange(1 - SIZE, 1, device=device)
         self._ahead = torch.arange(draft_tokens, device=device)
@@ -88,7 +87,7 @@ class TokenTable:
     def complete(self, inputs: StepInput, num_rows: int, block_size: int) -> None:
         """Make tokens, positions, slots, context lengths and noise of rows whose guesses are in the table."""
         if self._kernels:
-            self._kernels.complete(self, inputs, num_rows, block_size)
+            self._kernels.complete(self.tokens, self.noise, self.last, self.limits, inputs, num_rows, block_size)
             return
         slots = inputs.batch_slots[:num_rows]
         # Past its limit a sequence repeats the row there, whose token is not needed any more.
@@ -110,7 +109,7 @@ class TokenTable:
             slots: the batch slot of each row, int64 [rows]. Rows of one sequence are adjacent.
         """
         if self._kernels:
-            self._kernels.guess(self, slots)
+            self._kernels.guess(self.tokens, self.last, slots, len(self._ahead))
             return
         last, known = self.last[slots], self.tokens[slots]  # [rows], [rows, width]
         sought = known.gather(1, (last[:, None] + self._back).clamp_(min=0))  # [rows, SIZE]
@@ -134,7 +133,7 @@ class TokenTable:
             last_tokens: gets each sequence's last known token, by batch slot.
         """
         if self._kernels:
-            self._kernels.keep(self, ids, inputs, last_tokens)
+            self._kernels.keep(self.tokens, self.last, ids, inputs, last_tokens, len(self._ahead))
             return
         rows, slots = inputs.sample_tokens[: len(ids)], inputs.sample_slots[: len(ids)]
         positions = inputs.positions[rows]

@@ -11,18 +11,13 @@ step of about a millisecond. What they compute is defined in `token_table.py`. H
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from beyond.speculation.ngram import SIZE
 from beyond.speculation.sequence import WRONG
-
-if TYPE_CHECKING:
-    from beyond.speculation.token_table import TokenTable
-    from stage_f_graph_tp.step_input import StepInput
+from stage_f_graph_tp.step_input import StepInput
 
 STRETCH = 2048  # positions that a program looks at together
 ROWS = 128  # that a program completes
@@ -138,28 +133,31 @@ def _keep_kernel(
         tl.store(ids + sample, WRONG, mask=inside & (sampled_at > end))
 
 
-def guess(table: TokenTable, slots: Tensor) -> None:
+def guess(tokens: Tensor, last: Tensor, slots: Tensor, draft_tokens: int) -> None:
     """See `TokenTable.guess`."""
     _guess_kernel[(len(slots),)](
-        table.tokens, table.last, slots, table.tokens.shape[1],
-        DRAFT=table.draft_tokens, DRAFT_PAD=triton.next_power_of_2(table.draft_tokens),
+        tokens, last, slots, tokens.shape[1], DRAFT=draft_tokens, DRAFT_PAD=triton.next_power_of_2(draft_tokens),
         SIZE=SIZE, STRETCH=STRETCH, num_warps=4,
     )  # fmt: skip
 
 
-def complete(table: TokenTable, inputs: StepInput, num_rows: int, block_size: int) -> None:
+def complete(
+    tokens: Tensor, noise: Tensor, last: Tensor, limits: Tensor, inputs: StepInput, num_rows: int, block_size: int
+) -> None:
     """See `TokenTable.complete`."""
     _complete_kernel[(triton.cdiv(num_rows, ROWS),)](
-        table.tokens, table.noise, table.last, table.limits, inputs.batch_slots, inputs.positions, inputs.input_ids,
-        inputs.noise_keys, inputs.context_lens, inputs.slot_mapping, inputs.block_tables,
-        num_rows, table.tokens.shape[1], inputs.block_tables.stride(0), block_size, ROWS=ROWS, num_warps=4,
+        tokens, noise, last, limits, inputs.batch_slots, inputs.positions, inputs.input_ids, inputs.noise_keys,
+        inputs.context_lens, inputs.slot_mapping, inputs.block_tables,
+        num_rows, tokens.shape[1], inputs.block_tables.stride(0), block_size, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
 
 
-def keep(table: TokenTable, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
+def keep(
+    tokens: Tensor, last: Tensor, ids: Tensor, inputs: StepInput, last_tokens: Tensor, draft_tokens: int
+) -> None:
     """See `TokenTable.keep`."""
     _keep_kernel[(len(ids),)](
-        table.tokens, table.last, last_tokens, ids, inputs.sample_slots, inputs.sample_tokens, inputs.positions,
-        inputs.input_ids, len(ids), table.tokens.shape[1],
-        WRONG=WRONG, MOST=triton.next_power_of_2(table.draft_tokens + 1), num_warps=1,
+        tokens, last, last_tokens, ids, inputs.sample_slots, inputs.sample_tokens, inputs.positions,
+        inputs.input_ids, len(ids), tokens.shape[1],
+        WRONG=WRONG, MOST=triton.next_power_of_2(draft_tokens + 1), num_warps=1,
     )  # fmt: skip
