@@ -69,7 +69,7 @@ class EightBitLayer(EightBitCacheLayer):
         self, layer: DecoderLayer, backend: AttentionBackend, arrival_counters: Tensor, skinny_max_tokens: int,
         next_norm: RMSNorm | None,
     ) -> None:  # fmt: skip
-        super().__init__(layer, backend, arrival_counters, skinny_max_tokens)
+        super().__init__(layer, backend, arrival_counters, skinny_max_tokens, next_norm is None)
         self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
 
     def forward(
@@ -119,7 +119,11 @@ def fuse_layers(model: DecoderModel, backend: AttentionBackend) -> None:
         ]
     else:
         move_norm_weights(model)
-        layers = [EightBitCacheLayer(layer, backend, counters, SKINNY_GEMM_MAX_TOKENS) for layer in model.layers]
+        last = model.layers[-1]
+        layers = [
+            EightBitCacheLayer(layer, backend, counters, SKINNY_GEMM_MAX_TOKENS, layer is last)
+            for layer in model.layers
+        ]
     model.layers = nn.ModuleList(layers)
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)

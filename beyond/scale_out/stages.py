@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,6 @@ from beyond.scale_out.links import StageLinks
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource
-
-if TYPE_CHECKING:  # it needs Triton
-    from stage_f_graph_tp.kernels.skinny_gemm import Stream
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -120,8 +116,7 @@ class Sent(nn.Module):
         super().__init__()
         self.links = links
 
-    def forward(self, x: Tensor | Stream) -> Tensor:
-        x = x if isinstance(x, Tensor) else x.x  # fused layers return the sums of its squares with it
+    def forward(self, x: Tensor) -> Tensor:
         self.links.send(x)
         return x
 

@@ -48,15 +48,15 @@ class RotaryTables(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm as one small kernel, of what the last layer returns."""
+    """RMSNorm as one small kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.eps
 
-    def forward(self, x: Tensor | Stream) -> Tensor:
-        return rms_norm(x.x if isinstance(x, Stream) else x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class FusedLayer(nn.Module):
@@ -67,6 +67,7 @@ class FusedLayer(nn.Module):
         backend: attention.
         arrival_counters: int32 zeros for `product_add`, shared by all layers.
         skinny_max_tokens: tokens up to which it uses the skinny GEMMs.
+        is_last: it returns hidden states; other layers may return a `Stream`, which the next one takes.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FusedLayer(nn.Module):
         backend: AttentionBackend,
         arrival_counters: Tensor,
         skinny_max_tokens: int,
+        is_last: bool,
     ) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
@@ -84,6 +86,7 @@ class FusedLayer(nn.Module):
         self.backend = backend
         self._arrival_counters = arrival_counters
         self._skinny_max_tokens = skinny_max_tokens
+        self._is_last = is_last
 
     def forward(
         self,
@@ -102,7 +105,8 @@ class FusedLayer(nn.Module):
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
         stream = _as_stream(self._add_product(attended.flatten(1), attention.o_proj, stream.x))
         activated = gate_up_silu(stream, self.post_attention_layernorm.eps, self.mlp.gate_up_proj.weight)
-        return self._add_product(activated, self.mlp.down_proj, stream.x)
+        total = self._add_product(activated, self.mlp.down_proj, stream.x)
+        return total.x if self._is_last and isinstance(total, Stream) else total
 
     def _queries(self, x: Tensor, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
         """Compute rotated queries, `[tokens, heads, head_dim]`, and store keys and values in their blocks."""
@@ -164,7 +168,10 @@ def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TO
     backend = _dependent(model.layers[0].self_attn.backend, model, device)
     arrival_counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     move_norm_weights(model)
-    layers = [FusedLayer(layer, backend, arrival_counters, skinny_max_tokens) for layer in model.layers]
+    last = model.layers[-1]
+    layers = [
+        FusedLayer(layer, backend, arrival_counters, skinny_max_tokens, layer is last) for layer in model.layers
+    ]
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
     model.layers = nn.ModuleList(layers)
