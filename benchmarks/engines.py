@@ -98,21 +98,16 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 # A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
 # it is, as on the command line.
 _B_IDEAS = {
-    "static cache": "static_cache", "last logits only": "last_logits_only", "pinned memory": "pinned",
-    "buffers": "buffers", "late checks": "async_eos", "SDPA": "sdpa",
+    "late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa",
+    "last logits only": "last_logits_only", "warm-up": "warmup",
 }  # fmt: skip
 _NO_KERNELS = "fused=False,fused_mlp=off"
 STUDIES: dict[str, dict[str, str]] = {
     "stage-b": {
-        "A": "A",
-        "B": "B",
-        "B without warm-up": "B[warmup=False]",
-        **{f"B without {words}": f"B[{option}=False]" for words, option in _B_IDEAS.items()},
         "B compiled": "B compiled",
-        **{
-            f"B compiled without {words}": f"B compiled[{option}=False]"
-            for words, option in _B_IDEAS.items() if option not in ("static_cache", "last_logits_only")
-        },
+        **{f"B compiled without {words}": f"B compiled[{option}=False]" for words, option in _B_IDEAS.items()},
+        "B": "B",
+        "B without static cache": "B[static_cache=False]",  # compiling needs it
     },
     "stage-f": {
         "none of them": f"F[enforce_eager=True,overlap=False,{_NO_KERNELS}]",

@@ -16,7 +16,7 @@ import torch
 from benchmarks.engines import REFERENCE, Engine
 from benchmarks.floor import Ceilings, ModelCost, floors
 from benchmarks.results import write
-from benchmarks.worker import run_job
+from benchmarks.worker import run_jobs
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import resolve
 
@@ -53,9 +53,10 @@ class Measurement:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
-    def job(self, kind: str, **more: object) -> dict:
-        """Run a job of `worker.py` on this device."""
-        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype, **more}, self.args.timeout)
+    def jobs(self, kind: str, different: Sequence[dict], **same: object) -> list[dict]:
+        """Run jobs of `worker.py` on this device, side by side."""
+        same |= {"kind": kind, "device": self.args.device, "dtype": self.args.dtype}
+        return run_jobs([same | job for job in different], self.args.timeout)
 
     def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
         """Keep an engine out. `outcome`: `not_run`, or `error` where it is the engine's fault."""
@@ -72,33 +73,46 @@ class Measurement:
             self.refuse(engine, outcome, row[outcome])
 
     def time_all(self) -> None:
-        """Every repeat of every engine, writing what there is after each process."""
+        """Every repeat of every engine, as many at a time as `--gpus` names, writing what there is after them."""
         runs = [
             (repeat, engine)
             for repeat in range(self.args.repeats)
             for engine in in_alternating_order(self.engines, repeat)
             if engine.name in self.equal
         ]
-        start = time.monotonic()
-        for number, (repeat, engine) in enumerate(runs):
+        start, width = time.monotonic(), len(self.args.gpus)
+        for number in range(0, len(runs), width):
+            together = runs[number : number + width]
             process = f"process {number + 1} of {len(runs)}"
             if number:
                 seconds_left = (time.monotonic() - start) / number * (len(runs) - number)
                 process += f", about {seconds_left / 60:.0f} min left"
-            self.say(f"{engine.name}, repeat {repeat + 1} of {self.args.repeats}: {process}")
-            self._time(engine, repeat)
+            for repeat, engine in together:
+                self.say(f"{engine.name}, repeat {repeat + 1} of {self.args.repeats}: {process}")
+            self._time(together)
             write(self.payload(), self.path)
 
-    def _time(self, engine: Engine, repeat: int) -> None:
-        """One process of one engine."""
-        names = [name for name in self.workloads if self._row(engine, name).keys().isdisjoint({"not_run", "error"})]
-        if not names:
-            return
+    def _time(self, runs: Sequence[tuple[int, Engine]]) -> None:
+        """A process for each (repeat, engine), side by side on different GPUs."""
         args = self.args
-        found = self.job(
-            "timing", engine=asdict(engine), workloads=names, model=self.model, size=args.size, count=repeat == 0,
-            max_model_len=self.max_model_len, round_seconds=args.round_seconds, max_seconds=args.max_seconds,
+        todo = [(repeat, engine, names) for repeat, engine in runs if (names := self._unrefused(engine))]
+        jobs = [
+            {"engine": asdict(engine), "workloads": names, "count": repeat == 0, "gpu": gpu}
+            for (repeat, engine, names), gpu in zip(todo, args.gpus, strict=False)
+        ]
+        found = self.jobs(
+            "timing", jobs, model=self.model, size=args.size, max_model_len=self.max_model_len,
+            round_seconds=args.round_seconds, max_seconds=args.max_seconds,
         )  # fmt: skip
+        for run, result in zip(todo, found, strict=True):
+            self._keep(*run, result)
+
+    def _unrefused(self, engine: Engine) -> list[str]:
+        """The workloads that have not failed or been left out with this engine."""
+        return [name for name in self.workloads if self._row(engine, name).keys().isdisjoint({"not_run", "error"})]
+
+    def _keep(self, repeat: int, engine: Engine, names: Sequence[str], found: dict) -> None:
+        """Add what a process found to the engine's rows."""
         for name in names:
             row, measured = self._row(engine, name), dict(found.get("workloads", {}).get(name) or {})
             if not measured:
@@ -166,7 +180,8 @@ def look(measurement: Measurement) -> None:
     todo = [REFERENCE, *(engine for engine in able if engine.name != REFERENCE.name)]
     answers: dict[str, list[list[int]]] = {}
     while todo:
-        found = measurement.job("look", model=measurement.args.parity_model, engines=list(map(asdict, todo)))
+        job = {"model": measurement.args.parity_model, "engines": list(map(asdict, todo))}
+        [found] = measurement.jobs("look", [job])
         answers |= found.pop("answers", {})
         measurement.found = found | measurement.found
         todo = [engine for engine in todo if engine.name not in answers]

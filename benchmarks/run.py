@@ -45,6 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
+    parser.add_argument("--gpus", nargs="+", default=[None], metavar="N",
+                        help="time as many engines side by side, each on one of these GPUs alone")  # fmt: skip
     parser.add_argument("--round-seconds", type=float, help="start no further round of a workload after this long")
     parser.add_argument("--max-seconds", type=float, help="a round that would take longer is not run")
     parser.add_argument("--timeout", type=float, help="a process that takes longer is stopped")
@@ -106,6 +108,8 @@ def prepare(args: argparse.Namespace) -> list[Measurement]:
     if args.study and args.engines:
         raise ValueError("--study has its own engines; give it or --engines")
     engines = study_engines(args.study) if args.study else select(args.engines)
+    if args.gpus != [None] and any(engine.min_gpus > 1 for engine in engines):
+        raise ValueError("--gpus gives every engine one GPU, and an engine here needs more; leave it out")
     paths = [args.output or LOCAL / f"{file_name(args, model)}.json" for model in models]
     return [Measurement(args, model, engines, path) for model, path in zip(models, paths, strict=True)]
 

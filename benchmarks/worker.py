@@ -1,6 +1,6 @@
 """One engine in one process: the part of the benchmark that holds the model, and how it is started and ended.
 
-`run_job` starts `python -m benchmarks.worker JOB.json` afresh for every engine and repeat, so that no engine inherits
+`run_jobs` starts `python -m benchmarks.worker JOB.json` afresh for every engine and repeat, so that no engine inherits
 another's memory, compiled programs or caches. The result goes into a JSON file that is rewritten after each workload,
 so that a crash or a timeout costs the rest and not what was already measured. The engine is built before anything else
 is imported: its start-up time holds what the engine imports, and not what the benchmark does.
@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.engines import Engine
@@ -24,35 +24,62 @@ from benchmarks.engines import Engine
 LOG_LINES = 12  # of a failed process's last words
 
 
-def run_job(job: Mapping[str, object], timeout: float) -> dict:
-    """Do a job in a process of its own, and end it within a limit, whatever happens to it.
+def run_jobs(jobs: Sequence[Mapping[str, object]], timeout: float) -> list[dict]:
+    """Do jobs side by side, each in a process of its own, and end them within a limit, whatever happens to them.
+
+    Args:
+        jobs: a job's `gpu`, if it has one, is the only GPU that its process sees.
 
     Returns:
-        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
+        What each process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
     """
-    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
-        job_file, result_file, log_file = (Path(name) / part for part in ("job.json", "result.json", "log.txt"))
-        job = {**job, "result": str(result_file), "started": time.time()}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        started = [stack.enter_context(start(job)) for job in jobs]
+        return [finish(process, Path(folder), began, timeout) for process, folder in started]
+
+
+@contextmanager
+def start(job: Mapping[str, object]) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A process that does a job, and the folder it writes to; it has ended when the block is left."""
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    if job.get("gpu"):
+        environment["CUDA_VISIBLE_DEVICES"] = job["gpu"]
+    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as folder:
+        job_file = Path(folder) / "job.json"
+        job = {**job, "result": f"{folder}/result.json", "started": time.time()}
         job_file.write_text(json.dumps(job), encoding="utf-8")
-        with log_file.open("wb") as log:
+        with open(f"{folder}/log.txt", "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker", str(job_file)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
             )  # fmt: skip
-            try:
-                how = f"the process ended with exit status {process.wait(timeout)}"
-            except subprocess.TimeoutExpired:
-                how = f"the process was stopped after {timeout:.0f} s"
-            finally:
-                with suppress(ProcessLookupError):  # it leads a group of its own: its workers end with it, nothing else
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
-        if not result.get("complete"):
-            lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
-            result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
-        return result
+        try:
+            yield process, folder
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process with all that it started: it leads a group of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(process: subprocess.Popen, folder: Path, began: float, timeout: float) -> dict:
+    """Wait for a process of `start`, until `timeout` seconds after `began`; returns its result."""
+    try:
+        how = f"the process ended with exit status {process.wait(max(0.0, began + timeout - time.monotonic()))}"
+    except subprocess.TimeoutExpired:
+        how = f"the process was stopped after {timeout:.0f} s"
+    end(process)
+    result_file = folder / "result.json"
+    result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
+    if not result.get("complete"):
+        lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+        result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
+    return result
 
 
 def timing(job: dict, write: Path) -> dict:

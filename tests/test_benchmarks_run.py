@@ -16,7 +16,7 @@ from benchmarks.measure import expected_seconds, run_workload, timed_call
 from benchmarks.measurement import Measurement, difference, in_alternating_order
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
-from benchmarks.worker import run_job
+from benchmarks.worker import run_jobs
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
 from stage_b_decode_step import LLM as StageB
@@ -143,8 +143,8 @@ def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> N
 
 def measuring(tmp_path: Path, **options: object) -> Measurement:
     args = {"size": "tiny", "workloads": ["single"], "repeats": 3, "round_seconds": 0.0, "max_seconds": 30.0}
-    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None, **options}
-    return Measurement(Namespace(**args), "tutor", [BY_NAME["A"], BY_NAME["E"]], tmp_path / "out.json")
+    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None, "gpus": [None]}
+    return Measurement(Namespace(**args | options), "tutor", [BY_NAME["A"], BY_NAME["E"]], tmp_path / "out.json")
 
 
 def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
@@ -163,10 +163,10 @@ def test_static_batch_refuses_mixed_temperatures() -> None:
 
 
 def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why() -> None:
-    hung = run_job({"kind": "look"}, timeout=0.01)
+    [hung] = run_jobs([{"kind": "look"}], timeout=0.01)
     assert "was stopped after 0 s" in hung["error"]
-    died = run_job({"kind": "no such kind"}, timeout=60)
-    assert "exit status 1" in died["error"] and "no job is called 'no such kind'" in died["error"]
+    for died in run_jobs([{"kind": "no such kind"}, {"kind": "no such kind", "gpu": "0"}], timeout=60):
+        assert "exit status 1" in died["error"] and "no job is called 'no such kind'" in died["error"]
 
 
 TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
@@ -215,15 +215,16 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
 ) -> None:
     before, output = committed(), tmp_path / "out.json"
 
-    def interrupted(job: dict, timeout: float) -> dict:
+    def interrupted(jobs: list[dict], timeout: float) -> list[dict]:
+        [job] = jobs
         if job["kind"] == "look":
             names = [engine["name"] for engine in job["engines"]]
-            return {**MACHINE, "answers": dict.fromkeys(names, [[1]])}
+            return [{**MACHINE, "answers": dict.fromkeys(names, [[1]])}]
         if output.exists():  # the second process
             raise KeyboardInterrupt
-        return {"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE], "peak_bytes": 1}}}
+        return [{"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE], "peak_bytes": 1}}}]
 
-    monkeypatch.setattr(measurement, "run_job", interrupted)
+    monkeypatch.setattr(measurement, "run_jobs", interrupted)
     assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
     shown = capsys.readouterr()
     assert "interrupted" in shown.err and "process 2 of 6, about 0 min left" in shown.out
@@ -231,6 +232,30 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
     assert row.split()[:3] == ["A", "2.50", "1.25"]
     assert [row["engine"] for row in json.loads(output.read_text())["rows"]] == ["A"]
     assert committed() == before
+
+
+def test_engines_are_timed_side_by_side_each_on_a_gpu_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def timed(jobs: list[dict], timeout: float) -> list[dict]:
+        asked.append([(job["engine"]["name"], job["gpu"], job["count"]) for job in jobs])
+        samples = [[SAMPLE | {"tpot_ms": len(job["engine"]["name"])}] for job in jobs]
+        return [{"workloads": {"single": {"samples": own, "peak_bytes": 1}}} for own in samples]
+
+    monkeypatch.setattr(measurement, "run_jobs", timed)
+    found = measuring(tmp_path, gpus=["1", "3"], repeats=2)
+    found.engines = [BY_NAME[name] for name in ("A", "B compiled", "E")]
+    found.found, found.equal = dict(MACHINE), ["A", "B compiled", "E"]
+    found.time_all()
+    assert asked == [
+        [("A", "1", True), ("B compiled", "3", True)], [("E", "1", True), ("E", "3", False)],
+        [("B compiled", "1", False), ("A", "3", False)],
+    ]  # fmt: skip
+    steps = {name: [sample["tpot_ms"] for sample in found.rows[name, "single"]["samples"]] for name in found.equal}
+    assert steps == {"A": [1, 1], "B compiled": [10, 10], "E": [1, 1]}
+    assert run.main(["--gpus", "0", "1", "--study", "ranks"]) == 2
 
 
 @pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
@@ -272,15 +297,16 @@ def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
 ) -> None:
     asked = []
 
-    def answers(job: dict, timeout: float) -> dict:
+    def answers(jobs: list[dict], timeout: float) -> list[dict]:
+        [job] = jobs
         names = [engine["name"] for engine in job["engines"]]
         asked.append(names)
         found = {name: [[1, 2] if name != "F" else [1, 3]] for name in names}
         if "E" in names:  # it kills the process, after those before it have answered
-            return {**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
-        return {**MACHINE, "answers": found}
+            return [{**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}]
+        return [{**MACHINE, "answers": found}]
 
-    monkeypatch.setattr(measurement, "run_job", answers)
+    monkeypatch.setattr(measurement, "run_jobs", answers)
     found = measuring(tmp_path)
     found.engines = [BY_NAME[name] for name in ("D", "E", "F", "F, 4 GPUs")]
     measurement.look(found)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.engines import study_engines
+from benchmarks.engines import select
 from benchmarks.measurement import in_alternating_order
 from benchmarks.pictures.picture import GREY, Picture, finish, new_panel
 from benchmarks.pictures.rates import colour_of
@@ -30,17 +30,13 @@ def measure_ablation(model: str, engines: Sequence[str], rounds: int = 3, second
     """Rounds through all engines in alternating order, in this process; a round's number is the median of its requests.
 
     Args:
-        engines: rows of the study `stage-b`, for example `B` and `B without static cache`.
+        engines: rows as on the command line, for example `B` and `B[static_cache=False]`.
         seconds: requests until this long has gone by, one at least.
     """
     rng = random.Random(0)
     prompt = [rng.randrange(4096) for _ in range(PROMPT_TOKENS)]
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    built = {
-        engine.name: engine.build(model, "auto", "auto")
-        for engine in study_engines("stage-b")
-        if engine.name in engines
-    }
+    built = {engine.name: engine.build(model, "auto", "auto") for engine in select(engines)}
     for llm in built.values():  # whatever happens once
         llm.generate([prompt], params, use_tqdm=False)
     steps: dict[str, list[float]] = {name: [] for name in built}
@@ -69,7 +65,7 @@ def draw_ablation(ablation: Ablation) -> Picture:
     medians = [statistics.median(values) for values in ablation.steps.values()]
     low = [m - min(values) for m, values in zip(medians, ablation.steps.values(), strict=True)]
     high = [max(values) - m for m, values in zip(medians, ablation.steps.values(), strict=True)]
-    colours = [GREY if "without" in name else colour_of(name) for name in names]
+    colours = [GREY if "without" in name or "[" in name else colour_of(name) for name in names]
     x_label = "ms per decode step, less is better"
     figure, axes = new_panel(9, 0.38 * len(names) + 1.3, x_label, title=ablation.title, grid="x")
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3, height=0.65, error_kw={"elinewidth": 1})
