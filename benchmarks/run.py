@@ -3,7 +3,6 @@
     python -m benchmarks.run
     python -m benchmarks.run --engines A mine=my_module:LLM --workloads single mixed
     python -m benchmarks.run --size gpu --model random:qwen2.5-0.5b --engines A "B compiled" F --output a.json
-    python -m benchmarks.run --merge a.json b.json --publish h200-qwen2.5-0.5b
 
 `benchmarks/README.md` says what makes it honest. Results go to `benchmarks/local/`, which git ignores. `--publish NAME`
 also writes `benchmarks/results/NAME.json`, at the end of a complete measurement from a clean commit.
@@ -19,7 +18,7 @@ from pathlib import Path
 from benchmarks.engines import STUDIES, select, study_engines
 from benchmarks.groups import group_results
 from benchmarks.measurement import Measurement, look
-from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, ResultsError, commit_of_tree, load, mixture, write
+from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
 from benchmarks.tables import overview_columns, table
 from benchmarks.workloads import SIZES, workload_names
 
@@ -54,7 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--publish", metavar="NAME", help="also write benchmarks/results/NAME.json (with several models NAME-MODEL)"
     )
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: publish these files")
     return parser
 
 
@@ -64,8 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in zip(("round_seconds", "max_seconds", "timeout"), LIMITS[args.size], strict=True):
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
     try:
-        if args.merge:
-            return merge(args.merge, args.publish)
         measurements = prepare(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -152,25 +148,6 @@ def publish(payload: dict, name: str) -> Path:
     path = RESULTS / f"{name}.json"
     write(payload, path)
     return path
-
-
-def merge(files: list[Path], name: str | None) -> int:
-    """Publish several files of one commit and one machine kind as the results of one table, `NAME-1.json` and so on.
-
-    Raises:
-        ResultsError: they are not of one table.
-    """
-    payloads = [load(file) for file in files]
-    if not name:
-        raise ResultsError("--merge needs --publish NAME")
-    groups = group_results(payloads)
-    if len(groups) != 1 or mixture(payloads) or groups[0].problem:
-        reason = mixture(payloads) or (groups[0].problem if len(groups) == 1 else "")
-        raise ResultsError(f"these files are not one table: {reason or 'size, model, device or dtype differ'}")
-    for i, payload in enumerate(payloads, start=1):
-        del payload["file"]
-        print(f"published: {publish(payload, f'{name}-{i}' if len(payloads) > 1 else name)}")
-    return 0
 
 
 if __name__ == "__main__":

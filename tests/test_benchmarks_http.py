@@ -14,7 +14,7 @@ from serving import running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from benchmarks.local_server import LocalServer, local_server  # noqa: E402
-from benchmarks.micro import batching, http_cost, several_answers, ttft_rate  # noqa: E402
+from benchmarks.micro import batching, http_cost, ttft_rate  # noqa: E402
 from benchmarks.serve import make_prompts  # noqa: E402
 
 ENVIRONMENT = {
@@ -82,9 +82,3 @@ def test_the_times_of_all_repeats_make_one_percentile():
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
     assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
-
-
-def test_answers_to_one_prompt_compute_and_hold_its_full_blocks_once():
-    result = {"environment": ENVIRONMENT} | several_answers.measure(prompt_lens=(40,), answers=(1, 4))
-    lines = several_answers.table([result])["several-answers"]
-    assert lines[2:4] == ["| 40 tokens | 1 | 40 / 3 | 40 / 3 |", "| 40 tokens | 4 | 160 / 12 | 64 / 6 |"]

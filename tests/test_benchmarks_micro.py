@@ -21,20 +21,16 @@ from benchmarks.micro import (
     quantized_bytes,
     quantized_kernels,
     quantized_step,
-    rank_message,
     scheduling,
     step_cost,
 )
 from benchmarks.micro.__main__ import main
 from benchmarks.micro.kernel_spans import record_engine
-from benchmarks.micro.profile_step import kind_of as kind_of_operator
-from benchmarks.micro.profile_step import layer_spans
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.workloads import Call, make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
-from stage_f_graph_tp.step_input import StepShape
 
 CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
 ENVIRONMENT = {
@@ -252,21 +248,6 @@ def test_a_soak_fails_by_name(tally: Tally, message: str) -> None:
     assert message in verdict(tally)[0]
 
 
-def test_the_outermost_operators_of_a_layer_are_those_between_two_norms_of_attention() -> None:
-    def operator(name: str, start: float, length: float) -> dict:
-        return {"name": f"aten::{name}", "cat": "cpu_op", "ts": start, "dur": length}
-
-    one = [("rms_norm", 0, 5), ("linear", 10, 20), ("mm", 12, 15), ("rms_norm", 40, 5), ("linear", 50, 9)]
-    events = [operator(name, 100 * i + start, length) for i in range(3) for name, start, length in one]
-    events.append(operator("rms_norm", 300, 5))
-    step = {"ts": 0, "dur": 320}
-    layer = [("rms_norm", 0, 5), ("linear", 10, 20), ("rms_norm", 40, 5), ("linear", 50, 9)]
-    assert layer_spans(events, step, 3) == layer
-    assert kind_of_operator("linear") == "matrix products"
-    with pytest.raises(RuntimeError, match="a step of 2 layers has 7 norms, not 5"):
-        layer_spans(events, step, 2)
-
-
 def test_static_admission_takes_the_next_batch_when_the_last_of_one_has_ended() -> None:
     lengths, pool = [(8, n) for n in (9, 3, 5, 2, 7)], {"num_blocks": 50, "block_size": 4, "max_num_seqs": 2}
     pool |= {"max_num_batched_tokens": 8, "scheduler_class": batching.StaticAdmission}  # one prompt per step
@@ -299,13 +280,6 @@ def test_sequences_that_fit_are_counted_from_the_bytes_of_a_loaded_engine() -> N
     three = weights + 3 * quantized_bytes.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
     fits = [quantized_bytes.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
     assert fits == [3, 2, 0]
-
-
-def test_a_ranks_command_is_counted_with_its_padding() -> None:
-    row = rank_message.measure_row(num_sequences=3, steps=4, repeats=2)
-    shape = StepShape(4, 4, 4, 64, 4, 1, 4096)  # three decodes in a graph of four, and tables for the longest context
-    assert row["bytes"] == 72 + shape.num_bytes and row["table_bytes"] == 4 * 64 * 4
-    assert all(0 < sample["send"] < sample["step"] for sample in row["samples"])
 
 
 def test_a_step_in_8_bits_is_shown_with_the_floor_of_its_own_bytes() -> None:

@@ -267,26 +267,6 @@ def test_a_changed_tree_is_not_published(
     assert "--publish needs a clean commit" in capsys.readouterr().err
 
 
-def test_files_of_one_commit_are_published_together_and_others_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from test_benchmarks_results import payload
-
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    files = [str(tmp_path / f"{i}.json") for i in range(3)]
-    for file in files:
-        results.write(payload(repeats=range(1)), Path(file))
-    assert run.main(["--merge", *files[:2], "--publish", "box"]) == 2
-    assert "fewer than 3 repeats" in capsys.readouterr().err and not (tmp_path / "results").exists()
-    assert run.main(["--merge", *files, "--publish", "box"]) == 0
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["box-1.json", "box-2.json", "box-3.json"]
-    other = payload(repeats=range(1))
-    other["environment"]["commit"] = "f" * 40
-    results.write(other, Path(files[0]))
-    assert run.main(["--merge", *files, "--publish", "box"]) == 2
-    assert "commit ffffffffff" in capsys.readouterr().err
-
-
 def test_a_wrong_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--model", "random:nothing", "--engines", "A"]) == 2
     assert "no preset 'nothing'" in capsys.readouterr().err

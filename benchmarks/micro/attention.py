@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, finish, new_panels
 from benchmarks.text import markdown, number, times
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
@@ -212,24 +211,3 @@ def rate(case: Case, row: dict | None, ceilings: dict) -> str:
     if case.is_decode:
         return f"{achieved * ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s ({achieved:.0%} of copy)"
     return f"{achieved * ceilings['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s ({achieved:.0%} of matmul)"
-
-
-def draw(results: list[dict]) -> dict[str, bytes]:
-    """Two panels of bars: decodes as shares of the copy bandwidth, prefills and mixed as shares of the matmul rate."""
-    result, measured = results[0], preferred(results[0])
-    device = result["environment"]["device"]["name"]
-    figure, panels = new_panels(
-        11, 5, {"xlim": (0, 105), "xlabel": "decode: % of the copy bandwidth"},
-        {"xlim": (0, 105), "xlabel": "prefill: % of the matmul rate"}, grid="x",
-        title=f"Decode attention nears the copy bandwidth where contexts are long ({device})",
-    )  # fmt: skip
-    for axes, decode in zip(panels, (True, False), strict=True):
-        names = [n for n, case in CASES.items() if case.is_decode == decode and (n, "triton") in measured]
-        for offset, (backend, colour) in enumerate(zip(BACKENDS, (GREY, BLUE, ORANGE), strict=True)):
-            found = [(i, measured[n, backend]) for i, n in enumerate(names) if (n, backend) in measured]
-            shares = [100 * share(CASES[names[i]], row, result["ceilings"]) for i, row in found]
-            axes.barh([i + 0.27 * (offset - 1) for i, _ in found], shares, height=0.25, color=colour, label=backend)
-        axes.set_yticks(range(len(names)), [name.replace(" × ", "×") for name in names])
-        axes.invert_yaxis()
-    axes.legend(loc="lower right")
-    return {"attention.png": finish(figure, "paged attention by backend, as shares of the device's ceilings").png}

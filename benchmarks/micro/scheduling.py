@@ -1,10 +1,8 @@
-"""What the scheduler's rules are worth, counted in steps and tokens: the same on every machine, no model needed.
+"""What the watermark is worth, counted in steps and tokens: the same on every machine, no model needed.
 
-Stage E's scheduler and engine run real workloads with a model that takes no time and makes up its tokens. *Batches*:
-`mixed` with 64 and 256 batch slots; a static batch keeps a slot until its longest member is done, continuous batching
-gives it to the next request at once. *Tight pool*: 16 requests of 8 in / 60 out in 40 blocks of 4, with the watermark
-and the doubling and without them. *Timelines*: a few requests on few slots, in static batches, in
-chunks and whole, and in the tight pool.
+Stage E's scheduler and engine serve 16 requests of 8 in / 60 out in a tight pool, 40 blocks of 4, with the watermark
+and its doubling and without them; the model takes no time and makes up its tokens. The pictures are timelines of the
+tight pool, and of a few requests on few batch slots: in static batches, in chunks and whole.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import null_engine
 from benchmarks.pictures import timeline
 from benchmarks.text import markdown, times
-from benchmarks.workloads import make_workload
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import scheduler as rules
 from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
-README, MARKERS = "stage_e_batching", ("batch_slots", "preemption")
+README, MARKERS = "stage_e_batching", ("preemption",)
 TIGHT_LENGTHS = [(8, 60)] * 16
 TIGHT_POOL = {
     "num_blocks": 40, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, "enable_prefix_caching": False
@@ -34,10 +31,7 @@ TIGHT_POOL = {
 def measure() -> dict:
     """Counts; no sample differs from another."""
     pools = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that doubles": rules.Scheduler}
-    return {
-        "rows": [static_and_continuous(slots) for slots in (64, 256)]
-        + [tight_pool(name, scheduler) for name, scheduler in pools.items()]
-    }
+    return {"rows": [tight_pool(name, scheduler) for name, scheduler in pools.items()]}
 
 
 def run(
@@ -70,20 +64,6 @@ def run(
     return engine.stats()
 
 
-def static_and_continuous(slots: int) -> dict[str, object]:
-    """Steps of `mixed` on this many batch slots, in static batches in order of arrival and with continuous batching."""
-    [call] = make_workload("mixed", "gpu").rounds[0]
-    answers = list(call.max_tokens)
-    lengths = list(zip(map(len, call.prompts), answers, strict=True))
-    pool = {"num_blocks": slots * 32, "block_size": 64, "max_num_seqs": slots, "max_num_batched_tokens": 16384}
-    static, continuous = (run(lengths, scheduler_class=rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
-    for counters in (static, continuous):
-        if counters["num_generated_tokens"] != sum(answers):
-            raise RuntimeError(f"{counters['num_generated_tokens']} tokens came instead of {sum(answers)}")
-    return {"study": "batches", "slots": slots, "tokens": sum(answers), "static_steps": static["num_steps"],
-            "continuous_steps": continuous["num_steps"]}  # fmt: skip
-
-
 class NoWatermark(rules.Scheduler):
     """Admits whatever fits."""
 
@@ -101,33 +81,21 @@ class NoDoubling(rules.Scheduler):
 def tight_pool(name: str, scheduler_class: type[rules.Scheduler]) -> dict[str, object]:
     """16 requests of 8 in / 60 out in 40 blocks of 4."""
     counters = run(TIGHT_LENGTHS, scheduler_class=scheduler_class, **TIGHT_POOL)
-    return {"study": "tight pool", "rule": name, "preemptions": counters["num_preemptions"],
+    return {"rule": name, "preemptions": counters["num_preemptions"],
             "recomputed": counters["num_recomputed_tokens"], "useful": 16 * (8 + 59),
             "steps": counters["num_steps"]}  # fmt: skip
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     rows = results[0]["rows"]
-    batches = [
-        [r["slots"], r["static_steps"], r["continuous_steps"],
-         *(f"{r['tokens'] / (r[steps] * r['slots']):.0%}" for steps in ("static_steps", "continuous_steps"))]
-        for r in rows if r["study"] == "batches"
-    ]  # fmt: skip
-    tight = [r for r in rows if r["study"] == "tight pool"]
-    pools = [
+    body = [
         [r["rule"], r["preemptions"], f"{r['recomputed']:,}", f"{r['recomputed'] / r['useful']:.0%}",
-         f"{r['steps']}, {times(r['steps'] / tight[0]['steps'])}"] for r in tight
+         f"{r['steps']}, {times(r['steps'] / rows[0]['steps'])}"] for r in rows
     ]  # fmt: skip
-    command = "`python -m benchmarks.micro scheduling`."
-    heads = ["batch slots", "steps, static", "steps, continuous", "slot-steps that give a token, static", "continuous"]
-    full = "`mixed` in full: 256 requests, 100–1024 in / 100–1024 out"
+    heads = ["admission", "preemptions", "tokens computed again", "share of the useful tokens"]
+    heads.append("steps, × the first row")
     work = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs"
-    rules_heads = ["admission", "preemptions", "tokens computed again", "share of the useful tokens"]
-    rules_heads.append("steps, × the first row")
-    return {
-        "batch_slots": [*markdown(heads, batches), "", f"{full}. {command}"],
-        "preemption": [*markdown(rules_heads, pools), "", f"{work}. {command}"],
-    }
+    return {"preemption": [*markdown(heads, body), "", f"{work}. `python -m benchmarks.micro scheduling`."]}
 
 
 def traced(lengths: Sequence[tuple[int, int]], **options: object) -> list[dict]:
