@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.floor import ModelCost
 from benchmarks.groups import Group
-from benchmarks.micro import kernel_spans, layers, mlp
+from benchmarks.micro import kernel_spans, layers, mlp, speculation
 from benchmarks.recording import Recording, from_rows
 from benchmarks.results import RESULTS, load
 from benchmarks.tables import recorded_groups
@@ -110,6 +110,24 @@ def tutor_format(kind: str) -> dict:
     return next(r for r in results("quantized_quality-cpu")["rows"] if (r["model"], r["kind"]) == ("tutor", kind))
 
 
+def drafted_ms(way: str, draft: int = 8, batch: int = 1) -> str:
+    """ms per token on the GPU with scripted drafts, as the lesson says it."""
+    return f"{1e3 * speculation.medians(results('speculation-h200'), way, draft)[batch]:.3f}"
+
+
+def looking_percent() -> float:
+    """% of the time per token that looking for guesses costs where there are none, the most of all batch sizes."""
+    looking = {d: speculation.medians(results("speculation-h200"), "looking", d) for d in (4, 8)}
+    plain = {d: speculation.medians(results("speculation-h200"), "plain, noisy", d) for d in (4, 8)}
+    return max(100 * (looking[d][n] / plain[d][n] - 1) for d in looking for n in looking[d])
+
+
+def tutors_tokens_per_step(drafts: str) -> float:
+    rows = {(r["speculation"], r["asked"]): r for r in results("speculation-h200")["text"]}
+    row = rows[drafts, "again" if drafts == "ngram" else "once"]
+    return row["num_generated_tokens"] / row["num_steps"]
+
+
 def megabytes(kind: str) -> float:
     return tutor_format(kind)["matrix_bytes"] / 1e6
 
@@ -149,6 +167,7 @@ D, F, KERNELS = "stage_d_paged/README.md", "stage_f_graph_tp/README.md", "stage_
 EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights before the wait"
 ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
 RANKS, PIPELINE = "stage_f_graph_tp/tensor_parallel/README.md", "beyond/scale_out/README.md"
+SPECULATION = "beyond/speculation/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
 EXACT = {
@@ -190,6 +209,18 @@ EXACT = {
     "8 bits: the tutor's head": (
         QUALITY, "the matrices shrink from {} to {} MB",
         lambda: [f"{megabytes(kind):.1f}" for kind in ("weights int8", "weights int8, head too")],
+    ),
+    "drafts: one request": (
+        SPECULATION,
+        "takes {} ms per token instead of {}. Looking for guesses where the text repeats nothing costs at most {} %",
+        lambda: [drafted_ms("accepted"), drafted_ms("plain"), f"{looking_percent():.1f}"],
+    ),
+    "drafts: the tutor's own": (
+        SPECULATION, "The tutor's own drafts make {} tokens per step when",
+        lambda: [f"{tutors_tokens_per_step('ngram'):.1f}"],
+    ),
+    "drafts: the one-layer tutor's": (
+        SPECULATION, "and {} with the one-layer tutor", lambda: [f"{tutors_tokens_per_step('model'):.2f}"],
     ),
     "F: stage E's kernels": (
         F, "in stage E is {} kernels, which together run for {} ms",
