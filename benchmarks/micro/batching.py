@@ -61,7 +61,8 @@ def measure(
     torch.set_num_threads(threads)
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
-    options = {"max_num_seqs": slots, "enable_prefix_caching": False}
+    blocks = slots * -(-workload.longest // 16)  # no more than is needed: three engines share the memory
+    options = {"max_num_seqs": slots, "enable_prefix_caching": False, "num_kvcache_blocks": blocks}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
     rows = {
         (name, temperature): {"engine": name, "temperature": temperature, "seconds": []}
