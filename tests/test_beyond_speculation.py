@@ -93,15 +93,14 @@ class HashDrafter(FinishedDrafts):
 
 
 class DraftRunner(FakeRunner):
-    """The fake model for steps with drafts: where nothing is in flight, every token comes from the host."""
+    """The fake model for steps with drafts: a step's tokens are all on the device, or are all sent."""
 
     def __init__(self, scheduler: DraftScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
         super().__init__(scheduler, fail_at)
         self._batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
 
     def run(self, step: ScheduledStep) -> Sampled:
-        self._check_input(step)
-        if is_ahead(step):
+        if self._check_input(step):
             return super().run(step)
         self.steps.append(step)
         fails = len(self.steps) in self._fail_at
@@ -125,17 +124,18 @@ class DraftRunner(FakeRunner):
         self.launched.append(LateTokens(self.run(step), late))
         return self.launched[-1]
 
-    def _check_input(self, step: ScheduledStep) -> None:
-        """What the real runner would send to the device is what the step says."""
+    def _check_input(self, step: ScheduledStep) -> bool:
+        """What the real runner would send to the device is what the step says. Returns whether it has the tokens."""
         self._batch.update(step)
         if not step.sequences:
-            return
+            return False
         shape = self._batch.shape_of(step)
         found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
         self._batch.fill(step, found)
         spans = [(sequence, start, start + count) for sequence, start, count, _ in step]
         positions = [(sequence, i) for sequence, start, end in spans for i in range(start, end)]
-        assert shape.num_decodes == (step.num_decodes if is_ahead(step) else 0)
+        decodes = step.sequences[: step.num_decodes]
+        assert shape.num_decodes == step.num_decodes or not any(sequence.num_in_flight for sequence in decodes)
         assert found.positions.tolist() == [i for _, i in positions]
         assert found.slot_mapping.tolist() == [self._slot(sequence, i) for sequence, i in positions]
         known = [sequence.token_at(i) for sequence, i in positions[shape.num_decodes :]]
@@ -144,11 +144,7 @@ class DraftRunner(FakeRunner):
         for (sequence, _, end), table in zip(spans, found.block_tables.tolist(), strict=True):
             blocks = -(-end // self.block_size)
             assert table[:blocks] == sequence.block_table[:blocks]
-
-
-def is_ahead(step: ScheduledStep) -> bool:
-    """Whether the step was launched before the tokens of the one before were fetched."""
-    return any(sequence.num_in_flight for sequence in step.sequences[: step.num_decodes])
+        return shape.num_decodes > 0
 
 
 def make_engine(
@@ -525,13 +521,13 @@ def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plai
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=logprobs, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
     oracle = Oracle(expected, draft_tokens)
-    oracle.has_draft = lambda sequence: len(sequence.token_ids) % 20 < 8 and bool(oracle.draft(sequence))
+    oracle.has_draft = lambda sequence: 1 <= len(sequence.token_ids) % 20 < 5 and bool(oracle.draft(sequence))
     oracle.into(llm)
     for count in (1, 2):
         steps, accepted = fake.steps, llm.engine.counters.num_accepted_tokens
         assert ids(llm.generate(PROMPTS[:count], params, False)) == ids(expected[:count])
         assert llm.engine.counters.num_accepted_tokens > accepted
-        assert (fake.steps > steps + 5) == overlap, "without overlap the host sends the tokens"
+        assert fake.steps > steps + 5, "steps without guesses, but for the first behind a verification"
 
 
 def test_switched_off_it_is_stage_f(plain):
@@ -793,3 +789,15 @@ def test_in_16_bits_the_tokens_are_stage_fs_up_to_rounding():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
     check_that_tokens_are_stage_fs("cuda", dtype, draft_tokens, overlap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
+    llm = LLM("random:qwen2.5-0.5b", device="cuda", dtype="bfloat16", overlap=overlap, num_kvcache_blocks=64)
+    assert llm.runner.megakernel is not None
+    rows, launch = [], llm.runner.megakernel.launch
+    llm.runner.megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]
+    llm.engine.drafter.has_draft = lambda sequence: False
+    llm.generate([[1, 2, 3]], GREEDY, False)
+    assert rows == [1] * (GREEDY.max_tokens - 1)

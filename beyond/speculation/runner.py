@@ -2,7 +2,8 @@
 
 Stage F takes the token of a decode from the device, where the step before left it. A guess was never there. When a
 draft is verified nothing is in flight, so all tokens travel with the step's input, and the step needs no others:
-`num_decodes`, which counts the rows whose token is taken from the device, is 0.
+`num_decodes`, which counts the rows whose token is taken from the device, is 0. So it is in the next step too: the
+device does not know which of the tokens that it sampled was the last right one. From then on steps are stage F's.
 
 A verification is a decode step with more rows, and its graph is recorded like a decode step's, from the embedding to
 the sampled tokens. The sizes are multiples of what one full draft takes.
@@ -56,24 +57,35 @@ class RegrownBatch(InputBatch):
 
 
 class DraftBatch(RegrownBatch):
-    """Builds a step's input with the tokens of decodes too, where the host knows them all."""
+    """Builds a step's input with the tokens of decodes too, where the device lacks one and the host knows them all.
+
+    Args:
+        max_num_seqs, max_model_len, block_size: see `InputBatch`.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        super().__init__(max_num_seqs, max_model_len, block_size)
+        self._verified = np.zeros(max_num_seqs, bool)  # by batch slot: its last step had guesses
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
-        """The sizes of a step's input; no decodes, where no token has to be taken from the device."""
+        """The sizes of a step's input; no decodes, where no token is taken from the device."""
         shape = super().shape_of(step)
-        return shape._replace(num_decodes=0) if _is_known(step) else shape
+        return shape._replace(num_decodes=0) if self._are_sent(step) else shape
+
+    def _are_sent(self, step: ScheduledStep) -> bool:
+        """Whether the tokens of decodes travel with the step's input."""
+        decodes = step.sequences[: step.num_decodes]
+        if any(sequence.num_in_flight for sequence in decodes):
+            return False
+        return any(sequence.draft or self._verified[sequence.batch_slot] for sequence in decodes)
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
         generated = super()._fill_decodes(step, out)
-        if _is_known(step):
-            decodes = zip(step.sequences[: step.num_decodes], step.starts, strict=False)
-            out.input_ids[: step.num_decodes] = [sequence.token_at(start) for sequence, start in decodes]
+        decodes = step.sequences[: step.num_decodes]
+        if self._are_sent(step):
+            out.input_ids[: len(decodes)] = [s.token_at(start) for s, start in zip(decodes, step.starts, strict=False)]
+        self._verified[out.batch_slots[: len(decodes)]] = [bool(sequence.draft) for sequence in decodes]
         return generated
-
-
-def _is_known(step: ScheduledStep) -> bool:
-    """Whether the host has the tokens of all decodes."""
-    return not any(sequence.num_in_flight for sequence in step.sequences[: step.num_decodes])
 
 
 class VerificationGraphs(DecodeGraphs):
