@@ -15,7 +15,7 @@ import torch
 from benchmarks.engines import Engine
 from benchmarks.figures import TimedCall, figures
 from benchmarks.results import environment
-from benchmarks.timing import PeakMemory, launch_seconds, launches_per_step, measure_ceilings
+from benchmarks.timing import launch_seconds, launches_per_step, measure_ceilings
 from benchmarks.workloads import Call, Workload, make_workload
 from stage_a_naive.chat import render_chat
 from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
@@ -95,8 +95,8 @@ def run_workload(
         count: also count the kernels and launches of a decode step, where the workload is `single` on a GPU.
 
     Returns:
-        `samples` (a dict of figures per round) and `peak_bytes`; of `single` also `first_prefill_ms` (of the process's
-        first call), `first_visit` (figures) and, where counted, `launches`; or `not_run` with the reason.
+        `samples` (a dict of figures per round); of `single` also `first_prefill_ms` (of the process's first call),
+        `first_visit` (figures) and, where counted, `launches`; or `not_run` with the reason.
     """
 
     def time_call(call: Call) -> TimedCall:
@@ -115,14 +115,13 @@ def run_workload(
         for call in workload.warm_up_round():
             time_call(call)
     gc.collect()
-    memory = PeakMemory(device)
     samples: list[dict[str, float]] = []
     start = time.perf_counter()
     for calls in workload.rounds:
         if samples and time.perf_counter() - start > round_seconds:
             break
         samples.append(figures(workload, [time_call(call) for call in calls]))
-    found |= {"samples": samples, "peak_bytes": memory.read()}
+    found["samples"] = samples
     if count and workload.name == "single" and device.type == "cuda":
         found["launches"] = launches_per_step(llm)
     return found

@@ -28,10 +28,10 @@ SHORTEST_MODEL_LEN = 4096  # the engines' default
 class Measurement:
     """One model's measurement. `payload()` is the results file so far."""
 
-    def __init__(self, args: argparse.Namespace, model: str, engines: Sequence[Engine], path: Path) -> None:
-        self.args, self.model, self.path = args, model, path
+    def __init__(self, args: argparse.Namespace, engines: Sequence[Engine], path: Path) -> None:
+        self.args, self.model, self.path = args, args.model, path
         self.engines = [self._limited(engine) for engine in engines]
-        self.config = resolve(model).config
+        self.config = resolve(self.model).config
         self.workloads = {name: make_workload(name, args.size) for name in args.workloads}
         longest = max(workload.longest for workload in self.workloads.values()) + 1
         self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
@@ -63,14 +63,6 @@ class Measurement:
         self.say(f"{engine.name}: {outcome.replace('_', ' ')}: {reason}")
         for name in self.workloads:
             self._row(engine, name)[outcome] = reason
-
-    def take_gate(self, other: Measurement) -> None:
-        """What another model's measurement found of the machine and of the engines."""
-        self.found, self.equal = other.found, other.equal
-        for engine in (engine for engine in self.engines if engine.name not in self.equal):
-            row = other.rows[engine.name, next(iter(other.workloads))]
-            outcome = "error" if "error" in row else "not_run"
-            self.refuse(engine, outcome, row[outcome])
 
     def time_all(self) -> None:
         """Every repeat of every engine, as many at a time as `--gpus` names, writing what there is after them."""
@@ -118,7 +110,6 @@ class Measurement:
             if not measured:
                 measured = {"error": found.get("error", "the process did not get to this workload")}
             samples = [{"repeat": repeat, **sample} for sample in measured.pop("samples", [])]
-            row["peak_bytes"] = max(row.get("peak_bytes", 0), measured.pop("peak_bytes", 0))
             for key, value in measured.items():  # the first visit and the launches are those of the first repeat
                 row.setdefault(key, value)
             row.setdefault("samples", []).extend(samples)

@@ -22,7 +22,7 @@ from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, wr
 from benchmarks.tables import overview_columns, table
 from benchmarks.workloads import SIZES, workload_names
 
-MODELS = {"cpu": ["tutor"], "gpu": ["random:qwen2.5-0.5b", "random:qwen3-0.6b"], "tiny": ["tutor"]}
+MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
 LIMITS = {  # size: seconds of --round-seconds, --max-seconds, --timeout
     "cpu": (1.0, 60.0, 400.0),
     "gpu": (3.0, 60.0, 400.0),
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
-    parser.add_argument("--model", nargs="+", help="models, one results file each (default: depends on the size)")
+    parser.add_argument("--model", help="(default: depends on the size)")
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
                         help="NAME, NAME[option=value,...] or NAME=module:Class (default: all here)")  # fmt: skip
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
@@ -49,83 +49,72 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--round-seconds", type=float, help="start no further round of a workload after this long")
     parser.add_argument("--max-seconds", type=float, help="a round that would take longer is not run")
     parser.add_argument("--timeout", type=float, help="a process that takes longer is stopped")
-    parser.add_argument("--output", type=Path, help="the results file of one model (default: in benchmarks/local/)")
-    parser.add_argument(
-        "--publish", metavar="NAME", help="also write benchmarks/results/NAME.json (with several models NAME-MODEL)"
-    )
+    parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
+    parser.add_argument("--publish", metavar="NAME", help="also write benchmarks/results/NAME.json")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns 1 where an engine failed or answered differently, 2 where the arguments are wrong."""
     args = build_parser().parse_args(argv)
+    args.model = args.model or MODELS[args.size]
     for name, default in zip(("round_seconds", "max_seconds", "timeout"), LIMITS[args.size], strict=True):
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
     try:
-        measurements = prepare(args)
+        measurement = prepare(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    done: list[Measurement] = []
     try:
-        for measurement in measurements:
-            done.append(measurement)
-            if measurement is done[0]:
-                look(measurement)
-            else:
-                measurement.take_gate(done[0])
-            measurement.time_all()
+        look(measurement)
+        measurement.time_all()
     except KeyboardInterrupt:
         print("interrupted; this is what was measured", file=sys.stderr)
-        show(done)
+        show(measurement)
         return 130
-    show(done)
-    for measurement in done if args.publish else ():
-        print(f"published: {publish(measurement.payload(), name_of(measurement, args.publish, len(done) > 1))}")
-    return 1 if any(measurement.has_failed for measurement in done) else 0
+    show(measurement)
+    if args.publish:
+        path = RESULTS / f"{args.publish}.json"
+        write(measurement.payload(), path)
+        print(f"published: {path}")
+    return 1 if measurement.has_failed else 0
 
 
-def prepare(args: argparse.Namespace) -> list[Measurement]:
-    """One measurement per model, nothing started yet.
+def prepare(args: argparse.Namespace) -> Measurement:
+    """A measurement of which nothing has been started yet.
 
     Raises:
         ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
     """
-    models = args.model or MODELS[args.size]
-    if args.output and len(models) > 1:
-        raise ValueError(f"--output is one file, and there are {len(models)} models; name one with --model")
-    if args.publish:
-        commit, dirty = commit_of_tree()
-        if commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny":
-            raise ValueError(
-                f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
-                f"and size cpu or gpu; without it results go to {LOCAL}"
-            )
+    commit, dirty = commit_of_tree() if args.publish else (None, None)
+    if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
+        raise ValueError(
+            f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
+            f"and size cpu or gpu; without it results go to {LOCAL}"
+        )
     if args.study and args.engines:
         raise ValueError("--study has its own engines; give it or --engines")
     engines = study_engines(args.study) if args.study else select(args.engines)
     if args.gpus != [None] and any(engine.min_gpus > 1 for engine in engines):
         raise ValueError("--gpus gives every engine one GPU, and an engine here needs more; leave it out")
-    paths = [args.output or LOCAL / f"{file_name(args, model)}.json" for model in models]
-    return [Measurement(args, model, engines, path) for model, path in zip(models, paths, strict=True)]
+    return Measurement(args, engines, args.output or LOCAL / f"{file_name(args)}.json")
 
 
-def file_name(args: argparse.Namespace, model: str) -> str:
-    parts = [args.size, re.sub(r"[^A-Za-z0-9.]+", "-", model.removeprefix("random:")).strip("-"), args.study]
-    return "-".join(filter(None, parts))
+def file_name(args: argparse.Namespace) -> str:
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", args.model.removeprefix("random:")).strip("-")
+    return "-".join(filter(None, [args.size, model, args.study]))
 
 
-def show(measurements: list[Measurement]) -> None:
-    """Print one table per model: what was measured, and where it is."""
-    for measurement in (measurement for measurement in measurements if measurement.rows):
-        payload = measurement.payload()
-        [group] = group_results([payload | {"file": measurement.path.name}])
-        where = payload["environment"]["device"]["name"]
-        print(
-            f"\n{measurement.model}, size {group.size}, {group.dtype}, {where} (1 × the floor: the hardware's limit)\n"
-        )
-        print("\n".join(aligned(table(group, group.engines, overview_columns(group)))))
-        print(f"\nevery sample: {measurement.path}")
+def show(measurement: Measurement) -> None:
+    """Print the table of what was measured, and where every sample is."""
+    if not measurement.rows:
+        return
+    payload = measurement.payload()
+    [group] = group_results([payload | {"file": measurement.path.name}])
+    where = payload["environment"]["device"]["name"]
+    print(f"\n{group.model}, size {group.size}, {group.dtype}, {where} (1 × the floor: the hardware's limit)\n")
+    print("\n".join(aligned(table(group, group.engines, overview_columns(group)))))
+    print(f"\nevery sample: {measurement.path}")
 
 
 def aligned(lines: list[str]) -> list[str]:
@@ -137,17 +126,6 @@ def aligned(lines: list[str]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         text.append("  ".join([first.ljust(widths[0]), *cells]))
     return text + [line for line in lines if not line.startswith("|")]
-
-
-def name_of(measurement: Measurement, name: str, several: bool) -> str:
-    return f"{name}-{file_name(measurement.args, measurement.model)}" if several else name
-
-
-def publish(payload: dict, name: str) -> Path:
-    """Write a committed results file; the report checks it again."""
-    path = RESULTS / f"{name}.json"
-    write(payload, path)
-    return path
 
 
 if __name__ == "__main__":

@@ -176,23 +176,22 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
 
 
 def details(group: Group, name: str) -> list[str]:
-    """One workload's every figure: median (least–most), how far from the floor, peak memory, number of samples."""
+    """One workload's every figure: median (least–most), how far from the floor, number of samples."""
     workload = group.workload(name)
     found = {e: group.rows[e, name] for e in group.engines if group.rows.get((e, name), {}).get("samples")}
     figures = dict.fromkeys(figure for row in found.values() for sample in row["samples"] for figure in sample)
     figures = [figure for figure in figures if figure not in ("repeat", "file")]
     summary = f"<details><summary>{WORDS[name]} ({name}): {workload['description']}</summary>"
     lines = [summary, "", f"Hash `{workload['hash'][:12]}`.", ""]
-    heads = ["engine", *map(_heading, figures), "peak memory, GiB", "samples"]
-    rows: list[list[object]] = [["*floor*", *(number(group.floor(name, f)) for f in figures), "", ""]]
+    heads = ["engine", *map(_heading, figures), "samples"]
+    rows: list[list[object]] = [["*floor*", *(number(group.floor(name, f)) for f in figures), ""]]
     for engine, row in found.items():
         cells = []
         for figure in figures:
             far = against_floor(figure, group.median(engine, name, figure), group.floor(name, figure))
             cells.append(spread(group.values(engine, name, figure)) + (f", {far}" if far != "–" else ""))
-        memory = f"{row['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in row else ""
-        dagger = "*{}* †" if engine in group.elsewhere else "{}"
-        rows.append([dagger.format(engine), *cells, memory, len(row["samples"]) if memory else ""])
+        name, count = (f"*{engine}* †", "") if engine in group.elsewhere else (engine, len(row["samples"]))
+        rows.append([name, *cells, count])
     return lines + markdown(heads, rows) + ["", "</details>", ""]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
@@ -79,31 +76,6 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
     launches = [lambda: x.add_(1)] * 1000
     captured = {"alone": False, "in_graph": True}
     return {name: min(graph_seconds(launches, 6, capture=capture)) for name, capture in captured.items()}
-
-
-class PeakMemory:
-    """Peak memory of a stretch of work: a fast engine may have bought its speed with memory.
-
-    On a GPU the most that PyTorch's allocator had handed out, weights and KV pool included (an engine with blocks takes
-    its pool in advance, as large as it was allowed to). On a CPU the resident set of the process, PyTorch included;
-    since the creation of this object where the system can reset its peak (Linux), else of the process so far.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
-
-    def read(self) -> int:
-        """Bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        if Path("/proc/self/status").exists():
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 _LAUNCHES = frozenset({

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -144,70 +145,58 @@ def arguments_of(case: Case, block_size: int) -> list[tuple]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per case, one column per backend; then Triton's block sizes."""
+    """Every case by every backend, then Triton's block sizes; and the few cases of the lesson with their floor."""
     result, top = results[0], results[0]["ceilings"]
-    measured = preferred(result)
-    backends = [name for name in BACKENDS if any(backend == name for _, backend in measured)]
+    found = {(row["case"], row["backend"]): rate_of(row, top) for row in result["rows"] if row["preferred"]}
+    backends = [name for name in BACKENDS if any(backend == name for _, backend in found)]
+    names = [name for name in CASES if any((name, backend) in found for backend in backends)]
     lines = markdown(["case", *backends], [
-        [name, *(cell(case, measured.get((name, backend)), top) for backend in backends)]
-        for name, case in CASES.items() if any(own == name for own, _ in measured)
+        [name, *(f"{r.micros:.1f} µs, {r}" if (r := found.get((name, backend))) else "–" for backend in backends)]
+        for name in names
     ])  # fmt: skip
-    by_size = {(row["case"], row["block_size"]): row for row in result["rows"] if row["backend"] == "triton"}
+    by_size = {(r["case"], r["block_size"]): rate_of(r, top) for r in result["rows"] if r["backend"] == "triton"}
     studied = [name for name, count in Counter(name for name, _ in by_size).items() if count > 1]
     sizes = sorted({size for name, size in by_size if name in studied})
-    lines += ["", *markdown(["Triton, block size", *map(str, sizes)], [
-        [name, *(rate(CASES[name], by_size.get((name, size)), top) for size in sizes)] for name in studied
-    ])]  # fmt: skip
+    body = [[name, *(by_size.get((name, size), "–") for size in sizes)] for name in studied]
     note = (
         f"100 % of copy is {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, 100 % of matmul "
         f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
         "in a CUDA graph (the reference: eager); a decode only reads and a copy also writes, so a decode can pass 100 %"
     )
+    short = [
+        [name, number(found[name, "triton"].floor_micros),
+         *(f"{number(r.micros)}, {times(1 / r.share)}" if (r := found.get((name, backend))) else "–"
+           for backend in BACKENDS)]
+        for name in SHORT if (name, "triton") in found
+    ]  # fmt: skip
+    heads = ["case", "floor, µs", *(f"`{backend}`, µs, × the floor" for backend in BACKENDS)]
+    blocks = markdown(["Triton, block size", *map(str, sizes)], body)
     return {
-        "attention-table": [*lines, "", caption(result, note)],
-        "attention-short": short_table(result),
+        "attention-table": [*lines, "", *blocks, "", caption(result, note)],
+        "attention-short": [*markdown(heads, short), "", caption(result)],
     }
 
 
-def preferred(result: dict) -> dict[tuple[str, str], dict]:
-    """(case, backend) -> the row with the block size that the backend prefers."""
-    return {(row["case"], row["backend"]): row for row in result["rows"] if row["preferred"]}
+class Rate(NamedTuple):
+    """What a backend reached in a case: bandwidth in a decode, arithmetic otherwise."""
+
+    micros: float
+    achieved: float  # TB/s or TFLOP/s
+    share: float  # of what the device does at best
+    is_decode: bool
+
+    @property
+    def floor_micros(self) -> float:
+        return self.micros * self.share
+
+    def __str__(self) -> str:
+        if self.is_decode:
+            return f"{self.achieved:.2f} TB/s ({self.share:.0%} of copy)"
+        return f"{self.achieved:.0f} TFLOP/s ({self.share:.0%} of matmul)"
 
 
-def short_table(result: dict) -> list[str]:
-    """A few cases: the floor, and each backend with its distance from the floor."""
-    body, measured = [], preferred(result)
-    for name in (name for name in SHORT if (name, "triton") in measured):
-        cells, floor = [], 0.0
-        for row in (measured.get((name, backend)) for backend in BACKENDS):
-            if row is None:
-                cells.append("–")
-                continue
-            micros, far = 1e6 * statistics.median(row["samples"]), share(CASES[name], row, result["ceilings"])
-            floor = micros * far  # the same for all
-            cells.append(f"{number(micros)}, {times(1 / far)}")
-        body.append([name, number(floor), *cells])
-    lines = markdown(["case", "floor, µs", *(f"`{backend}`, µs, × the floor" for backend in BACKENDS)], body)
-    return [*lines, "", caption(result)]
-
-
-def cell(case: Case, row: dict | None, ceilings: dict) -> str:
-    return f"{statistics.median(row['samples']) * 1e6:.1f} µs, {rate(case, row, ceilings)}" if row else "–"
-
-
-def share(case: Case, row: dict, ceilings: dict) -> float:
-    """Of the ceiling: bandwidth for a decode, arithmetic for the others."""
-    seconds = statistics.median(row["samples"])
-    if case.is_decode:
-        return case.bytes_moved / seconds / ceilings["copy_bytes_per_s"]
-    return case.operations / seconds / ceilings["matmul_operations_per_s"]
-
-
-def rate(case: Case, row: dict | None, ceilings: dict) -> str:
-    """What was achieved, and its share of what the chip does at best."""
-    if row is None:
-        return "–"
-    achieved = share(case, row, ceilings)
-    if case.is_decode:
-        return f"{achieved * ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s ({achieved:.0%} of copy)"
-    return f"{achieved * ceilings['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s ({achieved:.0%} of matmul)"
+def rate_of(row: dict, ceilings: dict) -> Rate:
+    case, seconds = CASES[row["case"]], statistics.median(row["samples"])
+    work = case.bytes_moved if case.is_decode else case.operations
+    top = ceilings["copy_bytes_per_s" if case.is_decode else "matmul_operations_per_s"]
+    return Rate(1e6 * seconds, work / seconds / 1e12, work / seconds / top, case.is_decode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -59,50 +58,25 @@ def draw_variants(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> P
     return finish(figure, "each variant of the kernel reads the weights faster; the line is the copy bandwidth")
 
 
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of one MLP block by the number of rows, for several ways to compute it."""
+def draw_block(
+    ways: dict[str, Callable[..., Tensor]], hidden: int, inter: int, rows: Sequence[int], device: torch.device,
+    dtype: torch.dtype, repeats: int = 5,
+) -> Picture:  # fmt: skip
+    """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
 
-    device: str
-    rows: list[int]
-    seconds: dict[str, list[float]]
-    weight_bytes: int
-
-
-def measure_block(
-    ways: dict[str, Callable[..., Tensor]],
-    hidden: int,
-    inter: int,
-    rows: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int = 5,
-) -> BlockTimes:
-    """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows; medians."""
+    The floor is the time of reading the weights once at the speed of a copy, measured here too.
+    """
     layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for count in rows:
-        x = torch.randn(count, hidden, device=device, dtype=dtype)
-        for name, way in ways.items():
-            call = partial(way, x, *layer, x, 1e-6)
-            found[name].append(statistics.median(call_seconds(call, device, repeats)))
-    return BlockTimes(device.type, list(rows), found, sum(weight.nbytes for weight in layer))
-
-
-def measure_copy(device: torch.device) -> float:
-    """Bytes per second, read and written together, of a large copy on the device."""
-    return measure_ceilings(device, torch.float32).copy_bytes_per_s
-
-
-def draw_block(times: BlockTimes, copy_bytes_per_s: float) -> Picture:
-    """Time over rows, with the floor: the weights read once at the speed of a copy."""
-    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"ms per block, {times.device}")
-    for (name, seconds), colour, marker in zip(times.seconds.items(), (ORANGE, BLUE, GREEN), "os^", strict=False):
-        axes.plot(times.rows, [1e3 * s for s in seconds], f"{marker}-", color=colour, label=name)
-    floor = 1e3 * times.weight_bytes / copy_bytes_per_s
+    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"ms per block, {device.type}")
+    for (name, way), colour, marker in zip(ways.items(), (ORANGE, BLUE, GREEN), "os^", strict=False):
+        inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
+        samples = [call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs]
+        axes.plot(rows, [1e3 * statistics.median(s) for s in samples], f"{marker}-", color=colour, label=name)
+    copy = measure_ceilings(device, torch.float32).copy_bytes_per_s
+    floor = 1e3 * sum(weight.nbytes for weight in layer) / copy
     axes.axhline(floor, color="black", linestyle="--", label=f"weights read once: {floor:.2g} ms")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(times.rows, [str(n) for n in times.rows])
+    axes.set_xticks(rows, [str(n) for n in rows])
     axes.set_ylim(0)
     axes.legend(frameon=False)
     return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")
