@@ -92,7 +92,7 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """For the lesson: the first model, a few numbers of rows. For the benchmark's page of kernels: everything."""
+    """For the lesson: the first model, a few numbers of rows. For the list of all kernels: everything."""
     result = results[0]
     copy = result["ceilings"]["copy_bytes_per_s"]
     models = dict.fromkeys(row["model"] for row in result["rows"])

@@ -1,4 +1,4 @@
-"""Stage C in pictures: variants of a kernel against what the memory can do, the operator against its formula."""
+"""Stage C's operator on this machine, against its formula and the floor, by rows."""
 
 from __future__ import annotations
 
@@ -9,53 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.micro.mlp import random_layer, sizes
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, finish, new_panel
-from benchmarks.results import of_kind
+from benchmarks.micro.mlp import random_layer
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, finish, new_panel
 from benchmarks.timing import call_seconds, measure_ceilings
-
-ORDER = {"naive": GREY, "library": ORANGE, "warp": GREEN, "fused": BLUE}
-NAMES = {
-    "naive": "naive\none block per row",
-    "library": "library\nPyTorch, unfused",
-    "warp": "warp\none launch per half",
-    "fused": "fused\none launch",
-}
-
-
-def recorded_kernels() -> dict:
-    """The newest committed measurement of the kernels on a GPU.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = of_kind("mlp")
-    if not found:
-        raise FileNotFoundError("benchmarks/results has no measurement of `python -m benchmarks.micro mlp`")
-    return found[0]
-
-
-def draw_variants(result: dict, model: str = "qwen2.5-0.5b", rows: int = 1) -> Picture:
-    """Bytes of weights per second, for each kernel variant, under the line of the measured copy bandwidth."""
-    found = {
-        r["variant"]: statistics.median(r["samples"])
-        for r in result["rows"]
-        if (r["model"], r["rows"]) == (model, rows)
-    }
-    names = [name for name in ORDER if name in found]
-    rates = [sizes(model)[-1] / found[name] / 1e12 for name in names]
-    copy = result["ceilings"]["copy_bytes_per_s"] / 1e12
-    title = f"MLP block of {model}, {rows} row{'s' * (rows > 1)}, {result['environment']['device']['name']}"
-    figure, axes = new_panel(8, 4, "", "weights read, TB/s", title)
-    axes.bar([NAMES[name] for name in names], rates, color=[ORDER[name] for name in names], width=0.6)
-    for x, (name, rate) in enumerate(zip(names, rates, strict=True)):
-        text = f"{found[name] * 1e6:,.1f} µs\n{100 * rate / copy:.2g} %"
-        axes.annotate(text, (x, rate), xytext=(0, 3), textcoords="offset points", ha="center")
-    axes.axhline(copy, color="black", linestyle="--")
-    text = f"a copy on the same device: {copy:.2f} TB/s"
-    axes.annotate(text, (-0.4, copy), xytext=(0, 4), textcoords="offset points")
-    axes.set_ylim(0, 1.25 * copy)
-    return finish(figure, "each variant of the kernel reads the weights faster; the line is the copy bandwidth")
 
 
 def draw_block(

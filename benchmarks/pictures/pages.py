@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
 
-from benchmarks.micro import block_waste
 from benchmarks.micro.block_waste import computed
 from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
 from benchmarks.recording import watch_model
-from benchmarks.results import of_kind
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
@@ -189,9 +187,3 @@ def draw_memory(report: MemoryReport) -> Picture:
     draw_bars(axes, names, parts, texts, room=1.4, height=0.6)
     axes.legend(frameon=False, loc="lower right")
     return finish(figure, "memory held by blocks, next to contiguous reservations of the longest length")
-
-
-def draw_waste() -> Picture:
-    """The committed count for the benchmark's workload: what share of the memory is empty, by block size."""
-    [png] = block_waste.draw(of_kind("block_waste")).values()
-    return Picture(png, "the share of KV memory that is empty, by block size")

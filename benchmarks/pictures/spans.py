@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
-from benchmarks.recording import Recording, from_rows
-from benchmarks.results import of_kind
+from benchmarks.recording import Recording
 from benchmarks.text import number
 
 # The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
@@ -24,13 +23,6 @@ def kind_of(name: str) -> str:
     """What sort of work a kernel does, by its name."""
     lowered = name.lower()
     return next(kind for kind, words in KINDS if any(word in lowered for word in words))
-
-
-def recorded_on_gpu() -> tuple[str, list[Recording]] | None:
-    """(device, recordings) of the newest committed recording of a GPU; None where there is none."""
-    for payload in of_kind("kernel_spans"):
-        return payload["environment"]["device"]["name"], from_rows(payload["rows"])
-    return None
 
 
 def draw_kinds(recordings: list[Recording]) -> Picture:

@@ -1,12 +1,10 @@
-"""Which tokens of an answer were guessed, and how many guesses of each step were right."""
+"""Which tokens of an answer were guessed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from matplotlib.ticker import MaxNLocator
-
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, Picture, finish, new_figure, new_panel
+from benchmarks.pictures.picture import GREEN, GREY, Picture, finish, new_figure
 from beyond.speculation import LLM
 from stage_a_naive.chat import render_chat
 from stage_a_naive.sampling import SamplingParams
@@ -73,16 +71,3 @@ def draw_tokens(steps: list[Step]) -> Picture:
     right, tokens = sum(step.num_right for step in steps), sum(len(step.pieces) for step in steps)
     axes.set_title(f"{right} of {tokens} tokens were guessed (green): {len(steps)} steps", fontsize=11, loc="left")
     return finish(figure, "an answer, with the tokens that were guessed right in colour", dpi=90)
-
-
-def draw_steps(steps: list[Step]) -> Picture:
-    """For every step: the tokens of its draft, and those that were right."""
-    drafted, right = (sum(getattr(step, name) for step in steps) for name in ("num_drafted", "num_right"))
-    figure, axes = new_panel(10, 2.8, "step", "tokens of the draft", f"{right} of {drafted} guesses were right")
-    numbers = range(1, len(steps) + 1)
-    axes.bar(numbers, [step.num_drafted for step in steps], color="white", edgecolor=BLUE, label="guessed")
-    axes.bar(numbers, [step.num_right for step in steps], color=GREEN, label="right")
-    axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper left")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(0, 1.5 * max(1, *(step.num_drafted for step in steps)))
-    return finish(figure, "guessed and right tokens of every step", dpi=90)

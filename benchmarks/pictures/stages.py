@@ -1,4 +1,4 @@
-"""All six engines at the same work: live in small, and the committed measurement as a picture."""
+"""All six engines at the same work, live and in small."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
-from benchmarks.groups import Group
 from benchmarks.pictures.picture import Picture, draw_bars, finish, new_panels
-from benchmarks.pictures.rates import colour_of, plot_rates
+from benchmarks.pictures.rates import colour_of
 from benchmarks.text import number
 from stage_a_naive import SamplingParams
 from stage_a_naive.frontend import Frontend
@@ -80,8 +79,3 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
         bars = [(None, values, [colour_of(letter) for letter in runs])]
         draw_bars(axes, names, bars, list(map(number, values)), 1.2, edgecolor="black", linewidth=0.6, height=0.65)
     return finish(figure, "the time of a token for one request, and tokens per second for many, by stage")
-
-
-def draw_recorded(group: Group) -> Picture:
-    """The README's picture of a measurement: output tokens per second of every stage, with the hardware's limit."""
-    return Picture(plot_rates(group), f"all stages on {group.device}")
