@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,36 @@ def test_a_compiled_step_gives_the_same_tokens_and_compiles_once_a_cache_length(
         expected = [o["token_ids"] for o in naive.generate(prompts, params, use_tqdm=False)]
         assert [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] == expected
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `torch.compile` trace programs, and guard them, but run them operation by operation."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+def test_cache_lengths_may_be_more_than_pytorchs_limit_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced_only(monkeypatch)
+    llm = LLM("random:qwen2-tiny", device="cpu", compile=True)
+    ends_at_once = tuple(range(llm.vocab_size))  # what is compiled is the step of the warm-up
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (256, 512, 768):
+            params = SamplingParams(temperature=0, max_tokens=length - 1, stop_token_ids=ends_at_once)
+            assert len(llm.generate([[1]], params, use_tqdm=False)[0]["token_ids"]) == 1
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_a_compiled_step_records_nothing_for_autograd_and_its_logits_are_no_tensors_of_inference_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traced_only(monkeypatch)
+    llm = LLM("random:qwen2-tiny", device="cpu", compile=True)
+    seen = []
+    llm.sampling_fn = lambda logits, params: (seen.append(logits), logits.argmax(-1))[1]
+    llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert len(seen) == GREEDY.max_tokens
+    assert not any(logits.requires_grad or logits.is_inference() for logits in seen)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
