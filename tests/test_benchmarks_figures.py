@@ -80,8 +80,7 @@ def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
     ):
         [picture] = module.draw([result]).values()
         assert picture.startswith(b"\x89PNG")
-        [lines] = module.table([result]).values()
-        assert cell in lines
+        assert any(cell in lines for lines in module.table([result]).values())
 
 
 def test_a_read_is_delivered_in_whole_sectors() -> None:
