@@ -52,7 +52,7 @@ def launches(engine: str) -> float:
 
 def layer_step(kind: str, rows: int) -> float:
     """µs per decode step by the kind of its layers."""
-    return 1e6 * layers.medians(results("layers-h200"), MODEL)[rows][kind]
+    return layers.micros(results("layers-h200"), MODEL)[rows, kind]
 
 
 def layer_floor(rows: int) -> float:

@@ -6,7 +6,7 @@
 
 A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `table(results)`,
 which returns the lines for each of its `MARKERS` in the lesson of the stage `README`. A module with `NEEDS_GPU`
-measures on an NVIDIA GPU alone, and gets the device's ceilings into its file; one with `draw(results)` has pictures.
+measures on an NVIDIA GPU alone; one with `draw(results)` has pictures. Files of a GPU hold the device's ceilings.
 """
 
 from __future__ import annotations

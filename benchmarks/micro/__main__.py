@@ -57,13 +57,12 @@ def run(args: argparse.Namespace) -> Path:
     for name, value in options.items():  # an option that may have several values has a tuple for its default
         if isinstance(known[name].default, tuple) and not isinstance(value, tuple):
             options[name] = (value,)
-    needs_gpu = getattr(module, "NEEDS_GPU", False)
-    if needs_gpu and not torch.cuda.is_available():
+    if getattr(module, "NEEDS_GPU", False) and not torch.cuda.is_available():
         raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")
     if args.publish and (commit_of_tree()[0] is None or commit_of_tree()[1]):
         raise ValueError("--publish needs a clean commit (git, or BENCH_COMMIT)")
     result = {"kind": args.name, "environment": environment(), "options": options}
-    if needs_gpu:
+    if torch.cuda.is_available():
         result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
     result |= module.measure(**options)
     path = args.output or LOCAL / f"{args.name}.json"

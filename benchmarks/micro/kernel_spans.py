@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Mapping
 from itertools import count
 
 import torch
@@ -171,13 +172,10 @@ def measure(
     """
     recordings = []
     for name, engine, switches, kinds in ENGINES:
-        limits = {
-            "num_kvcache_blocks": 16 * max(requests) + 64,
-            "max_num_seqs": max(8, *requests),
-            "max_model_len": 2048,
-            "enable_prefix_caching": False,
-        }
-        llm = engine(model, device="cuda", **limits, **switches)
+        llm = engine(
+            model, device="cuda", num_kvcache_blocks=16 * max(requests) + 64, max_num_seqs=max(8, *requests),
+            max_model_len=2048, enable_prefix_caching=False, **switches,
+        )  # fmt: skip
         for rows in requests if kinds != "prefill" else ():
             recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
         for length in prompts if kinds != "decode" else ():
@@ -193,33 +191,29 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Where the microseconds of stage F's steps go, and the pictures."""
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
     own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
-    own = {name: r for name, r in own.items() if name.split()[0].isdigit() or name.startswith("prompt")}
-    accounts = [account(r) for r in own.values()]
-    body = [
-        [part, *(f"{parts[part]:.0f}" for parts in accounts)]
-        for part in PARTS
-        if any(parts[part] for parts in accounts)
-    ]
-    body.append(["**whole step**", *(f"**{sum(parts.values()):.0f}**" for parts in accounts)])
-    what = f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down"
-    lines = [*markdown(["part of the step", *own], body), "", caption(results[0], what)] if own else []
+    accounts = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
+    below = caption(results[0], f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down")
+    between = {
+        head: between_steps(recordings[name])
+        for head, name in (("stage D's layers in a graph", "stage F, graphs only"), ("megakernel", "stage F"))
+        if name in recordings
+    }
     has_prefill = any(name.startswith("stage F, eager prefill") for name in recordings)
     return {
-        "step-account": lines,
-        "between-steps": _between_table(recordings, caption(results[0], what)),
+        "step-account": [*columns("part of the step", accounts, "**whole step**", "{:.0f}", "**{:.0f}**"), "", below],
+        "between-steps": [*columns("µs between two steps", between, "together", "{:.1f}", "{:.1f}"), "", below],
         "step-parts": ["![The parts of a decode step, from a graph, one after another](parts.png)"],
         "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
         "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * has_prefill,
     }
 
 
-def _between_table(recordings: dict[str, Recording], note: str) -> list[str]:
-    if not {"stage F", "stage F, graphs only"} <= recordings.keys():
-        return []
-    columns = [between_steps(recordings[name]) for name in ("stage F, graphs only", "stage F")]
-    body = [[kind, *(f"{column[kind]:.1f}" for column in columns)] for kind in columns[0]]
-    body.append(["together", *(f"{sum(column.values()):.1f}" for column in columns)])
-    return [*markdown(["µs between two steps", "stage D's layers in a graph", "megakernel"], body), "", note]
+def columns(head: str, found: Mapping[str, dict[str, float]], total: str, form: str, total_form: str) -> list[str]:
+    """A table with a column for each name and a line for each part that any of them has, and their sum."""
+    parts = dict.fromkeys(part for column in found.values() for part, micros in column.items() if micros)
+    body = [[part, *(form.format(column[part]) for column in found.values())] for part in parts]
+    body.append([total, *(total_form.format(sum(column.values())) for column in found.values())])
+    return markdown([head, *found], body)
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
@@ -232,8 +226,8 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     found = {"decode.png": draw_gaps(decodes, device, title=title).png}
     drawn = {text: account(recordings[name]) for name, text in DRAWN.items() if name in recordings}
     if drawn:
-        grouped = {text: {group: sum(map(parts.get, names)) for group, names in GROUPS.items()}
-                   for text, parts in drawn.items()}  # fmt: skip
+        groups = GROUPS.items()
+        grouped = {text: {name: sum(map(parts.get, own)) for name, own in groups} for text, parts in drawn.items()}
         title = "Fusion removes the small kernels between the matrix products, and the gaps"
         axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
         found["kernels/parts.png"] = draw_parts(grouped, axis, title).png

@@ -7,15 +7,14 @@ fastest: `MEGAKERNEL_ROWS` and `SKINNY_GEMM_MAX_TOKENS`.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from benchmarks.micro import caption
 from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_panel
-from benchmarks.text import markdown
+from benchmarks.text import markdown, medians
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
 from stage_d_paged.attention import AttentionMetadata, pick_backend
@@ -83,63 +82,52 @@ def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per number of rows, the fastest kind in bold: for the lesson the first model's, and everything."""
-    result, lines = results[0], []
+    result, models = results[0], models_of(results[0])
     copy = result["ceilings"]["copy_bytes_per_s"]
-    for name in models_of(result):
-        lines += [f"**{name}**, µs per step", "", *model_table(result, name, tuple(COLUMNS), ROWS), ""]
-    note = (
-        f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; medians of {REPEATS} samples of {REPLAYS} replays"
-    )
-    first = models_of(result)[0]
-    short = [f"![The time of a decode step of {first} by the number of rows, for each kind of layers](layers.png)", ""]
-    short += model_table(result, first, SHORT_KINDS, SHORT_ROWS)
-    below = ["", caption(result, note)]
-    return {"layer-kernels": [*lines[:-1], *below], "layer-kernels-short": [*short, *below]}
+    every = [[f"**{name}**, µs per step", "", *model_table(result, name, COLUMNS, ROWS), ""] for name in models]
+    picture = f"![The time of a decode step of {models[0]} by the number of rows, for each kind of layers](layers.png)"
+    short = [picture, "", *model_table(result, models[0], SHORT_KINDS, SHORT_ROWS), ""]
+    samples = f"medians of {REPEATS} samples of {REPLAYS} replays"
+    below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; {samples}")
+    return {"layer-kernels": [*sum(every, []), below], "layer-kernels-short": [*short, below]}
 
 
 def models_of(result: dict) -> list[str]:
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
-def medians(result: dict, model: str) -> dict[int, dict[str, float]]:
-    """Number of rows -> kind -> seconds per step."""
-    found: dict[int, dict[str, float]] = {}
-    for row in (row for row in result["rows"] if row["model"] == model):
-        found.setdefault(row["rows"], {})[row["kind"]] = statistics.median(row["samples"])
-    return found
+def micros(result: dict, model: str) -> dict[tuple[int, str], float]:
+    """(rows, kind) -> µs per step; the floor is a kind too."""
+    found = medians([row for row in result["rows"] if row["model"] == model], "rows", "kind")
+    copy = result["ceilings"]["copy_bytes_per_s"]
+    found |= {(rows, "floor"): floor_seconds(model, rows, CONTEXT, copy) for rows, _ in found}
+    return {key: 1e6 * seconds for key, seconds in found.items()}
 
 
-def model_table(result: dict, model: str, columns: tuple[str, ...], shown: tuple[int, ...]) -> list[str]:
+def model_table(result: dict, model: str, columns: Iterable[str], shown: tuple[int, ...]) -> list[str]:
     """µs per step by number of rows; a column per kind of layers, the fastest in bold, and one for the floor."""
-    body = []
-    for rows, by_kind in medians(result, model).items():
-        if rows not in shown:
-            continue
-        fastest = min((kind for kind in by_kind if kind in columns), key=by_kind.get)
-        floor = floor_seconds(model, rows, CONTEXT, result["ceilings"]["copy_bytes_per_s"])
-        cells = {name: f"{seconds * 1e6:.0f}" for name, seconds in (by_kind | {"floor": floor}).items()}
-        cells[fastest] = f"**{cells[fastest]}**"
-        body.append([rows, *(cells.get(column, "–") for column in columns)])
+    found, body = micros(result, model), []
+    for rows in (rows for rows in dict.fromkeys(rows for rows, _ in found) if rows in shown):
+        own = {kind: found[rows, kind] for kind in columns if (rows, kind) in found}
+        fastest = min(own.keys() - {"floor"}, key=own.get)
+        cells = {kind: f"**{time:.0f}**" if kind == fastest else f"{time:.0f}" for kind, time in own.items()}
+        body.append([rows, *(cells.get(kind, "–") for kind in columns)])
     return markdown(["rows", *(COLUMNS[column] for column in columns)], body)
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
-    result = results[0]
-    name = models_of(result)[0]
-    found = medians(result, name)
-    copy = result["ceilings"]["copy_bytes_per_s"]
-    device = result["environment"]["device"]["name"]
-    x_label = f"rows (one token per request); {name} on {device}"
-    figure, axes = new_panel(10, 4, x_label, "µs per decode step")
+    result, name = results[0], models_of(results[0])[0]
+    found, device = micros(result, name), result["environment"]["device"]["name"]
+    figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
     figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
-    for kind, colour, marker in zip(SHORT_KINDS, (ORANGE, GREEN, BLUE, PINK), "s^oD", strict=True):
-        rows = [count for count, by_kind in found.items() if kind in by_kind]
-        axes.plot(rows, [1e6 * found[count][kind] for count in rows], marker=marker, color=colour, label=KINDS[kind])
-    floors = [1e6 * floor_seconds(name, count, CONTEXT, copy) for count in found]
-    axes.plot(list(found), floors, "--", color="black", label="floor")
+    colours = (ORANGE, GREEN, BLUE, PINK, "black")
+    for kind, colour, line in zip((*SHORT_KINDS, "floor"), colours, ("s-", "^-", "o-", "D-", "--"), strict=True):
+        points = {rows: time for (rows, own), time in found.items() if own == kind}
+        axes.plot(list(points), list(points.values()), line, color=colour, label=COLUMNS[kind])
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(found), list(map(str, found)))
+    ticks = list(dict.fromkeys(rows for rows, _ in found))
+    axes.set_xticks(ticks, list(map(str, ticks)))
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     return {"layers.png": finish(figure, "the time of a decode step over its rows, by the kind of its layers").png}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from torch import Tensor
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
-from benchmarks.text import markdown, number
-from benchmarks.timing import measure_ceilings
+from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
@@ -95,10 +94,7 @@ def measure(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    result = {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
-    if torch.cuda.is_available():
-        result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
-    return result
+    return {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
 
 
 def measure_batch(llm: ScriptedLLM, batch: int, draft: int, tokens: int, repeats: int) -> list[dict]:
@@ -165,13 +161,9 @@ def measure_text(questions: int = 16) -> list[dict]:
     return rows
 
 
-def rows_of(result: dict, way: str, draft: int) -> list[dict]:
-    return [row for row in result["rows"] if (row["way"], row["draft"], row["prompt"]) == (way, draft, PROMPT)]
-
-
-def medians(result: dict, way: str, draft: int) -> dict[int, float]:
-    """Batch size -> median seconds per token."""
-    return {row["batch"]: statistics.median(row["samples"]) for row in rows_of(result, way, draft)}
+def medians_of(result: dict) -> dict[tuple[str, int, int], float]:
+    """(way, drafted tokens, requests) -> median seconds per token."""
+    return medians(result["rows"], "way", "draft", "batch")
 
 
 def drafts_of(result: dict) -> list[int]:
@@ -179,40 +171,36 @@ def drafts_of(result: dict) -> list[int]:
 
 
 def break_even(result: dict, draft: int) -> dict[int, float]:
-    """Batch size -> tokens of a draft that must be right, or the step takes longer than it gains."""
-    plain = medians(result, "plain", draft)
-    return {
-        row["batch"]: statistics.median(row["samples"]) * row["tokens_per_step"] / plain[row["batch"]] - 1
-        for row in rows_of(result, "accepted", draft)
-    }
+    """Requests -> tokens of a draft that must be right, or the step takes longer than it gains."""
+    found, rows = medians_of(result), [r for r in result["rows"] if (r["way"], r["draft"]) == ("accepted", draft)]
+    ratios = {r["batch"]: found["accepted", draft, r["batch"]] / found["plain", draft, r["batch"]] for r in rows}
+    return {r["batch"]: ratios[r["batch"]] * r["tokens_per_step"] - 1 for r in rows}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Time per token by batch size with the longest useful draft, and what the tutor's own text gains."""
-    result = results[0]
-    lengths = drafts_of(result)
+    """Time per token by number of requests and length of the drafts, and what the tutor's own text gains."""
+    result, found, lengths = results[0], medians_of(results[0]), drafts_of(results[0])
     heads = ["running requests", "stage F, ms per token", *(f"{k} drafted" for k in lengths), "right to break even"]
     body = []
-    for batch, plain in medians(result, "plain", lengths[0]).items():
-        drafted = [1e3 * medians(result, "accepted", k)[batch] for k in lengths]
+    for batch in break_even(result, lengths[0]):
+        times = [found["plain", lengths[0], batch], *(found["accepted", k, batch] for k in lengths)]
         even = " / ".join(f"{break_even(result, k)[batch]:.1f}" for k in lengths)
-        body.append([batch, number(1e3 * plain), *map(number, drafted), even])
+        body.append([batch, *(number(1e3 * seconds) for seconds in times), even])
     model = result["model"].removeprefix("random:")
     note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
-    costs = []
-    for way, before in (("looking", "plain, noisy"), ("wrong", "plain")):
-        pairs = ((medians(result, way, k), medians(result, before, k)) for k in lengths)
-        costs.append(100 * max(slow[batch] / fast[batch] - 1 for slow, fast in pairs for batch in slow))
+    looking, wrong = (
+        max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
+        for way, before in (("looking", "plain, noisy"), ("wrong", "plain"))
+    )
     cost = (
-        f"On text that repeats nothing, looking costs at most {costs[0]:.1f} % of the time per token; with drafts that "
-        f"are always wrong, at most {costs[1]:.1f} %."
+        f"On text that repeats nothing, looking costs at most {looking:.1f} % of the time per token; with drafts that "
+        f"are always wrong, at most {wrong:.1f} %."
     )
     text = [
         [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
          f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
          f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}"]
-        for row in result["text"]
-        if row["speculation"] != "off"
+        for row in result["text"] if row["speculation"] != "off"
     ]  # fmt: skip
     return {
         "speculation": [
@@ -249,11 +237,12 @@ def draw(results: list[dict]) -> dict[str, bytes]:
         {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
         title=f"The more requests run, the more a draft must gain ({device})",
     )  # fmt: skip
+    found = medians_of(result)
     for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
-        stage_f, drafted = medians(result, "plain", k), medians(result, "accepted", k)
-        batches = list(map(str, stage_f))
-        gain.plot(batches, [stage_f[b] / drafted[b] for b in stage_f], "o-", color=colour, label=f"{k} drafted")
-        need.plot(batches, list(break_even(result, k).values()), "o-", color=colour, label=f"{k} drafted")
+        even = break_even(result, k)
+        gains = [found["plain", k, batch] / found["accepted", k, batch] for batch in even]
+        for axes, values in ((gain, gains), (need, list(even.values()))):
+            axes.plot(list(map(str, even)), values, "o-", color=colour, label=f"{k} drafted")
     gain.axhline(1, color="black", linestyle="--", linewidth=1)
     for axes in (gain, need):
         axes.set_ylim(bottom=0)
