@@ -112,14 +112,12 @@ def tutor_format(kind: str) -> dict:
 
 def drafted_ms(way: str, draft: int = 8, batch: int = 1) -> str:
     """ms per token on the GPU with scripted drafts, as the lesson says it."""
-    return f"{1e3 * speculation.medians(results('speculation-h200'), way, draft)[batch]:.3f}"
+    return f"{1e3 * speculation.medians_of(results('speculation-h200'))[way, draft, batch]:.3f}"
 
 
 def looking_percent() -> float:
     """% of the time per token that looking for guesses costs where there are none, the most of all batch sizes."""
-    looking = {d: speculation.medians(results("speculation-h200"), "looking", d) for d in (4, 8)}
-    plain = {d: speculation.medians(results("speculation-h200"), "plain, noisy", d) for d in (4, 8)}
-    return max(100 * (looking[d][n] / plain[d][n] - 1) for d in looking for n in looking[d])
+    return speculation.most_extra(results("speculation-h200"), "looking", "plain, noisy")
 
 
 def tutors_tokens_per_step(drafts: str) -> float:

@@ -98,15 +98,14 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     lines = []
     for result in results:
         medians = {(r["engine"], r["temperature"]): statistics.median(r["seconds"]) for r in result["rows"]}
-        names, body = list(dict.fromkeys(r["engine"] for r in result["rows"])), []
-        for i, name in enumerate(names):
-            cells = []
-            for temperature in TEMPERATURES:
-                rate = number(result["tokens"] / medians[name, temperature])
-                gain = times(medians[names[i - 1], temperature] / medians[name, temperature]) if i else ""
-                cells.append(f"{rate}, {gain}" if gain else rate)
-            row = next(r for r in result["rows"] if r["engine"] == name)
+        counts, body, before = {r["engine"]: r for r in result["rows"]}, [], None
+        for name, row in counts.items():
+            cells = [number(result["tokens"] / medians[name, temperature]) for temperature in TEMPERATURES]
+            if before:
+                gains = [medians[before, temperature] / medians[name, temperature] for temperature in TEMPERATURES]
+                cells = [f"{rate}, {times(gain)}" for rate, gain in zip(cells, gains, strict=True)]
             body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
+            before = name
         unit = "tokens/s of CPU time" if result["environment"]["device"]["type"] == "cpu" else "tokens/s"
         heads = ["engine", "steps", "rows computed", *(f"{how}: {unit}, × the row above" for how in HOW)]
         work = f"{result['model']}, {result['slots']} batch slots; {result['workload'].partition(', temp')[0]}"

@@ -75,15 +75,13 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     prefix, command = result["prefix"], "counted by `python -m benchmarks.micro block_waste`."
     shares = ", ".join(f"{name}: {share:.1%}" for name, share in named_waste(result).items())
     counts = [["tokens that the model runs", *(f"{prefix[name]:,}" for name in ("without", "with"))]]
-    return {"prefix-tokens": [
-        *markdown([f"{prefix['requests']} prompts", "without prefix cache", "with it"], counts),
-        "",
-        f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}",
-    ], "page-waste": [
-        "![Share of the KV memory that is empty, by block size](block_waste.png)",
-        "",
-        f"Empty with blocks of {shares}. {result['workload']}, all admitted together; {command}",
-    ]}  # fmt: skip
+    saved = markdown([f"{prefix['requests']} prompts", "without prefix cache", "with it"], counts)
+    picture = "![Share of the KV memory that is empty, by block size](block_waste.png)"
+    work = f"Empty with blocks of {shares}. {result['workload']}, all admitted together; {command}"
+    return {
+        "prefix-tokens": [*saved, "", f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}"],
+        "page-waste": [picture, "", work],
+    }
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:

@@ -131,34 +131,25 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The lesson's account of a step of one row, and in a file of its own all numbers of rows and contexts."""
-    result = results[0]
-    copy = result["ceilings"]["copy_bytes_per_s"]
+    result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
     steps = medians(result["rows"], "model", "variant", "rows", "context")
     models = list(dict.fromkeys(model for model, *_ in steps))
     floors = [floor_seconds(model, 1, 640, copy) for model in models]
-    wholes = [steps[model, "whole", 1, 640] for model in models]
+    by_variant = {variant: [steps[model, variant, 1, 640] for model in models] for variant in WITHOUT}
     account = [["floor: the bytes at the speed of a copy", *map(_micros, floors)]]
-    for variant in WITHOUT:
-        account.append([variant, *(_micros(steps[model, variant, 1, 640]) for model in models)])
-    account.append(["whole, × the floor", *(f"{a / b:.2f} ×" for a, b in zip(wholes, floors, strict=True))])
+    account += [[variant, *map(_micros, seconds)] for variant, seconds in by_variant.items()]
+    ratios = [a / b for a, b in zip(by_variant["whole"], floors, strict=True)]
+    account.append(["whole, × the floor", *(f"{ratio:.2f} ×" for ratio in ratios)])
     costs = [ModelCost(preset_config(model), 2) for model in models]
-    by_model = [result["phases"][model] for model in models]
-    phases = [[phase, *(f"{1e6 * times[phase]:.2f}" for times in by_model)] for phase in (*PHASES, "a layer")]
+    phases = {name: [result["phases"][model][name] for model in models] for name in (*PHASES, "a layer")}
     layers = [2 * cost.matmul_parameters[0] / cost.config.num_hidden_layers / copy for cost in costs]
-    phases.append(["floor of a layer's weights", *(f"{1e6 * seconds:.2f}" for seconds in layers)])
-    phases.append(["LM head", *(f"{1e6 * times['LM head']:.2f}" for times in by_model)])
-    heads = [2 * cost.matmul_parameters[1] / copy for cost in costs]
-    phases.append(["floor of the LM head's weights", *(f"{1e6 * seconds:.2f}" for seconds in heads)])
-    note = f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
-    short = [*markdown(["µs per step", *models], account), "", *markdown(["µs, by phase of a layer", *models], phases)]
-    return {
-        "decode-kernel": [*short, "", caption(result, note)],
-        "decode-kernel-all": [*_all_steps(models, steps, copy), caption(result, note)],
-    }
-
-
-def _all_steps(models: list[str], steps: dict[tuple, float], copy: float) -> list[str]:
-    lines = []
+    phases["floor of a layer's weights"] = layers
+    phases["LM head"] = [result["phases"][model]["LM head"] for model in models]
+    phases["floor of the LM head's weights"] = [2 * cost.matmul_parameters[1] / copy for cost in costs]
+    body = [[name, *(f"{1e6 * value:.2f}" for value in seconds)] for name, seconds in phases.items()]
+    short = [*markdown(["µs per step", *models], account), "", *markdown(["µs, by phase of a layer", *models], body)]
+    below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
+    every: list[str] = []
     for model in models:
         body = []
         for (name, variant, rows, context), seconds in steps.items():
@@ -166,8 +157,8 @@ def _all_steps(models: list[str], steps: dict[tuple, float], copy: float) -> lis
                 floor = floor_seconds(model, rows, context, copy)
                 body.append([rows, context, _micros(seconds), _micros(floor), f"{seconds / floor:.2f} ×"])
         heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
-        lines += [f"**{model}**", "", *markdown(heads, body), ""]
-    return lines
+        every += [f"**{model}**", "", *markdown(heads, body), ""]
+    return {"decode-kernel": [*short, "", below], "decode-kernel-all": [*every, below]}
 
 
 def _micros(seconds: float) -> str:

@@ -102,8 +102,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     )
     every = [line for model in models for line in [*model_table(result, model), ""]]
     few = model_table(result, next(iter(models)), (1, 4, 16, 64))
-    below = ["", caption(result, note)]
-    return {"kernel-table": [*few, *below], "kernel-table-all": [*every[:-1], *below]}
+    return {"kernel-table": [*few, "", caption(result, note)], "kernel-table-all": [*every, caption(result, note)]}
 
 
 def model_table(result: dict, model: str, shown: tuple[int, ...] = ()) -> list[str]:

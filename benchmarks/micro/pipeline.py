@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -148,30 +149,28 @@ def bytes_row(model: str, name: str) -> dict[str, object]:
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Idle shares; speeds; bytes."""
     found: dict[str, list[str]] = {marker: [] for marker in MARKERS}
-    counted = [row for row in results[0]["rows"] if row["study"] == "counted"]
-    counted = [row for row in counted if row["work"] == "prefill" or row["batches"] <= STAGES]
+
+    def add(marker: str, heads: list[str], body: list[list], below: str) -> None:
+        if body:
+            found[marker] += [*markdown(heads, body), "", below, ""]
+
+    def of(result: dict, study: str) -> list[dict]:
+        return [row for row in result["rows"] if row["study"] == study]
+
+    counted = [row for row in of(results[0], "counted") if row["work"] == "prefill" or row["batches"] <= STAGES]
     body = [[row["work"], row["batches"], f"{row['theory']:.1%}", f"{row['idle']:.1%}"] for row in counted]
-    found["idle"] = [*markdown(["work", "batches or chunks", "theory", "counted"], body), "", caption(results[0])]
+    add("idle", ["work", "batches or chunks", "theory", "counted"], body, caption(results[0]))
     for result in results:
-        measured = [row for row in result["rows"] if row["study"] == "measured"]
-        if measured:
-            body = [[r["batches"], f"{r['theory']:.0%}", f"{median(r['samples']):.0%}"] for r in measured]
-            heads = ["batches in flight", "idle, theory", "idle, measured"]
-            found["idle"] += ["", *markdown(heads, body), "", caption(result, result["model"])]
-        speeds = {(r["layout"], r["load"]): median(r["samples"]) for r in result["rows"] if r["study"] == "speed"}
-        if speeds:
-            body = [[layout, *(f"{speeds[layout, load]:,.0f}" for load in LOADS)] for layout in LAYOUTS]
-            lines = [*markdown(["tokens/s", *LOADS], body), "", caption(result, result["model"]), ""]
-            found["stages-speed"] += lines
-        sent = [[r["layout"], f"{r['bytes']:,.0f}"] for r in result["rows"] if r["study"] == "bytes"]
-        if sent:
-            heads = ["two hosts", "bytes between them per decoded token"]
-            found["bytes-sent"] += [*markdown(heads, sent), "", caption(result, result["model"], "float32"), ""]
+        below = caption(result, result["model"])
+        body = [[r["batches"], f"{r['theory']:.0%}", f"{median(r['samples']):.0%}"] for r in of(result, "measured")]
+        add("idle", ["batches in flight", "idle, theory", "idle, measured"], body, below)
+        speeds = {(r["layout"], r["load"]): f"{median(r['samples']):,.0f}" for r in of(result, "speed")}
+        body = [[layout, *(speeds[layout, load] for load in LOADS)] for layout in LAYOUTS if speeds]
+        add("stages-speed", ["tokens/s", *LOADS], body, below)
+        body = [[r["layout"], f"{r['bytes']:,.0f}"] for r in of(result, "bytes")]
+        heads = ["two hosts", "bytes between them per decoded token"]
+        add("bytes-sent", heads, body, caption(result, result["model"], "float32"))
     return found
-
-
-def median(samples: list[float]) -> float:
-    return sorted(samples)[len(samples) // 2]
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
@@ -186,19 +185,15 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     title = "As many batches as stages keep all stages busy"
     figure = new_figure(9, 1.75 * len(panels) + 0.4)
     for axes, (label, stages) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):
-        for stage, spans in enumerate(stages):
-            for span in spans:
-                width = min(span["end"], SHOWN) - span["start"]
-                if width <= 0:
-                    continue
-                colour = PALETTE[span["batch"] % 4]
-                axes.barh(stage, width, 0.84, left=span["start"], color=colour, edgecolor="white", linewidth=1)
-                if width > 0.6:
-                    middle = span["start"] + width / 2
-                    axes.text(middle, stage, f"{span['step']}", ha="center", va="center", color="white", fontsize=9)
+        spans = [(stage, span) for stage, own in enumerate(stages) for span in own if span["start"] < SHOWN]
+        for stage, span in spans:
+            width, colour = min(span["end"], SHOWN) - span["start"], PALETTE[span["batch"] % 4]
+            axes.barh(stage, width, 0.84, left=span["start"], color=colour, edgecolor="white", linewidth=1)
+            if width > 0.6:
+                look = {"ha": "center", "va": "center", "color": "white", "fontsize": 9}
+                axes.text(span["start"] + width / 2, stage, f"{span['step']}", **look)
         axes.set_yticks(range(len(stages)), [f"stage {stage}" for stage in range(len(stages))])
-        axes.set_ylim(len(stages) - 0.5, -0.5)
-        axes.set_xlim(0, SHOWN)
+        axes.set(xlim=(0, SHOWN), ylim=(len(stages) - 0.5, -0.5))
         axes.set_title(label, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")

@@ -11,6 +11,7 @@ import gc
 import random
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
-from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
@@ -58,13 +58,6 @@ class ScriptedTable(TokenTable):
         super().keep(ids, inputs, last_tokens)
 
 
-class Always:
-    """Says that there is a guess."""
-
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        return True
-
-
 class ScriptedLLM(LLM):
     """Speculative decoding with a scripted acceptance."""
 
@@ -72,7 +65,7 @@ class ScriptedLLM(LLM):
 
     def script(self, rate: float) -> None:
         """Guess in every step, and call this share right."""
-        self.engine.drafter = Always()
+        self.engine.drafter = SimpleNamespace(has_draft=lambda sequence: True)
         self.runner.table.rate.fill_(rate)
 
 
@@ -177,6 +170,12 @@ def break_even(result: dict, draft: int) -> dict[int, float]:
     return {r["batch"]: ratios[r["batch"]] * r["tokens_per_step"] - 1 for r in rows}
 
 
+def most_extra(result: dict, way: str, before: str) -> float:
+    """% of the time per token that one way takes more than another, the most of all requests and drafts."""
+    found = medians_of(result)
+    return max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
+
+
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Time per token by number of requests and length of the drafts, and what the tutor's own text gains."""
     result, found, lengths = results[0], medians_of(results[0]), drafts_of(results[0])
@@ -188,13 +187,9 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         body.append([batch, *(number(1e3 * seconds) for seconds in times), even])
     model = result["model"].removeprefix("random:")
     note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
-    looking, wrong = (
-        max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
-        for way, before in (("looking", "plain, noisy"), ("wrong", "plain"))
-    )
     cost = (
-        f"On text that repeats nothing, looking costs at most {looking:.1f} % of the time per token; with drafts that "
-        f"are always wrong, at most {wrong:.1f} %."
+        f"On text that repeats nothing, looking costs at most {most_extra(result, 'looking', 'plain, noisy'):.1f} % of "
+        f"the time per token; with drafts that are always wrong, at most {most_extra(result, 'wrong', 'plain'):.1f} %."
     )
     text = [
         [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],

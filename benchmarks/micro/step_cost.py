@@ -36,7 +36,7 @@ STEPS, REPEATS = 200, 7
 class NullRunner(AsyncModelRunner):
     """Builds and sends every step's input as stage F does, and makes up the tokens; it has no model."""
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
         runtime = SimpleNamespace(
             model=None, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB_SIZE),
             max_model_len=MAX_MODEL_LEN, block_size=block_size,
@@ -50,26 +50,26 @@ class NullRunner(AsyncModelRunner):
         return InFlight(SampledTokens(ids), ids)
 
 
-def null_engine(scheduler: Scheduler, runner: NullRunner | None = None, trace: Trace | None = None) -> Engine:
+def null_engine(scheduler: Scheduler, trace: Trace | None = None) -> Engine:
     """Stage E's engine with this scheduler, and a runner without a model."""
     limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size
     return Engine(
-        scheduler, runner or NullRunner(*limits), tokenizer=load_tokenizer(resolve("tutor")),
-        eos_token_ids=frozenset(), max_model_len=MAX_MODEL_LEN, trace=trace,
+        scheduler, NullRunner(*limits), tokenizer=load_tokenizer(resolve("tutor")), eos_token_ids=frozenset(),
+        max_model_len=MAX_MODEL_LEN, trace=trace,
     )  # fmt: skip
 
 
-def make_engine(num_sequences: int, prompt_len: int, temperature: float, runner: NullRunner | None = None) -> Engine:
-    """An engine with `num_sequences` decoding sequences."""
+def make_engine(num_sequences: int) -> Engine:
+    """An engine with `num_sequences` decoding sequences, past prompts of 300 tokens and more."""
     scheduler = Scheduler(
         num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_seqs=512,
         max_num_batched_tokens=16384,
     )  # fmt: skip
-    engine = null_engine(scheduler, runner)
-    params = SamplingParams(temperature=temperature, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    engine = null_engine(scheduler)
+    params = SamplingParams(temperature=0.6, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(num_sequences):
-        prompt = rng.integers(1, 5000, prompt_len + i).tolist()  # block edges fall on different steps
+        prompt = rng.integers(1, 5000, 300 + i).tolist()  # block edges fall on different steps
         engine.add_request(Request(i, prompt, params, seed=i), streams=False)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
@@ -83,7 +83,7 @@ def measure() -> dict:
 
 def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
     """Seconds per decode step, `repeats` runs of `steps` steps, and where they go."""
-    engine = make_engine(num_sequences, 300, 0.6)
+    engine = make_engine(num_sequences)
     parts = {"schedule": 0.0, "run": 0.0, "postprocess": 0.0}
 
     def timed(part: str, function: Callable) -> Callable:
@@ -113,8 +113,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Microseconds per step by the number of running sequences, of the newest measurement."""
     body = []
     for row in results[0]["rows"]:
-        micros = [1e6 * seconds for seconds in row["samples"]]
-        spread = f"{statistics.median(micros):.0f} ({min(micros):.0f}–{max(micros):.0f})"
+        median, least, most = (1e6 * of(row["samples"]) for of in (statistics.median, min, max))
+        spread = f"{median:.0f} ({least:.0f}–{most:.0f})"
         body.append([row["sequences"], spread, *(f"{1e6 * seconds:.0f}" for seconds in row["parts"].values())])
     heads = ["running sequences", "µs per step (range)", "schedule", "build the input", "postprocess"]
     return {"step-cost": [*markdown(heads, body), "", caption(results[0])]}
