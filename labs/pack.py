@@ -1,7 +1,7 @@
 """Write what instructors need and learners should not have lying in front of them: `make instructor-pack`.
 
-The pack goes to `labs/pack/`, which git ignores: model answers, a rubric per lab, the bugs of the break-it exercises
-and the slowdowns of lab P, hidden tests that take each student's seed, and policies to adapt.
+The pack goes to `labs/pack/`, which git ignores: model answers to exercises and questions, a rubric per lab, the bugs
+of the break-it exercises and the slowdowns of lab P, hidden tests that take each student's seed, and policies to adapt.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def rubric(lab: Lab) -> str:
     lines += ["", "An exercise's points are all or nothing, or with `--partial` in proportion to its tests that pass."]
     lines += ["", "## Questions of the handout", "", (found[1].strip() if found else "none")]
     lines += ["", "Full marks name the quantity that decides, give its size, and say when the answer changes."]
+    lines += ["", "Model answers: `question_answers.md`."]
     return "\n".join(lines) + "\n"
 
 

@@ -457,6 +457,20 @@ def test_every_student_has_seeds_of_their_own():
     assert len(set(seeds)) == 4 and batch.student_seed("ada", "x") == seeds[0]
 
 
+def test_every_written_question_has_a_model_answer():
+    text = (pack.TEMPLATES / "question_answers.md").read_text()
+    answers = dict(re.findall(r"^## Lab (.)\n(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE))
+    for letter in load_labs():
+        handout, answered = (pack.LABS / f"lab_{letter}.md").read_text(), answers.pop(letter.upper())
+        questions = handout.partition("\n## Questions\n")[2].partition("\n## ")[0]
+        assert re.findall(r"^\d\.", answered, re.MULTILINE) == re.findall(r"^\d\.", questions, re.MULTILINE) != []
+        assert ("**Prediction.**" in answered) == ("## Predict" in handout)
+        exercises = handout.split("\n### ")[1:]
+        asked = [text.split()[0] for text in exercises if re.search(r"By hand, before code.*[?.]$", text, re.MULTILINE)]
+        assert re.findall(rf"\b({letter.upper()}\.\d+):", answered) == asked
+    assert not answers
+
+
 def test_the_pack_has_answers_rubrics_and_hidden_tests_that_the_reference_passes(tmp_path, monkeypatch):
     written = pack.write_pack(tmp_path / "pack")
     assert {path.name for path in written} >= {"policies.md", "answers_d.md", "rubric_d.md", "test_lab_e.py"}
