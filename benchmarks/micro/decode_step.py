@@ -34,10 +34,10 @@ PHASES = ("wait: hidden", "QKV", "attention", "wait: heads", "output", "wait: hi
 WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/stage_f/decode_step.h
 
 
-def measure(models: str = ",".join(MODELS)) -> dict:
+def measure(models: tuple[str, ...] = MODELS) -> dict:
     """Everything about these models."""
     rows, phases = [], {}
-    for name in models.split(","):
+    for name in models:
         kernel = Megakernel(make_model(name))
 
         def add(what: str, variant: str, count: int, context: int, kernel=kernel, name=name) -> float:

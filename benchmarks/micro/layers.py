@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.micro import caption
 from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, finish, new_panel
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, draw_lines, finish, new_panel
 from benchmarks.text import markdown, medians
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
@@ -41,13 +41,13 @@ COLUMNS = KINDS | {"floor": "floor"}
 
 
 @torch.inference_mode()
-def measure(models: str = ",".join(MODELS)) -> dict:
+def measure(models: tuple[str, ...] = MODELS) -> dict:
     """Every kind of layer at every number of rows."""
     from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
 
     load_operators("cuda")
     found = []
-    for name in models.split(","):
+    for name in models:
         for kind in KINDS:
             model = make_model(name, pick_backend("triton", torch.device("cuda"), torch.bfloat16, 128))
             if kind == "operator":
@@ -122,12 +122,10 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
     figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
     colours = (ORANGE, GREEN, BLUE, PINK, "black")
-    for kind, colour, line in zip((*SHORT_KINDS, "floor"), colours, ("s-", "^-", "o-", "D-", "--"), strict=True):
-        points = {rows: time for (rows, own), time in found.items() if own == kind}
-        axes.plot(list(points), list(points.values()), line, color=colour, label=COLUMNS[kind])
-    axes.set_xscale("log", base=2)
-    ticks = list(dict.fromkeys(rows for rows, _ in found))
-    axes.set_xticks(ticks, list(map(str, ticks)))
+    draw_lines(axes, [
+        (COLUMNS[kind], {rows: time for (rows, own), time in found.items() if own == kind}, colour, look)
+        for kind, colour, look in zip((*SHORT_KINDS, "floor"), colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
+    ])  # fmt: skip
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     return {"layers.png": finish(figure, "the time of a decode step over its rows, by the kind of its layers").png}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, finish, new_panels
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, draw_lines, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
@@ -33,12 +33,12 @@ def sizes(model: str) -> tuple[int, int, int, int]:
     return hidden, inter, config.num_hidden_layers, 2 * 3 * hidden * inter
 
 
-def measure(models: str = ",".join(MODELS)) -> dict:
+def measure(models: tuple[str, ...] = MODELS) -> dict:
     """Every shape, number of rows and variant, in bfloat16."""
     load_operators("cuda")
     check_errors(MODELS[0])
     rows = []
-    for model in models.split(","):
+    for model in models:
         hidden, inter, num_layers, _ = sizes(model)
         generator = torch.Generator("cuda").manual_seed(0)
         layers = [random_layer(hidden, inter, torch.bfloat16, generator) for _ in range(num_layers)]
@@ -131,12 +131,12 @@ def draw(results: list[dict]) -> dict[str, bytes]:
               f"({result['environment']['device']['name']}, bfloat16)",
     )  # fmt: skip
     for axes, (model, floor) in zip(panels, floors.items(), strict=True):
-        for name, colour, marker in (("library", ORANGE, "s"), ("warp", GREEN, "^"), ("fused", BLUE, "o")):
-            points = {rows: 1e6 * time for (*of, rows), time in times.items() if of == [model, name]}
-            label = "library (unfused)" if name == "library" else name
-            axes.plot(list(points), list(points.values()), f"{marker}-", color=colour, label=label)
+        draw_lines(axes, [
+            ("library (unfused)" if name == "library" else name,
+             {rows: 1e6 * time for (*of, rows), time in times.items() if of == [model, name]}, colour, look)
+            for name, colour, look in (("library", ORANGE, "s-"), ("warp", GREEN, "^-"), ("fused", BLUE, "o-"))
+        ])  # fmt: skip
         axes.axhline(floor, color="black", linestyle="--", label="floor: weights read once")
-        axes.set_xscale("log", base=2)
         axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
         axes.set(ylim=(0, 5 * floor), xlabel="rows", ylabel="µs per layer")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

@@ -44,13 +44,13 @@ WAYS: dict[str, Callable[..., Tensor]] = {"pytorch": by_pytorch, "operator": by_
 
 
 @torch.inference_mode()
-def measure(models: str = ",".join(MODELS), repeats: int = REPEATS) -> dict:
+def measure(models: tuple[str, ...] = MODELS, repeats: int = REPEATS) -> dict:
     """Seconds of CPU time per call by model, dtype, rows and way."""
     load_operators()
     threads, found = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
-        for model in models.split(","):
+        for model in models:
             config = preset_config(model)
             for name, dtype in DTYPES.items():
                 layers = random_layers(config.hidden_size, config.intermediate_size, dtype)

@@ -86,12 +86,12 @@ def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
     return named
 
 
-def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: str = ",".join(ENGINES)) -> dict:
+def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: tuple[str, ...] = ENGINES) -> dict:
     """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
     rows = {}
     # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
     for is_recorded in False, True:
-        for name in engines.split(","):
+        for name in engines:
             llm = installed_engines()[name].build(model, "auto", "auto")
             run = partial(seconds_per_token, llm, context)
             run()  # the first visit to these lengths plans and compiles

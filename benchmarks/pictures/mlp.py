@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro.mlp import random_layer
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, finish, new_panel
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, finish, new_panel
 from benchmarks.timing import call_seconds, measure_ceilings
 
 
@@ -24,15 +24,15 @@ def draw_block(
     """
     layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
     figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"ms per block, {device.type}")
-    for (name, way), colour, marker in zip(ways.items(), (ORANGE, BLUE, GREEN), "os^", strict=False):
-        inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
-        samples = [call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs]
-        axes.plot(rows, [1e3 * statistics.median(s) for s in samples], f"{marker}-", color=colour, label=name)
+    inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
+    lines = []
+    for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
+        samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs}
+        lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
+    draw_lines(axes, lines)
     copy = measure_ceilings(device, torch.float32).copy_bytes_per_s
     floor = 1e3 * sum(weight.nbytes for weight in layer) / copy
     axes.axhline(floor, color="black", linestyle="--", label=f"weights read once: {floor:.2g} ms")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rows, [str(n) for n in rows])
     axes.set_ylim(0)
     axes.legend(frameon=False)
     return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")

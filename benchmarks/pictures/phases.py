@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from matplotlib.ticker import LogLocator
 
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, finish, new_panel, new_panels
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
 
@@ -30,26 +30,24 @@ def draw_phases(llm: LLM, lengths: Sequence[int], repeats: int = 3) -> Picture:
         return metrics["prefill_time"], metrics["tpot"]
 
     sample(lengths[0])  # the first run of anything is slow
-    samples = [[sample(length) for _ in range(repeats)] for length in lengths]
-    prefill, decode = ([1e3 * statistics.median(s[i] for s in found) for found in samples] for i in range(2))
+    samples = {length: [sample(length) for _ in range(repeats)] for length in lengths}
+    prefill, decode = (
+        {n: 1e3 * statistics.median(times[i] for times in found) for n, found in samples.items()} for i in (0, 1)
+    )
     figure, (whole, per_token) = new_panels(
         10, 3.8, {"ylabel": "ms", "title": "time of a forward pass"},
         {"ylabel": "ms per token", "title": "time for each token in it"}, grid="both",
     )  # fmt: skip
-    for axes in (whole, per_token):
-        axes.set_xscale("log", base=2)
+    each = {n: ms / n for n, ms in prefill.items()}
+    words = ("prefill: all prompt tokens", "decode: one token")
+    for axes, prefills, labels in ((whole, prefill, words), (per_token, each, ("prefill", "decode"))):
+        draw_lines(axes, [(labels[0], prefills, ORANGE, "o-"), (labels[1], decode, BLUE, "s-")])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.minorticks_off()
-        axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_xlabel("tokens in the prompt")
-    whole.plot(lengths, prefill, "o-", color=ORANGE, label="prefill: all prompt tokens")
-    whole.plot(lengths, decode, "s-", color=BLUE, label="decode: one token")
     whole.legend(frameon=False)
-    each = [ms / n for ms, n in zip(prefill, lengths, strict=True)]
-    per_token.plot(lengths, each, "o-", color=ORANGE, label="prefill")
-    per_token.plot(lengths, decode, "s-", color=BLUE, label="decode")
     return finish(figure, "prefill grows with the prompt, a decode step hardly; for each token, prefill is far cheaper")
 
 

@@ -89,6 +89,18 @@ def new_panel(
     return figure, axes
 
 
+Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, marker and line as `Axes.plot` has them
+
+
+def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
+    """Lines through points, over an axis on which each doubling is a step and each x has its number."""
+    for label, points, colour, look in lines:
+        axes.plot(list(points), list(points.values()), look, color=colour, label=label)
+    ticks = sorted({x for _, points, *_ in lines for x in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, list(map(str, ticks)))
+
+
 Part = tuple[str | None, Sequence[float], object]  # label, a value for each bar, colour or colours
 
 
