@@ -20,6 +20,9 @@ from stage_a_naive.logprobs import likeliest
 from stage_a_naive.noise import gumbel_from_bits, mix32
 
 SMALLEST = torch.finfo(torch.float32).tiny  # temperature and top_p: what is smaller, float32 would make 0
+# Any higher temperature leaves the noise alone to decide, as this one does; but minus infinity (no token) divided by an
+# infinite one is no number.
+HOTTEST = 1e30
 FILTER_GROUP = 2**25  # logits filtered at a time: sorting takes several times the memory of what it sorts
 
 

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stage_e_batching import sampler
+
 SPAN = 8192  # logits a program looks at, held in registers
-# Any higher temperature leaves the noise alone to decide, as this one does; but minus infinity (no token) divided by an
-# infinite one is no number.
-HOTTEST = tl.constexpr(1e30)
+HOTTEST = tl.constexpr(sampler.HOTTEST)
 
 
 @triton.jit
@@ -54,6 +54,30 @@ def gumbel(token, key, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def load_temperature(temperatures, row):
+    return tl.minimum(tl.load(temperatures + row), HOTTEST)
+
+
+@triton.jit
+def best_of_stretch(logit, highest, token, temperature, key, NATIVE: tl.constexpr):
+    """Find the winner's index in a stretch of a row: logits, their maximum, their tokens."""
+    if temperature == 0.0:
+        best = tl.argmax(logit, 0, tie_break_left=True)
+    else:
+        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        best = tl.argmax((logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE), 0, tie_break_left=True)
+    return best
+
+
+@triton.jit
+def score_of_winner(logit, noise, highest, temperature):
+    """Compute the score of a stretch's winner beside those of the other stretches; `highest` is the row's."""
+    greedy = temperature == 0.0
+    return tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
+
+
+@triton.jit
 def _best_of_stretch_kernel(
     logits,  # [rows, vocab]
     temperatures,  # float32 [rows]
@@ -71,22 +95,14 @@ def _best_of_stretch_kernel(
     first = stretch * SPAN
     token = first + tl.arange(0, SPAN)
     logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
+    temperature = load_temperature(temperatures, row)
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
-    noise = 0.0
-    if temperature == 0.0:
-        best = first + tl.argmax(logit, 0, tie_break_left=True)
-    else:
-        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        score = (logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE)
-        best = first + tl.argmax(score, 0, tie_break_left=True)
-        noise = gumbel(best, key, NATIVE)
+    best = first + best_of_stretch(logit, highest, token, temperature, key, NATIVE)
     place = row * stretches + stretch
     plane = tl.num_programs(0).to(tl.int64) * stretches
     tl.store(winners + place, tl.load(logits + row * row_stride + best).to(tl.float32))
-    tl.store(winners + plane + place, noise)
+    tl.store(winners + plane + place, gumbel(best, key, NATIVE))
     tl.store(winners + 2 * plane + place, highest)
     tl.store(winner_ids + place, best.to(tl.int64))
 
@@ -108,9 +124,7 @@ def _best_of_row_kernel(
     logit = tl.load(winners + place, mask=inside, other=float("-inf"))
     noise = tl.load(winners + plane + place, mask=inside, other=0.0)
     highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
-    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
-    greedy = temperature == 0.0
-    score = tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
+    score = score_of_winner(logit, noise, highest, load_temperature(temperatures, row))
     best = tl.argmax(score, 0, tie_break_left=True)
     token = tl.load(winner_ids + place, mask=inside, other=0)
     tl.store(ids + row, tl.sum(tl.where(stretch == best, token, 0), 0))

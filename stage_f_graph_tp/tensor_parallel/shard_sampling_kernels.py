@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_e_batching.sampler_kernels import HOTTEST, SPAN, gumbel
+from stage_e_batching.sampler_kernels import SPAN, best_of_stretch, gumbel, load_temperature, score_of_winner
 
 
 @triton.jit
@@ -31,15 +31,10 @@ def _best_of_stretch_kernel(
     stretches = tl.num_programs(1)
     column = stretch * SPAN + tl.arange(0, SPAN)
     logit = tl.load(scores + row * row_stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
+    temperature = load_temperature(temperatures, row)
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
-    score = logit
-    if temperature != 0.0:
-        # A stretch may have no token: -inf minus -inf would be no number.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        score = (logit - shift) * (1.0 / temperature) + gumbel(first + column, key, NATIVE)
-    best = stretch * SPAN + tl.argmax(score, 0, tie_break_left=True)
+    best = stretch * SPAN + best_of_stretch(logit, highest, first + column, temperature, key, NATIVE)
     place = winners + row * stretches + stretch
     plane = tl.num_programs(0).to(tl.int64) * stretches
     tl.store(place, tl.load(scores + row * row_stride + best).to(tl.float32))
@@ -65,9 +60,7 @@ def _best_of_row_kernel(
     logit = tl.load(place, mask=inside, other=float("-inf"))
     noise = tl.load(place + plane, mask=inside, other=0.0)
     highest = tl.max(tl.load(place + 2 * plane, mask=inside, other=float("-inf")), 0)
-    temperature = tl.minimum(tl.load(temperatures + row), HOTTEST)
-    greedy = temperature == 0.0
-    score = tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
+    score = score_of_winner(logit, noise, highest, load_temperature(temperatures, row))
     best = tl.argmax(score, 0, tie_break_left=True)
     token = tl.load(place + 3 * plane, mask=inside, other=0.0)
     tl.store(ids + row, tl.sum(tl.where(i == best, token, 0.0), 0).to(tl.int64))
