@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.micro import coalescing, no_cache, waterfall
-from benchmarks.pictures.reads import naive_read, sectors, warp_read
+from benchmarks.micro.coalescing import naive_read, sectors, warp_read
 from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent

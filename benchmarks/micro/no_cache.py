@@ -1,4 +1,4 @@
-"""What the KV cache saves: every step of one answer, generated without a cache and with it.
+"""What the KV cache saves: every step of one answer, generated without a cache and with it. And prefill against decode.
 
 Both generate the same tokens, which is checked. A step without the cache runs the model over the whole text so far; the
 sum of its steps grows with the square of the length. A step's time is the least of several runs.
@@ -6,12 +6,21 @@ sum of its steps grows with the square of the length. A step's time is the least
 
 from __future__ import annotations
 
+import random
+import statistics
+from collections.abc import Sequence
+
+import torch
+from matplotlib.ticker import LogLocator
+
 from benchmarks.micro import caption
-from benchmarks.pictures.phases import draw_recompute, measure_recompute
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
 from benchmarks.text import markdown, number
-from stage_a_naive import LLM
+from stage_a_naive import LLM, SamplingParams
+from stage_a_naive.outputs import synchronized_time
 
 README, MARKERS = "stage_a_naive", ("no-cache",)
+STEPS = 8  # decode steps per sample of `draw_phases`
 
 
 def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, repeats: int = 5) -> dict:
@@ -19,6 +28,37 @@ def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, re
     llm = LLM(model)
     prompt = [(7 * j) % llm.vocab_size for j in range(prompt_tokens)]
     return {"model": model, "repeats": repeats, "rows": [measure_recompute(llm, prompt, tokens, repeats)]}
+
+
+@torch.inference_mode()
+def measure_recompute(llm: LLM, prompt_token_ids: list[int], num_tokens: int, repeats: int = 2) -> dict:
+    """Generate greedily with the KV cache and without it, in turns; raises if the tokens differ.
+
+    Returns:
+        `prompt_tokens`, and seconds of every step, `cached` and `recomputed`: the best of the repeats.
+    """
+    runs = [
+        [_generate(llm, prompt_token_ids, num_tokens, use_cache) for use_cache in (True, False)] for _ in range(repeats)
+    ]
+    if any(ids != runs[0][0][0] for pair in runs for ids, _ in pair):
+        raise RuntimeError("the tokens with and without the cache differ: the cache must not change anything")
+    cached, recomputed = (
+        [min(step) for step in zip(*(times for _, times in way), strict=True)] for way in zip(*runs, strict=True)
+    )
+    return {"prompt_tokens": len(prompt_token_ids), "cached": cached, "recomputed": recomputed}
+
+
+def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[list[int], list[float]]:
+    ids, times, cache = list(prompt), [], None
+    for _ in range(num_tokens):
+        start = synchronized_time(llm.device)
+        run = ids if cache is None else ids[-1:]
+        input_ids = torch.tensor([run], device=llm.device)
+        out = llm.model(input_ids=input_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1)
+        cache = out.past_key_values if use_cache else None
+        ids.append(int(out.logits[0, -1].argmax()))
+        times.append(synchronized_time(llm.device) - start)
+    return ids, times
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -38,3 +78,53 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     return {"no_cache.png": draw_recompute(*results[0]["rows"]).png}
+
+
+def draw_recompute(times: dict) -> Picture:
+    """The time of every step; the area under a line is the time of the whole answer."""
+    cached, recomputed = times["cached"], times["recomputed"]
+    title = f"{len(cached)} tokens: without a cache {sum(recomputed) / sum(cached):.1f} × the time"
+    x_label = f"generated token (after a prompt of {times['prompt_tokens']})"
+    figure, axes = new_panel(8, 3.6, x_label, "ms per step", title)
+    for name, steps, colour in (("without a cache", recomputed, RED), ("with the KV cache", cached, GREEN)):
+        label = f"{name}: {sum(steps):.2f} s in all"
+        axes.plot(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, linewidth=1.5, label=label)
+        axes.fill_between(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, alpha=0.15)
+    axes.set_ylim(0, 1.35e3 * max(recomputed))
+    axes.legend(frameon=False, loc="upper left")
+    return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")
+
+
+def draw_phases(llm: LLM, lengths: Sequence[int], repeats: int = 3) -> Picture:
+    """Left: the time of a prefill and of one decode step. Right: the same time for each token that it processed.
+
+    The prompts of these lengths are random; the engine's own metrics say how long each phase took.
+    """
+    draw = random.Random(0)
+    params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
+
+    def sample(length: int) -> tuple[float, float]:
+        prompt = [draw.randrange(llm.vocab_size) for _ in range(length)]
+        metrics = llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]
+        return metrics["prefill_time"], metrics["tpot"]
+
+    sample(lengths[0])  # the first run of anything is slow
+    samples = {length: [sample(length) for _ in range(repeats)] for length in lengths}
+    prefill, decode = (
+        {n: 1e3 * statistics.median(times[i] for times in found) for n, found in samples.items()} for i in (0, 1)
+    )
+    figure, (whole, per_token) = new_panels(
+        10, 3.8, {"ylabel": "ms", "title": "time of a forward pass"},
+        {"ylabel": "ms per token", "title": "time for each token in it"}, grid="both",
+    )  # fmt: skip
+    each = {n: ms / n for n, ms in prefill.items()}
+    words = ("prefill: all prompt tokens", "decode: one token")
+    for axes, prefills, labels in ((whole, prefill, words), (per_token, each, ("prefill", "decode"))):
+        draw_lines(axes, [(labels[0], prefills, ORANGE, "o-"), (labels[1], decode, BLUE, "s-")])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.minorticks_off()
+        axes.set_xlabel("tokens in the prompt")
+    whole.legend(frameon=False)
+    return finish(figure, "prefill grows with the prompt, a decode step hardly; for each token, prefill is far cheaper")

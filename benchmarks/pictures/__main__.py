@@ -5,11 +5,12 @@ python -m benchmarks.pictures            # all of them, beside the lessons that 
 
 from __future__ import annotations
 
-from benchmarks.pictures import attention, decoder, pages, quantization, reads, shards
+from benchmarks.micro import coalescing
+from benchmarks.pictures import attention, decoder, pages, quantization, shards
 from benchmarks.results import ROOT
 
 FIGURES = {
-    "stage_c_fused_mlp/reads.png": reads.draw_reads,
+    "stage_c_fused_mlp/reads.png": coalescing.draw_reads,
     "stage_d_paged/figures/fragmentation.png": pages.draw_fragmentation,
     "stage_d_paged/figures/cached_blocks.png": pages.draw_cached_blocks,
     "stage_d_paged/figures/layer.png": decoder.draw_layer,
