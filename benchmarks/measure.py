@@ -1,4 +1,8 @@
-"""What a measuring process does: look at the machine, let engines answer the parity questions, time workloads."""
+"""What a measuring process does: look at the machine, let engines answer the parity questions, time workloads.
+
+The name of a figure carries its unit: `_ms`, `_per_s`, `seconds`. Only `_per_s` is better when higher. TTFT is the time
+to first token, waiting included; TPOT the time per output token after the first.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.engines import Engine
-from benchmarks.figures import TimedCall, figures
 from benchmarks.results import environment
 from benchmarks.timing import launch_seconds, launches_per_step, measure_ceilings
 from benchmarks.workloads import Call, Workload, make_workload
@@ -28,6 +32,7 @@ PARITY_QUESTIONS = (
 PARITY_TOKENS = 48
 SHORT_TOKENS = 5  # of the short run that tells a workload's pace
 SHORT_REQUESTS = 2  # of the short run of an engine that serves one request after another
+PERCENTILES = (50, 99)
 
 
 def look(job: dict, write: Path) -> dict:
@@ -159,3 +164,40 @@ def timed_call(llm: object, workload: Workload, call: Call, device: torch.device
         at = next((i for i, (a, b) in enumerate(zip(made, call.max_tokens, strict=False)) if a != b), len(made))
         raise RuntimeError(f"request {at} of {len(prompts)} did not get the {call.max_tokens[at]} tokens it asked for")
     return TimedCall(call, seconds, [dict(output["metrics"]) for output in outputs if "metrics" in output])
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """A call, the time it took from outside, and what each request said about itself (`Metrics`, or nothing)."""
+
+    call: Call
+    seconds: float
+    metrics: list[dict[str, float]]
+
+
+def figures(workload: Workload, timed: Sequence[TimedCall]) -> dict[str, float]:
+    """One round's figures."""
+    by_tag = {t.call.tag: t for t in timed}
+    if workload.name == "ttft":
+        return {f"ttft_{tag}_ms": 1e3 * t.seconds for tag, t in by_tag.items()}
+    whole = by_tag["all"]
+    rate = whole.call.output_tokens / whole.seconds
+    if workload.name == "single":
+        step = step_ms(by_tag["first"], whole)
+        return {"prefill_ms": 1e3 * by_tag["first"].seconds, "tpot_ms": step, "output_tokens_per_s": rate}
+    found = {"seconds": whole.seconds, "output_tokens_per_s": rate}
+    if workload.name == "decode32":
+        found["step_ms"] = step_ms(by_tag["first"], whole)
+    if whole.metrics:
+        if workload.name == "prefix":
+            cached = sum(m["num_cached_tokens"] for m in whole.metrics)
+            found |= {"tokens_cached": cached, "tokens_computed": whole.call.prompt_tokens - cached}
+        for name in ("ttft", "tpot"):
+            values = [1e3 * m[name] for m in whole.metrics]
+            found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
+    return found
+
+
+def step_ms(first: TimedCall, whole: TimedCall) -> float:
+    """Time of one more token for every request of the call: (T(n) - T(1)) / (n - 1); what happens once cancels out."""
+    return 1e3 * (whole.seconds - first.seconds) / (max(whole.call.max_tokens) - 1)

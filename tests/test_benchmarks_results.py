@@ -9,9 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import report, results
-from benchmarks.figures import TimedCall, figures
 from benchmarks.front import front_table
 from benchmarks.groups import group_results
+from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all

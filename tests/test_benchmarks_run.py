@@ -11,8 +11,7 @@ import torch
 
 from benchmarks import measurement, results, run
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
-from benchmarks.figures import TimedCall
-from benchmarks.measure import expected_seconds, run_workload, timed_call
+from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
 from benchmarks.measurement import Measurement, difference, in_alternating_order
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
