@@ -1,8 +1,8 @@
 """Engines of other projects behind the interface of the stages' `LLM.generate`, and one variant of stage A.
 
 `transformers`' own `generate` is what a user would reach for first: a static batch. All requests are padded on the left
-to the longest prompt and run until the longest answer is done. The other engines return token ids without times, so
-their rows have no TTFT and TPOT percentiles.
+to the longest prompt and run until the longest answer is done. All of them return token ids without times, so their
+rows have no TTFT and TPOT percentiles.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig
 
 from stage_a_naive.llm import LLM
 from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.outputs import make_metrics, synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]]
@@ -42,30 +41,17 @@ class TransformersEngine:
         self.model.generation_config = GenerationConfig()  # else its values fill what ours leaves open
 
     def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
-        start = synchronized_time(self.device)
         width, longest = max(map(len, prompts)), max(p.max_tokens for p in params)
         padding = [width - len(prompt) for prompt in prompts]
         padded = [[self._pad_id] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
         ids = torch.tensor(padded, device=self.device)  # [rows, width]
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=self.device)
-        clock = _FirstTokenClock(self.device)
-        made = self.model.generate(
-            ids, attention_mask=mask, generation_config=self._config(params, longest),
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )[:, width:].tolist()  # fmt: skip
-        end = synchronized_time(self.device)
-        ttft, steps = clock.time - start, len(made[0])
+        made = self.model.generate(ids, attention_mask=mask, generation_config=self._config(params, longest))
         outputs: Outputs = []
-        for prompt, wanted, row in zip(prompts, params, made, strict=True):
+        for wanted, row in zip(params, made[:, width:].tolist(), strict=True):
             row = row[: wanted.max_tokens]
             ends = [] if wanted.ignore_eos else [i for i, token in enumerate(row) if token in self._eos_ids]
-            row = row[: ends[0] + 1] if ends else row
-            # A row's tokens come at the batch's pace; its answer is handed out when the last row is done.
-            decode_time = (end - clock.time) * (len(row) - 1) / max(steps - 1, 1)
-            metrics = make_metrics(
-                prefill_time=ttft, decode_time=decode_time, ttft=ttft, num_prompt=len(prompt), num_generated=len(row)
-            )
-            outputs.append({"token_ids": row, "metrics": metrics})
+            outputs.append({"token_ids": row[: ends[0] + 1] if ends else row})
         return outputs
 
     def _config(self, params: Sequence[SamplingParams], longest: int) -> GenerationConfig:
@@ -75,17 +61,6 @@ class TransformersEngine:
         sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0} if first.temperature else {}
         eos = None if first.ignore_eos else sorted(self._eos_ids)
         return GenerationConfig(max_new_tokens=longest, pad_token_id=self._pad_id, eos_token_id=eos, **sampling)
-
-
-class _FirstTokenClock(StoppingCriteria):
-    """Asked after every token whether to stop; notes the time of the first question, and never stops."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.time = device, 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        self.time = self.time or synchronized_time(self._device)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class VLLMEngine:

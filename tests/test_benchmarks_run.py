@@ -147,7 +147,6 @@ def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
     expected = LLM("random:qwen2-tiny", device="cpu").generate(prompts, params, use_tqdm=False)
     found = TransformersEngine("random:qwen2-tiny", device="cpu").generate(prompts, params)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
-    assert all(o["metrics"]["ttft"] > 0 for o in found)
 
 
 def test_static_batch_refuses_mixed_temperatures() -> None:

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> Path:
     result = {"kind": args.name, "environment": environment(), "options": options}
     if torch.cuda.is_available():
         result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
+        torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
     path = args.output or LOCAL / f"{args.name}.json"
     write(result, path)
