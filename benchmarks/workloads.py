@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from stage_a_naive.sampling import SamplingParams
 
 SIZES = ("cpu", "gpu", "tiny")  # tiny: only to see that everything works
+NUM_IDS = {"cpu": 4096, "gpu": 10001, "tiny": 4096}  # the tutor's vocabulary; as many as nano-vllm's benchmark takes
 Ids = tuple[int, ...]
 
 
@@ -100,9 +101,9 @@ def make_workload(name: str, size: str) -> Workload:
         raise ValueError(f"no workload {name!r}; there are: {', '.join(_MAKERS)}")
     if size not in SIZES:
         raise ValueError(f"no size {size!r}; there are: {', '.join(SIZES)}")
-    # The tutor's vocabulary has 4096 entries; nano-vllm's benchmark takes the first 10001 of a larger one.
-    ids = _Ids(random.Random(f"{name}:{size}"), 10001 if size == "gpu" else 4096)
-    description, rounds = _MAKERS[name](size, ids)
+    make, *sizes = _MAKERS[name]
+    ids = _Ids(random.Random(f"{name}:{size}"), NUM_IDS[size])
+    description, rounds = make(ids, *sizes[SIZES.index(size)])
     temperature = 0.6 if name == "mixed" else 0.0
     return Workload(name, size, description, ids.count, tuple(rounds), temperature)
 
@@ -125,33 +126,23 @@ class _Ids:
 Made = tuple[str, list[tuple[Call, ...]]]  # a description, and rounds
 
 
-def _single(size: str, ids: _Ids) -> Made:
-    prompt, output, rounds = {"gpu": (128, 512, 5), "cpu": (32, 64, 3), "tiny": (8, 8, 1)}[size]
-    ends = (("first", 1), ("all", output))
-    made = [tuple(Call(tag, (ids.take(prompt),), (out,)) for tag, out in ends) for _ in range(rounds)]
-    return f"1 request, {prompt} in / {output} out, greedy", made
-
-
-def _decode32(size: str, ids: _Ids) -> Made:
-    requests, prompt, output, rounds = {"gpu": (32, 512, 256, 3), "cpu": (8, 64, 32, 2), "tiny": (2, 8, 4, 1)}[size]
+def _batch(ids: _Ids, requests: int, prompt: int, output: int, rounds: int) -> Made:
+    """The same work twice: for one token, and for all."""
 
     def call(tag: str, out: int) -> Call:
         return Call(tag, tuple(ids.take(prompt) for _ in range(requests)), (out,) * requests)
 
     made = [(call("first", 1), call("all", output)) for _ in range(rounds)]
-    return f"{requests} requests, {prompt} in / {output} out, greedy", made
+    return f"{requests} request{'s' * (requests > 1)}, {prompt} in / {output} out, greedy", made
 
 
-def _mixed(size: str, ids: _Ids) -> Made:
-    requests, *lengths = {"gpu": (256, 100, 1024, 100, 1024), "cpu": (48, 16, 64, 4, 256), "tiny": (4, 4, 16, 2, 6)}[
-        size
-    ]
-    least_in, most_in, least_out, most_out = lengths
-    if size == "gpu":  # nano-vllm's published bench.py to the letter: a length before its ids, prompts before outputs
+def _mixed(ids: _Ids, requests: int, least_in: int, most_in: int, least_out: int, most_out: int) -> Made:
+    as_published = ids.count == NUM_IDS["gpu"]
+    if as_published:  # nano-vllm's bench.py to the letter: a length before its ids, prompts before outputs
         ids.rng = random.Random(0)
     rng = ids.rng
     prompts = tuple(ids.take(rng.randint(least_in, most_in)) for _ in range(requests))
-    if size == "gpu":
+    if as_published:
         outputs = tuple(rng.randint(least_out, most_out) for _ in range(requests))
     else:  # most answers are short and a few are long, as people's are: evenly spread logarithms
         spread = (rng.uniform(math.log(least_out), math.log(most_out)) for _ in range(requests))
@@ -160,10 +151,7 @@ def _mixed(size: str, ids: _Ids) -> Made:
     return text, [(Call("all", prompts, outputs),)]
 
 
-def _prefix(size: str, ids: _Ids) -> Made:
-    sizes = {"gpu": (64, 1024, 128, 64, 3), "cpu": (12, 512, 32, 8, 2), "tiny": (3, 32, 8, 2, 1)}
-    requests, shared, own, output, rounds = sizes[size]
-
+def _prefix(ids: _Ids, requests: int, shared: int, own: int, output: int, rounds: int) -> Made:
     def call() -> Call:
         prefix = ids.take(shared)
         return Call("all", tuple(prefix + ids.take(own) for _ in range(requests)), (output,) * requests)
@@ -172,10 +160,15 @@ def _prefix(size: str, ids: _Ids) -> Made:
     return text, [(call(),) for _ in range(rounds)]
 
 
-def _ttft(size: str, ids: _Ids) -> Made:
-    lengths, rounds = {"gpu": ((1024, 8192), 10), "cpu": ((128, 1024), 3), "tiny": ((16, 64), 1)}[size]
-    made = [tuple(Call(str(length), (ids.take(length),), (1,)) for length in lengths) for _ in range(rounds)]
-    return f"prompts of {' and '.join(map(str, lengths))} tokens, one token out", made
+def _ttft(ids: _Ids, short: int, long: int, rounds: int) -> Made:
+    made = [tuple(Call(str(n), (ids.take(n),), (1,)) for n in (short, long)) for _ in range(rounds)]
+    return f"prompts of {short} and {long} tokens, one token out", made
 
 
-_MAKERS = {"single": _single, "decode32": _decode32, "mixed": _mixed, "prefix": _prefix, "ttft": _ttft}
+_MAKERS = {  # what makes it, and its arguments for each of `SIZES`
+    "single": (_batch, (1, 32, 64, 3), (1, 128, 512, 5), (1, 8, 8, 1)),
+    "decode32": (_batch, (8, 64, 32, 2), (32, 512, 256, 3), (2, 8, 4, 1)),
+    "mixed": (_mixed, (48, 16, 64, 4, 256), (256, 100, 1024, 100, 1024), (4, 4, 16, 2, 6)),
+    "prefix": (_prefix, (12, 512, 32, 8, 2), (64, 1024, 128, 64, 3), (3, 32, 8, 2, 1)),
+    "ttft": (_ttft, (128, 1024, 3), (1024, 8192, 10), (16, 64, 1)),
+}

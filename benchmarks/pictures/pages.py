@@ -1,20 +1,19 @@
-"""The block table as a drawing, blocks over the steps of a real run, and the memory that they save."""
+"""The block table as a drawing, and blocks over the steps of a real run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from matplotlib.patches import Rectangle
 
 from benchmarks.micro.block_waste import computed
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, finish, new_figure, new_panel
 from benchmarks.recording import watch_model
 from stage_a_naive import SamplingParams
 from stage_d_paged import LLM
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.sequence import Sequence as PagedSequence
 
 COLOURS = PALETTE[:-1]  # grey is for what nobody holds
@@ -117,8 +116,7 @@ def draw_fragmentation() -> Picture:
     return finish(figure, "reservations in one piece leave holes that a new request does not fit into; blocks do not")
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Blocks held by each sequence of a batch in one step, and how many of its tokens they hold."""
 
     tables: list[list[int]]
@@ -172,18 +170,3 @@ def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
     axes.set_xlim(0, len(steps))
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return finish(figure, "blocks are handed out one by one as the sequences grow")
-
-
-def draw_memory(report: MemoryReport) -> Picture:
-    """Bytes held by blocks next to bytes of contiguous reservations, the empty part pale."""
-    figure, axes = new_panel(8, 2.2, f"MiB for {report.num_sequences} sequences", grid="x")
-    names = ["contiguous reservations", f"blocks of {report.block_size} tokens"]
-    sizes = [report.reserved_bytes / 2**20, report.block_bytes / 2**20]
-    wastes = [report.reservation_waste, report.block_waste]
-    empty = [size * waste for size, waste in zip(sizes, wastes, strict=True)]
-    full = [size - nothing for size, nothing in zip(sizes, empty, strict=True)]
-    texts = [f"{size:.1f} MiB, {waste:.0%} empty" for size, waste in zip(sizes, wastes, strict=True)]
-    parts = (("keys and values", full, BLUE), ("empty", empty, (BLUE, 0.2)))
-    draw_bars(axes, names, parts, texts, room=1.4, height=0.6)
-    axes.legend(frameon=False, loc="lower right")
-    return finish(figure, "memory held by blocks, next to contiguous reservations of the longest length")
