@@ -115,7 +115,7 @@ class Measurement:
             row.setdefault("samples", []).extend(samples)
             row.setdefault("startup_seconds", []).extend(filter(None, [found.get("startup_seconds")]))
             last = {key: round(value, 3) for key, value in list(samples[-1].items())[1:4]} if samples else measured
-            self.say(f"    {name}: {', '.join(f'{key} {value}' for key, value in last.items())}")
+            self.say(f"    {engine.name}, {name}: {', '.join(f'{key} {value}' for key, value in last.items())}")
 
     def _row(self, engine: Engine, workload: str) -> dict:
         empty = {

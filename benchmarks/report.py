@@ -21,7 +21,7 @@ from benchmarks.front import front_page
 from benchmarks.groups import Group, group_results
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.pictures.roofline import draw_roofline
-from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, load_all, mixture
+from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, few_repeats, load_all, mixture
 from benchmarks.tables import STAGE_PACKAGES
 from benchmarks.text import markdown
 
@@ -80,7 +80,7 @@ def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
     Files that are known to be none are named on standard error, and marked above their table.
     """
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
-    problems |= {(f["file"],): mixture([f]) for f in files if f["kind"] in ("soak", *micro.names())}
+    problems |= {(f["file"],): mixture([f]) or few_repeats(f) for f in files if f["kind"] in ("soak", *micro.names())}
     for names, problem in problems.items():
         if problem and TO_MEASURE_AGAIN.isdisjoint(names):
             raise ResultsError(f"{', '.join(names)}: not one table: {problem}")

@@ -3,7 +3,7 @@
     kind         "engines" (run.py), or the name of a module of `micro`
     environment  versions, device, commit, dirty, date
     options      what was asked for
-    rows         a dict per row, with every sample
+    rows         a dict per row, with every sample (`samples`, in seconds where a study times something)
 
 A figure without its environment cannot be repeated. The commit comes from the environment variable
 `BENCH_COMMIT` where it is set (a commit's hash, with `-dirty` after it where the tree differs), else from git.
@@ -33,8 +33,8 @@ PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
 # Committed files that are no table by these rules; the report marks them instead of refusing.
 TO_MEASURE_AGAIN = frozenset({
-    "gpu-qwen2.5-0.5b-ranks.json",
-    "gpu-qwen3-0.6b-ranks.json", "h200-qwen2.5-0.5b-stage-f.json",
+    "gpu-qwen2.5-0.5b-ranks.json", "gpu-qwen3-0.6b-ranks.json", "h200-qwen2.5-0.5b-stage-f.json",
+    "all_reduce-h200-qwen2.5-0.5b.json", "all_reduce-h200-qwen3-0.6b.json", "mlp-h200.json",
 })  # fmt: skip
 
 
@@ -170,3 +170,9 @@ def mixture(payloads: Iterable[dict]) -> str:
     if len(commits) == 1 and not any("changes" in commit for commit in commits):
         return ""
     return "; ".join(f"{', '.join(files)}: commit {commit}" for commit, files in commits.items())
+
+
+def few_repeats(payload: dict) -> str:
+    """Why a study's file may be no table: rows with too few samples. Empty if it may."""
+    few = sum(len(row["samples"]) < LEAST_REPEATS for row in payload["rows"] if "samples" in row)
+    return f"{few} rows with fewer than {LEAST_REPEATS} samples" if few else ""

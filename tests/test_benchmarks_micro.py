@@ -264,7 +264,7 @@ def test_a_row_of_batching_counts_the_steps_and_rows_of_the_model() -> None:
     call = Call("all", ((1, 2, 3), (4, 5)), (4, 1))
     found = batching.run(llm, call, temperature=0.0)
     assert found["steps"] == 4 + 1 and found["computed_rows"] == 3 + 3 + 2
-    row = {"engine": "E", "steps": 5, "computed_rows": 8, "seconds": [2.0, 1.0, 4.0]}
+    row = {"engine": "E", "steps": 5, "computed_rows": 8, "samples": [2.0, 1.0, 4.0]}
     rows = [row | {"temperature": temperature} for temperature in batching.TEMPERATURES]
     result = {"kind": "batching", "environment": ENVIRONMENT, "model": "m", "slots": 1, "workload": "w", "tokens": 10}
     assert "| E | 5 | 8 | 5.00 | 5.00 |" in batching.table([result | {"rows": rows}])["batching"]

@@ -164,6 +164,8 @@ def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree: Path
     assert "commit 0123456789 with changes" in refusal(tree, broken("environment/dirty", True))
     assert "fewer than 3 repeats: B (single" in refusal(tree, payload(repeats=range(2), engines=("B",)))
     assert "the work of 'single' is not today's" in refusal(tree, broken("workloads/single/hash", "0" * 64))
+    study = {"kind": "step_cost", "environment": ENVIRONMENT, "rows": [{"samples": [1.0] * n} for n in (2, 3)]}
+    assert "1 rows with fewer than 3 samples" in refusal(tree, study)
 
 
 def test_a_file_that_is_known_to_need_measuring_again_is_shown_and_marked(

@@ -15,7 +15,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from benchmarks.results import TO_MEASURE_AGAIN, ResultsError
+from benchmarks.results import ResultsError, few_repeats
 
 
 def names() -> list[str]:
@@ -41,5 +41,5 @@ def caption(result: dict, *more: str) -> str:
     found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]
     found += [f"commit {where['commit'][:10]}{' with changes' if where['dirty'] else ''}", where["date"][:10]]
     text = "; ".join([", ".join([device["name"], *found]), *more])
-    again = "To be measured again. " if result.get("file") in TO_MEASURE_AGAIN else ""
+    again = "To be measured again. " if few_repeats(result) else ""
     return f"{again}{text}. `python -m benchmarks.micro {result['kind']}`."

@@ -13,14 +13,13 @@ that the process computed for, on one thread, so that other programs on the mach
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
 
 from benchmarks.micro import caption
 from benchmarks.recording import watch_model
-from benchmarks.text import markdown, number, times
+from benchmarks.text import markdown, medians, number, times
 from benchmarks.workloads import Call, make_workload
 from stage_a_naive.params import SamplingParams
 from stage_d_paged import LLM as StageD
@@ -65,14 +64,14 @@ def measure(
     options = {"max_num_seqs": slots, "enable_prefix_caching": False, "num_kvcache_blocks": blocks}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
     rows = {
-        (name, temperature): {"engine": name, "temperature": temperature, "seconds": []}
+        (name, temperature): {"engine": name, "temperature": temperature, "samples": []}
         for name in ENGINES for temperature in TEMPERATURES
     }  # fmt: skip
     for repeat in range(repeats + 1):  # the first is a warm-up
         for (name, temperature), row in rows.items():
             found = run(llms[name], call, temperature)
             if repeat:
-                row["seconds"].append(found.pop("seconds"))
+                row["samples"].append(found.pop("seconds"))
                 row |= found
     return {"model": model, "workload": workload.description, "tokens": call.output_tokens, "slots": slots,
             "rows": list(rows.values())}  # fmt: skip
@@ -97,18 +96,18 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
 def table(results: list[dict]) -> dict[str, list[str]]:
     lines = []
     for result in results:
-        medians = {(r["engine"], r["temperature"]): statistics.median(r["seconds"]) for r in result["rows"]}
+        found = medians(result["rows"], "engine", "temperature")
         counts, body, before = {r["engine"]: r for r in result["rows"]}, [], None
         for name, row in counts.items():
-            cells = [number(result["tokens"] / medians[name, temperature]) for temperature in TEMPERATURES]
+            cells = [number(result["tokens"] / found[name, temperature]) for temperature in TEMPERATURES]
             if before:
-                gains = [medians[before, temperature] / medians[name, temperature] for temperature in TEMPERATURES]
+                gains = [found[before, temperature] / found[name, temperature] for temperature in TEMPERATURES]
                 cells = [f"{rate}, {times(gain)}" for rate, gain in zip(cells, gains, strict=True)]
             body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
             before = name
         unit = "tokens/s of CPU time" if result["environment"]["device"]["type"] == "cpu" else "tokens/s"
         heads = ["engine", "steps", "rows computed", *(f"{how}: {unit}, × the row above" for how in HOW)]
         work = f"{result['model']}, {result['slots']} batch slots; {result['workload'].partition(', temp')[0]}"
-        repeats = f"medians of {len(result['rows'][0]['seconds'])}"
+        repeats = f"medians of {len(result['rows'][0]['samples'])}"
         lines += [*markdown(heads, body), "", caption(result, work, repeats), ""]
     return {"batching": lines}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown
+from benchmarks.text import markdown, medians
 from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
@@ -37,8 +37,8 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
         torch.cuda.synchronize()
         ready = time.perf_counter() - start
         for length in LENGTHS:
-            rows.append({"graphs": graphs, "tokens": length, "seconds": _time_to_first_token(llm, length)})
-            print(f"graphs={graphs} {length} tokens: {1e3 * statistics.median(rows[-1]['seconds']):.2f} ms")
+            rows.append({"graphs": graphs, "tokens": length, "samples": _time_to_first_token(llm, length)})
+            print(f"graphs={graphs} {length} tokens: {1e3 * statistics.median(rows[-1]['samples']):.2f} ms")
         rows[-1]["ready"] = ready
         print(f"graphs={graphs}: ready after {ready:.1f} s")
         llm.close()
@@ -77,14 +77,12 @@ def launch_costs() -> dict[str, float]:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Milliseconds by length, a pair of columns per model; and the cost of a launch."""
-    heads = ["tokens of the prompt"]
-    columns = []
+    heads, columns = ["tokens of the prompt"], []
     for result in results:
-        model = result["model"].removeprefix("random:")
+        found = medians(result["rows"], "graphs", "tokens")
         for graphs, name in ((False, "eager"), (True, "graphs")):
-            heads.append(f"{model}, {name}, ms")
-            found = {row["tokens"]: row["seconds"] for row in result["rows"] if row["graphs"] is graphs}
-            columns.append([f"{1e3 * statistics.median(found[length]):.2f}" for length in LENGTHS])
+            heads.append(f"{result['model'].removeprefix('random:')}, {name}, ms")
+            columns.append([f"{1e3 * found[graphs, length]:.2f}" for length in LENGTHS])
     body = [[f"{length:,}", *cells] for length, *cells in zip(LENGTHS, *columns, strict=True)]
     launches = [[name, f"{1e6 * seconds:.2f}"] for name, seconds in results[0]["launches"].items()]
     return {
