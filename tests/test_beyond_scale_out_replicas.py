@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,12 +65,17 @@ def running(url: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, subprocess.Popen]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(ROOT / "models" / "tutor", tmp_path_factory.mktemp("model") / "tutor")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tuple[str, subprocess.Popen]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "beyond.scale_out.serve_replicas", "--replicas", "2", "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--max-num-seqs", "16", "--max-queue", "4"],
+        [*command, "--model", str(model), "--port", str(port), "--max-num-seqs", "16", "--max-queue", "4"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     lines = []
@@ -168,6 +174,19 @@ def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(ser
         found = [answer.result().json() for answer in answers]
     assert {answer["usage"]["completion_tokens"] for answer in found} == {400}
     wait_for(lambda: len(engines() - {victim}) == 2)
+
+
+def test_new_replicas_that_do_not_start_end_no_old_one(server, model):
+    url, process = server
+    wait_for(lambda: len(running(url)) == 2)
+    before, seen = engines(), set()
+    (model / "config.json").rename(model / "not_there.json")
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: bool(seen.update(engines())) or seen > before)
+    wait_for(lambda: engines() == before)
+    (model / "not_there.json").rename(model / "config.json")
+    assert len(running(url)) == 2
+    assert httpx.post(f"{url}/v1/chat/completions", json=chat("Hello"), timeout=SECONDS).status_code == 200
 
 
 def test_a_rolling_restart_under_load_fails_no_request(server):

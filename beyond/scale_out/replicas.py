@@ -188,6 +188,7 @@ def application(
     api_key: str | None = None,
     deadline: float = 30,
     release: int = 0,
+    has_room: bool = True,
 ) -> serve.Application:
     """The application, for `serve.run`.
 
@@ -196,6 +197,8 @@ def application(
         replicas: engines.
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
+        has_room: there is room for one replica more while they are replaced. Then a new one has started before an old
+            one ends; else after that.
     """
     room = options["max_num_seqs"] + max_queue  # of a replica
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
@@ -208,6 +211,7 @@ def application(
         graceful_shutdown_wait_loop_s=0.2,  # how often a replica that is replaced looks whether it has answered all
         health_check_period_s=1,
         max_constructor_retry_count=1,  # an option that is wrong is wrong again
+        max_surge_percent=1 if has_room else 0,  # rounded up to a replica
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         ray_actor_options={"num_cpus": CPUS, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )

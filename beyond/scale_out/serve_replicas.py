@@ -1,9 +1,9 @@
 """`python -m beyond.scale_out.serve_replicas`: serve several engines over HTTP, from the command line.
 
 All options but `--replicas` are those of `python -m beyond.serving`. SIGUSR1 replaces the replicas one by one, while
-the others serve. Ctrl-C or SIGTERM ends them all as it ends a single server: running answers are finished, for
-`--deadline` seconds, and a second signal does not wait. It joins the cluster that `ray start` has made on this machine,
-or makes one.
+the others serve; if a new one does not start, the old ones stay. Ctrl-C or SIGTERM ends them all as it ends a single
+server: running answers are finished, for `--deadline` seconds, and a second signal does not wait. It joins the cluster
+that `ray start` has made on this machine, or makes one.
 """
 
 from __future__ import annotations
@@ -64,17 +64,19 @@ def run(argv: list[str] | None) -> int:
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: signals.put(number))
+    gpus = ranks * uses_gpu  # of each replica
     release = 0
     while True:
         app = application(
             options.engine or STAGES[options.stage],
             engine_options,
             replicas=options.replicas,
-            gpus=ranks * uses_gpu,
+            gpus=gpus,
             max_queue=options.max_queue,
             api_key=options.api_key,
             deadline=options.deadline,
             release=release,
+            has_room=ray.available_resources().get("GPU", 0) >= gpus,
         )
         try:
             serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
