@@ -106,8 +106,9 @@ class Group:
 
 
 def group_results(files: Iterable[dict]) -> list[Group]:
-    """Groups of files of the kinds `engines` and `elsewhere`, GPU before CPU, larger tables first."""
+    """Groups of the files of the kinds `engines` and `elsewhere`, GPU before CPU, larger tables first."""
     keys: dict[tuple[str, ...], list[dict]] = {}
+    files = (file for file in files if file["kind"] in ("engines", "elsewhere"))
     for payload in sorted(files, key=lambda payload: payload["environment"]["date"]):
         options = payload["options"]
         device, study = payload["environment"]["device"]["name"], options.get("study") or ""

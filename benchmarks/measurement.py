@@ -69,7 +69,7 @@ class Measurement:
         runs = [
             (repeat, engine)
             for repeat in range(self.args.repeats)
-            for engine in in_alternating_order(self.engines, repeat)
+            for engine in self.engines[:: -1 if repeat % 2 else 1]
             if engine.name in self.equal
         ]
         start, width = time.monotonic(), len(self.args.gpus)
@@ -202,8 +202,3 @@ def difference(expected: list[list[int]], found: list[list[int]]) -> str:
     at = next(differing, min(len(want), len(got)))
     parts = f"answer {question} parts from {REFERENCE.name}'s at token {at}"
     return f"{parts}: {want[at : at + 5]} became {got[at : at + 5]}"
-
-
-def in_alternating_order(engines: Sequence[Engine], repeat: int) -> list[Engine]:
-    """A B C, then C B A, then A B C, …"""
-    return list(engines[::-1] if repeat % 2 else engines)

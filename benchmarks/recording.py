@@ -89,19 +89,14 @@ def _record_once(run: Callable[[], object], device: torch.device) -> list[Span]:
         run()
         if is_cuda:
             torch.cuda.synchronize(device)
-    events = trace_events(profiler)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found = sorted(kernels if is_cuda else _innermost(events), key=lambda e: e["ts"])
     zero = found[0]["ts"] if found else 0.0
     return [Span(e["name"].removeprefix("aten::"), round(e["ts"] - zero, 2), round(e["dur"], 2)) for e in found]
-
-
-def trace_events(profiler: profile) -> list[dict]:
-    """Every span that a profiler recorded, as in Chrome's traces: `name`, `cat`, `ts` and `dur` in microseconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
 
 
 def _innermost(events: list[dict]) -> list[dict]:

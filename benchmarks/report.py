@@ -39,7 +39,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         LookupError: code that is not there any more.
     """
     files = load_all(root / "benchmarks" / "results")
-    groups = group_results(file for file in files if file["kind"] in ("engines", "elsewhere"))
+    groups = group_results(files)
     refuse(files, groups)
     pictures = {root / "benchmarks" / "plots" / f"{g.slug}.png": plot_rates(g) for g in groups if not g.study}
     for group in [group for group in groups if not group.study][:1]:  # the one that stage A's lesson shows

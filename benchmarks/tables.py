@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.engines import ENGINES
-from benchmarks.groups import Group, group_results
-from benchmarks.results import LEAST_REPEATS, load_all
+from benchmarks.groups import Group
+from benchmarks.results import LEAST_REPEATS
 from benchmarks.text import against_floor, markdown, number, spread, times
 from benchmarks.workloads import workload_names
 
@@ -222,9 +222,3 @@ def all_details(group: Group) -> list[str]:
     """Every workload's table, folded."""
     lines = [line for name in workload_names() if group.workload(name) for line in details(group, name)]
     return caption(group, full=True) + lines + notes(group, group.engines)
-
-
-def recorded_groups() -> list[Group]:
-    """The committed measurements of the engines; those of no study first, GPU before CPU."""
-    groups = group_results(file for file in load_all() if file["kind"] in ("engines", "elsewhere"))
-    return sorted(groups, key=lambda group: group.study)

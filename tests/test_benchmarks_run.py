@@ -12,7 +12,7 @@ import torch
 from benchmarks import measurement, results, run
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
 from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
-from benchmarks.measurement import Measurement, difference, in_alternating_order
+from benchmarks.measurement import Measurement, difference
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
 from benchmarks.worker import run_jobs
@@ -23,11 +23,6 @@ from stage_f_graph_tp.options import GraphOptions
 
 CPU = torch.device("cpu")
 BY_NAME = {engine.name: engine for engine in ENGINES}
-
-
-def test_every_second_repeat_is_reversed() -> None:
-    names = [in_alternating_order("ADF", repeat) for repeat in range(3)]
-    assert names == [["A", "D", "F"], ["F", "D", "A"], ["A", "D", "F"]]
 
 
 def test_only_what_is_installed_is_a_row() -> None:

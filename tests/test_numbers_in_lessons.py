@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.floor import ModelCost
-from benchmarks.groups import Group
+from benchmarks.groups import Group, group_results
 from benchmarks.micro import kernel_spans, layers, mlp, speculation
 from benchmarks.recording import Recording, from_rows
-from benchmarks.results import RESULTS, load
-from benchmarks.tables import recorded_groups
+from benchmarks.results import RESULTS, load, load_all
 from stage_a_naive.presets import preset_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +32,7 @@ def results(name: str) -> dict:
 @cache
 def group() -> Group:
     """The engines on the GPU, with the model of the front page."""
-    return next(g for g in recorded_groups() if g.size == "gpu" and g.model.endswith(MODEL) and not g.study)
+    return next(g for g in group_results(load_all()) if g.size == "gpu" and g.model.endswith(MODEL) and not g.study)
 
 
 def step(engine: str, workload: str = "single", figure: str = "tpot_ms") -> float:
