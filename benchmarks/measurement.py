@@ -155,8 +155,8 @@ def look(measurement: Measurement) -> None:
     """Look at the machine and pass the parity gate: every engine must give the very tokens that the reference gives.
 
     A fast wrong answer is worth nothing, and a kernel that reads past its cache is often fast. Greedy answers to a few
-    questions are compared token by token, with the tutor: its margins are wide. All engines answer in one process, one
-    after another; where one takes the process down, another process goes on with the next.
+    questions are compared token by token, with the tutor: its margins are wide. All engines answer in one process (with
+    `--gpus` in one on each), one after another; where one takes the process down, another goes on with the next.
 
     Raises:
         SystemExit: the device or the reference itself does not work, so nothing can be compared.
@@ -170,16 +170,20 @@ def look(measurement: Measurement) -> None:
     able = [engine for engine in measurement.engines if engine.name not in refused]
     todo = [REFERENCE, *(engine for engine in able if engine.name != REFERENCE.name)]
     answers: dict[str, list[list[int]]] = {}
+    args, gpus = measurement.args, measurement.args.gpus
     while todo:
-        job = {"model": measurement.args.parity_model, "engines": list(map(asdict, todo))}
-        [found] = measurement.jobs("look", [job])
-        answers |= found.pop("answers", {})
-        measurement.found = found | measurement.found
-        todo = [engine for engine in todo if engine.name not in answers]
-        if todo and REFERENCE.name not in answers:
-            raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
-        if todo:
-            measurement.refuse(todo.pop(0), "error", f"no answers: {found['error']}")
+        shares = [(todo[i :: len(gpus)], gpu) for i, gpu in enumerate(gpus) if todo[i:]]
+        jobs = [{"engines": list(map(asdict, share)), "gpu": gpu} for share, gpu in shares]
+        todo = []
+        for (share, _), found in zip(shares, measurement.jobs("look", jobs, model=args.parity_model), strict=True):
+            answers |= found.pop("answers", {})
+            measurement.found = found | measurement.found
+            silent = [engine for engine in share if engine.name not in answers]
+            if REFERENCE.name not in answers:
+                raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
+            if silent:
+                measurement.refuse(silent[0], "error", f"no answers: {found['error']}")
+                todo += silent[1:]
     expected = answers[REFERENCE.name]
     for engine in (engine for engine in able if engine.name in answers):
         if answers[engine.name] == expected:

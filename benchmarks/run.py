@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
     parser.add_argument("--gpus", nargs="+", default=[None], metavar="N",
-                        help="time as many engines side by side, each on one of these GPUs alone")  # fmt: skip
+                        help="as many engines side by side, each on one of these GPUs alone")  # fmt: skip
     parser.add_argument("--round-seconds", type=float, help="start no further round of a workload after this long")
     parser.add_argument("--max-seconds", type=float, help="a round that would take longer is not run")
     parser.add_argument("--timeout", type=float, help="a process that takes longer is stopped")

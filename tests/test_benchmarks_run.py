@@ -246,6 +246,22 @@ def test_engines_are_timed_side_by_side_each_on_a_gpu_of_its_own(
     assert run.main(["--gpus", "0", "1", "--study", "ranks"]) == 2
 
 
+def test_the_parity_gate_is_shared_out_among_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answers(jobs: list[dict], timeout: float) -> list[dict]:
+        asked.append([([engine["name"] for engine in job["engines"]], job["gpu"]) for job in jobs])
+        heard = [names[: names.index("B")] if "B" in names else names for names, _ in asked[-1]]  # B ends its process
+        return [{**MACHINE, "answers": dict.fromkeys(names, [[1]]), "error": "exit status -11"} for names in heard]
+
+    monkeypatch.setattr(measurement, "run_jobs", answers)
+    found = measuring(tmp_path, gpus=["1", "3"])
+    found.engines = [BY_NAME[name] for name in ("A", "B", "E", "D", "F")]
+    measurement.look(found)
+    assert asked == [[(["A", "E", "F"], "1"), (["B", "D"], "3")], [(["D"], "1")]]
+    assert found.equal == ["A", "E", "D", "F"] and "exit status -11" in found.rows["B", "single"]["error"]
+
+
 @pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
 def test_a_changed_tree_is_not_published(
     tree: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
