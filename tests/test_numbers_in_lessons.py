@@ -141,13 +141,6 @@ def quantized_ms(model: str, kind: str, requests: int) -> float:
     return 1e3 * next(statistics.median(row["samples"]) for row in rows if wanted.items() <= row.items())
 
 
-def all_reduces_of_a_step() -> float:
-    """ms of the one-shot all-reduces of a step of one request on two GPUs, by themselves."""
-    found = results(f"all_reduce-h200-{MODEL}")
-    [row] = [r for r in found["rows"] if (r["ranks"], r["rows"], r["library"]) == (2, 1, False)]
-    return 1e3 * statistics.median(row["samples"]) * found["calls_per_step"]
-
-
 def bytes_between_hosts(layout: str) -> float:
     [row] = [r for r in results("pipeline-two-hosts")["rows"] if r.get("layout") == layout]
     return row["bytes"]
@@ -225,9 +218,6 @@ EXACT = {
             f"{len(recording('stage E: kernel by kernel').spans) / 4:.0f}",
             f"{recording('stage E: kernel by kernel').busy / 4e3:.1f}",
         ],
-    ),
-    "ranks: all-reduces": (
-        RANKS, "Their all-reduces, measured alone, are {} ms of it", lambda: [f"{all_reduces_of_a_step():.2f}"],
     ),
 }  # fmt: skip
 # (lesson, sentence, the number behind it, the least and the most for which it may be said)

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 pytest.importorskip("triton")
+from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
 from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
 
@@ -25,68 +26,77 @@ import threading
 import time
 import numpy as np
 import torch
-import triton
-import triton.language as tl
+from stage_f_graph_tp.kernels import rank_sum
+from stage_f_graph_tp.kernels.skinny_gemm import Tiles, product_add
 from stage_f_graph_tp.tensor_parallel import all_reduce as module
 
-@triton.jit
-def store(address, value):  # what PTX does on a GPU; a processor of this kind keeps the order of its writes
-    tl.store(address.to(tl.pointer_type(tl.int32)), value)
+rank, ranks, files, turn = int(sys.argv[1]), 2, sys.argv[2:], 0
+look = rank_sum._look
 
-@triton.jit
-def load(address):
-    return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
-
-def load_and_wait(address):  # rank 1 reads a flag, and only later what the flag stands for
-    flag = load(address)
+def wait_and_look(*places):  # by then the other rank has sent what it sends next
     if turn % 5 == 1:
         time.sleep(0.05)
-    return flag
+    return look(*places)
 
-rank, ranks, files, turn = int(sys.argv[1]), 2, sys.argv[2:], 0
-module._store_release, module._load_acquire = store, load_and_wait if rank == 1 else load
-PROGRAMS, SLICE = 3, 32
-CAPACITY = PROGRAMS * SLICE
-memories = [np.memmap(file, np.uint8, "r+") for file in files]
-buffers = torch.tensor([memory.ctypes.data for memory in memories])
-flags = buffers + 2 * CAPACITY
-calls = torch.tensor([2**31 - 3] * PROGRAMS, dtype=torch.int32)  # the numbers run over in the middle of the test
-stop, stopped = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+if rank == 1:
+    rank_sum._look = wait_and_look
+rank_sum.SPINS = module.tl.constexpr(4)
+module.SLICE = 32
+mailboxes = [np.memmap(file, np.uint8, "r+") for file in files]
+calls = torch.full((rank_sum.PROGRAMS.value,), 2**31 - 3, dtype=torch.int32)  # the numbers run over in the test
+stop, note = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+own = [tensor.data_ptr() for tensor in (calls, stop, note)]
+addresses = torch.tensor([mailbox.ctypes.data for mailbox in mailboxes] + own)
+one_shot = module.OneShotAllReduce.__new__(module.OneShotAllReduce)
+one_shot.rank, one_shot.size, one_shot.peers = rank, ranks, rank_sum.Peers(addresses, rank, ranks)
 
-def values(of_rank, count, turn):
-    return torch.randint(-8, 8, (count,), generator=torch.Generator().manual_seed(1000 * turn + of_rank))
+def values(of_rank, turn, *shape):
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * turn + of_rank))
 
-def all_reduce(x, out):
-    module._all_reduce_kernel[(-(-x.nbytes // SLICE),)](
-        x, out, buffers, flags, calls, stop, stopped, x.numel(), RANK=rank, RANKS=ranks, PROGRAMS=PROGRAMS,
-        CAPACITY=CAPACITY, BLOCK=SLICE // x.element_size(), ONTO=out is not x, SPINS=4,
-    )
+def add_up(count, dtype, onto):
+    x = values(rank, turn, count).to(dtype)
+    total = one_shot(x, torch.ones(count, dtype=dtype) if onto else None)
+    assert torch.equal(total, (values(0, turn, count) + values(1, turn, count) + onto).to(dtype)), (turn, count)
+
+counters = torch.zeros(8, dtype=torch.int32)
+
+def multiply(tokens, splits):
+    parts = [(values(r, turn, tokens, 48).float(), values(r + 50, turn, 40, 48).float()) for r in range(ranks)]
+    residual = torch.arange(40.0).repeat(tokens, 1)
+    expected = residual + sum(x @ weight.T for x, weight in parts)
+    stream = product_add(*parts[rank], residual, counters, Tiles(16, splits), one_shot.peers)
+    assert stream.x is residual and torch.equal(stream.x, expected), (turn, tokens)
+    assert torch.allclose(stream.squares.sum(0), expected.pow(2).sum(1))
 
 lengths = torch.randint(1, 25, (60,), generator=torch.Generator().manual_seed(0)).tolist()
 for turn, count in enumerate(lengths):  # in any mixture: a program is in some calls and not in others
-    dtype = torch.float32 if turn % 3 else torch.float16
-    x = values(rank, count, turn).to(dtype)
-    out = torch.ones(count, dtype=dtype) if turn % 2 else x
     if turn % 7 == rank:
         time.sleep(0.01)  # the other rank runs ahead
-    all_reduce(x, out)
-    assert torch.equal(out, (values(0, count, turn) + values(1, count, turn) + turn % 2).to(dtype)), (turn, count)
+    if turn % 4 == 2:
+        multiply(count, 1 + turn % 3 % 2)
+    else:
+        add_up(count, torch.float32 if turn % 3 else torch.float16, bool(turn % 2))
 
-if rank == 0:  # nobody answers any more: one call is told to stop while it waits, the next before it begins
+no_numbers = torch.full((4,), -1, dtype=torch.int32)  # the bits of an empty place
+assert one_shot(no_numbers.view(torch.float32), None).isnan().all()
+assert one_shot(no_numbers.view(torch.float16), None).isnan().all()
+if rank == 0:
+    assert (mailboxes[0] == 255).all(), "every part that was read is gone"
+
+    # nobody answers any more: one call is told to stop while it waits, the next before it begins
     threading.Timer(0.5, stop.fill_, [1]).start()
     x = torch.zeros(8)
-    all_reduce(x, x)
+    one_shot(x, None)
     stop.fill_(0)  # the call after it has to know without asking the host
-    all_reduce(x, x)
+    one_shot(x, None)
 print("right")
 """
 
 
 def test_two_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
-    first = (2**31 - 3).to_bytes(4, "little")
-    files = [tmp_path / "memory 0", tmp_path / "memory 1"]
+    files = [tmp_path / "mailbox 0", tmp_path / "mailbox 1"]
     for file in files:
-        file.write_bytes(bytes(2 * 96) + first * 6)
+        file.write_bytes(b"\xff" * (2 * 2 * PROGRAMS.value * SLOT.value))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), *map(str, files)],

@@ -179,6 +179,17 @@ def test_interpreted_product_of_more_tiles_than_counters_is_refused():
         product_add(torch.ones(1, 64), torch.ones(40, 64), torch.ones(1, 40), arrival_counters, Tiles(16, 2))
 
 
+@interpreted
+@pytest.mark.parametrize("tokens, out_features", [(64, 64), (1, 16 * 513)])
+def test_interpreted_product_that_does_not_fit_into_a_mailbox_is_refused(tokens, out_features):
+    from stage_f_graph_tp.kernels.rank_sum import Peers
+    from stage_f_graph_tp.kernels.skinny_gemm import Tiles, product_add
+
+    x, weight, residual = torch.ones(tokens, 1), torch.ones(out_features, 1), torch.ones(tokens, out_features)
+    with pytest.raises(ValueError, match="do not fit into a mailbox"):
+        product_add(x, weight, residual, x, Tiles(64 if tokens == 64 else 16), Peers(x, 0, 2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("splits", [1, 2])

@@ -48,7 +48,7 @@ def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
     try:
         assert (llm.runner.graphs is None) == bool(options)
-        assert llm.runner.group.one_shot is not None
+        assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.group.one_shot.peers
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     finally:
@@ -114,6 +114,7 @@ RANK = """
 import random, sys, time
 import torch
 import torch.distributed as dist
+from stage_f_graph_tp.kernels.skinny_gemm import product_add
 from stage_f_graph_tp.tensor_parallel import all_reduce
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
@@ -133,6 +134,8 @@ def numbers(of_rank, count, seed):
     generator = torch.Generator(device).manual_seed(2 * seed + of_rank)
     return torch.randint(-8, 9, (count,), generator=generator, device=device)  # whose sums no dtype rounds
 
+counters = torch.zeros(4096, dtype=torch.int32, device=device)
+
 class Call:
     def __init__(self, seed):
         dtype = chance.choice((torch.bfloat16, torch.float32))
@@ -147,11 +150,28 @@ class Call:
         residual = None if self.residual is None else torch.full_like(self.own, self.residual)
         return (group.all_reduce(self.own.clone(), residual) != self.expected).any()
 
+class Product:
+    '''A skinny GEMM that adds up the ranks' products.'''
+    def __init__(self, seed):
+        tokens, out, columns = chance.choice((1, 5, 32)), chance.choice((896, 3584)), chance.choice((448, 2432))
+        def part(of_rank):
+            both = numbers(of_rank, (tokens + out) * columns, seed).to(torch.bfloat16)
+            return both[: tokens * columns].view(tokens, columns), both[tokens * columns :].view(out, columns)
+        self.x, self.weight = part(rank)
+        self.residual = numbers(0, tokens * out, seed + 1).view(tokens, out).to(torch.bfloat16)
+        sums = sum(x.float() @ weight.float().T for x, weight in map(part, range(2)))
+        self.expected = (self.residual + sums).to(torch.bfloat16)
+
+    def run(self):
+        total, squares = product_add(self.x, self.weight, self.residual.clone(), counters, peers=group.one_shot.peers)
+        exact = self.expected.float().pow(2).sum(1)
+        return (total != self.expected).any() | ((squares.sum(0) - exact).abs() > exact * 1e-5).any()
+
 print("starts", flush=True)
 wrong = torch.zeros((), dtype=torch.int64, device=device)
 graphs = []
 for seed in range(6):
-    calls = [Call(100 * seed + i) for i in range(7)]
+    calls = [(Product if i % 3 == 2 else Call)(100 * seed + i) for i in range(7)]
     for call in calls:
         wrong += call.run()
     torch.cuda.synchronize()
@@ -168,7 +188,7 @@ for turn in range(1000):
         graph.replay()
         wrong += found
     else:
-        wrong += Call(1000 + turn).run()
+        wrong += chance.choice((Call, Product))(1000 + turn).run()
 torch.cuda.synchronize()
 print("wrong:", int(wrong), flush=True)
 del graph, graphs
@@ -186,14 +206,13 @@ def test_short_and_long_tensors_are_added_up_in_graphs_and_out_in_any_mixture():
 
 UNREADABLE = f"""{RANK}
 all_reduce.TEST_SECONDS = 5.0
-map_memory = all_reduce.OneShotAllReduce._map
-def map_another_memory(self, shared):
-    map_memory(self, shared)
+map_mailboxes = all_reduce.OneShotAllReduce._map
+def map_another_mailbox(self, shared):
+    map_mailboxes(self, shared)
     if rank == 1:
-        self.another = torch.zeros_like(self._memory)
-        self._buffers[0] = self.another.data_ptr()
-        self._flags[0] = self._buffers[0] + 2 * all_reduce.CAPACITY
-all_reduce.OneShotAllReduce._map = map_another_memory
+        self.another = torch.full_like(self._mailbox, 255)
+        self.peers.addresses[0] = self.another.data_ptr()
+all_reduce.OneShotAllReduce._map = map_another_mailbox
 group.connect()
 x = torch.full((8,), rank + 1.0, device=device)
 group.all_reduce(x)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp import cuda_graph
-from stage_f_graph_tp.kernels import skinny_gemm
+from stage_f_graph_tp.kernels import rank_sum, skinny_gemm
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
@@ -353,69 +352,58 @@ class TestSkinnyGemm:
         )
 
 
-@triton.jit
-def _plain_store(address, value):
-    """What the PTX of a flag's write does; this machine keeps the order of its writes."""
-    tl.store(address.to(tl.pointer_type(tl.int32)), value)
+class TestRankSum:
+    """Two ranks are two processes with mailboxes that both can write."""
 
-
-@triton.jit
-def _plain_load(address):
-    return tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
-
-
-class TestAllReduce:
-    """Two ranks are two processes with memory that both can read."""
-
-    programs, slice_bytes = 3, 32
+    slice_bytes = 32
 
     def sums(self, monkeypatch, calls: list[tuple[int, torch.dtype, bool]], slow: int, first_call: int) -> list:
-        """What each rank has after each call; rank `slow` reads a flag when the other rank can go no further."""
-        monkeypatch.setattr(all_reduce, "_store_release", _plain_store)
-        capacity = self.programs * self.slice_bytes
-        size = 2 * capacity + 4 * 2 * self.programs
+        """What each rank has after each call; rank `slow` looks into its mailbox when the other can go no further."""
+        monkeypatch.setattr(rank_sum, "SPINS", tl.constexpr(4))
+        size = 2 * 2 * rank_sum.PROGRAMS.value * rank_sum.SLOT.value
         shared = [torch.frombuffer(mmap.mmap(-1, size + 64 * len(calls) * 4), dtype=torch.uint8) for _ in range(2)]
         for memory in shared:
-            memory[2 * capacity : size].view(torch.int32).fill_(first_call)
-        reads = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # [2]: how often each rank has read a flag
+            memory[:size] = 255
+        looks = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)  # [2]: how often each rank has looked
         ended = 2**62
         children = [os.fork() for _ in range(1)]
         rank = 0 if children[0] else 1
+        original, until = rank_sum._look, time.monotonic() + 20
 
-        def load(address):
-            reads[rank] += 1
+        def look(*places):
+            assert time.monotonic() < until, "a rank waits for a part that nobody sends, or that was overwritten"
+            looks[rank] += 1
             if rank == slow:
-                # Two reads later, the other rank has seen this rank's flag and waits for its next one.
-                enough, deadline = min(int(reads[1 - rank]) + 2, ended), time.monotonic() + 1
-                while int(reads[1 - rank]) < enough and time.monotonic() < deadline:
+                # Six looks later, the other rank has all parts of this call, has sent the next one, and waits again.
+                enough, deadline = min(int(looks[1 - rank]) + 6, ended), time.monotonic() + 1
+                while int(looks[1 - rank]) < enough and time.monotonic() < deadline:
                     time.sleep(0.0001)
-            return _plain_load(address)
+            return original(*places)
 
-        monkeypatch.setattr(all_reduce, "_load_acquire", load)
+        monkeypatch.setattr(rank_sum, "_look", look)
         try:
-            self.run(rank, calls, shared, capacity, size, first_call)
+            self.run(rank, calls, shared, size, first_call)
         finally:
-            reads[rank] = ended  # nobody waits for this rank any more
+            looks[rank] = ended  # nobody waits for this rank any more
             if rank == 1:
                 os._exit(0)
         deadline = time.monotonic() + 20
         while not os.waitpid(children[0], os.WNOHANG)[0]:
-            assert time.monotonic() < deadline, "rank 1 did not end: it waits for a flag that nobody writes"
+            assert time.monotonic() < deadline, "rank 1 did not end: it waits for a part that nobody sends"
             time.sleep(0.01)
         results = [memory[size:].view(torch.float32).view(len(calls), 64) for memory in shared]
         return [[result[i, :count] for i, (count, _, _) in enumerate(calls)] for result in results]
 
-    def run(self, rank: int, calls: list, shared: list, capacity: int, size: int, first_call: int) -> None:
-        buffers = torch.tensor([memory.data_ptr() for memory in shared])
-        counts = torch.full((self.programs,), first_call, dtype=torch.int32)
-        stop, stopped = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    def run(self, rank: int, calls: list, shared: list, size: int, first_call: int) -> None:
+        counts = torch.full((rank_sum.PROGRAMS.value,), first_call, dtype=torch.int32)
+        stop, note = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        peers = torch.tensor([tensor.data_ptr() for tensor in (*shared, counts, stop, note)])
         for i, (count, dtype, onto) in enumerate(calls):
             x = self.values(rank, i, count).to(dtype)
             out = torch.ones(count, dtype=dtype) if onto else x
             all_reduce._all_reduce_kernel[(-(-x.nbytes // self.slice_bytes),)](
-                x, out, buffers, buffers + 2 * capacity, counts, stop, stopped, count, RANK=rank, RANKS=2,
-                PROGRAMS=self.programs, CAPACITY=capacity, BLOCK=self.slice_bytes // x.element_size(), ONTO=onto,
-                SPINS=4,
+                x, out, peers, count, RANK=rank, RANKS=2, BLOCK=self.slice_bytes // x.element_size(), ONTO=onto,
+                PDL=False,
             )  # fmt: skip
             shared[rank][size:].view(torch.float32).view(len(calls), 64)[i, :count] = out.float()
 

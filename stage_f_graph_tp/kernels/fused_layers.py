@@ -139,10 +139,11 @@ class FusedLayer(nn.Module):
         return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(given), rows), x)
 
     def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor) -> Tensor | Stream:
-        """Compute `residual + linear(x)`. A shard of the product needs an all-reduce before the sum: its own class."""
-        if type(linear) is ResidualLinear:
-            return product_add(x, linear.weight, residual, self._arrival_counters)
-        return linear(x, residual)
+        """Compute `residual + linear(x)`. Of a shard, the kernel adds up the ranks' products too, if it can."""
+        is_shard = type(linear) is not ResidualLinear
+        if is_shard and linear.peers is None:
+            return linear(x, residual)
+        return product_add(x, linear.weight, residual, self._arrival_counters, peers=linear.peers if is_shard else None)
 
 
 def _as_stream(x: Tensor | Stream) -> Stream:

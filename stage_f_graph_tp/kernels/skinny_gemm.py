@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from stage_f_graph_tp.kernels.pdl import pdl_settings
+from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT, Peers
 from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
     gate_up_silu_kernel,
     product_add_kernel,
@@ -163,20 +164,19 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
 
 
 def product_add(
-    x: Tensor, weight: Tensor, residual: Tensor, arrival_counters: Tensor, tiles: Tiles | None = None
+    x: Tensor, weight: Tensor, residual: Tensor, arrival_counters: Tensor, tiles: Tiles | None = None,
+    peers: Peers | None = None,
 ) -> Stream:  # fmt: skip
     """Compute `residual + x Wᵀ`, written over `residual`, and the squares that its norm needs.
 
     Args:
-        x: `[tokens, in_features]`.
-        weight: `[out_features, in_features]`.
-        residual: `[tokens, out_features]`.
-        arrival_counters: int32 zeros, one for each tile of the product; left as zeros. Calls that share them must
-            follow one another on one stream.
+        x, weight, residual: `[tokens, in_features]`, `[out_features, in_features]`, `[tokens, out_features]`.
+        arrival_counters: int32 zeros, one per tile; left as zeros. Calls that share them must follow one another.
         tiles: how to cut the product; None is what was measured fastest.
+        peers: the ranks whose products are added up, if each has some of the columns.
 
     Raises:
-        ValueError: more tiles than arrival counters.
+        ValueError: more tiles than arrival counters, or more or larger ones than a mailbox has room for.
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
@@ -186,6 +186,8 @@ def product_add(
     block_m = _token_block(tokens)
     blocks = _ceil_div(out_features, tiles.rows), _ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
+    if peers is not None and (num_tiles > PROGRAMS.value or 4 * tiles.rows * block_m > SLOT.value):
+        raise ValueError(f"{num_tiles} tiles of {tiles.rows} x {block_m} do not fit into a mailbox; pass fewer tokens")
     if tiles.splits > 1 and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
     num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m
@@ -194,7 +196,8 @@ def product_add(
     squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
     product_add_kernel[*blocks, tiles.splits](
         x, x.stride(0), tokens, weight, residual, residual.stride(0), squares, partial, arrival_counters,
-        SIZE=in_features, OUT_SIZE=out_features, SPLITS=tiles.splits, BLOCK_N=tiles.rows,
+        arrival_counters if peers is None else peers.addresses, SIZE=in_features, OUT_SIZE=out_features,
+        SPLITS=tiles.splits, BLOCK_N=tiles.rows, RANK=peers.rank if peers else 0, RANKS=peers.size if peers else 1,
         **_settings(tokens, x.dtype, x.device, tiles.rows, _ceil_div(in_features, tiles.splits)),
     )  # fmt: skip
     return Stream(residual, squares)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
+from stage_f_graph_tp.kernels.rank_sum import sum_of_ranks
 
 
 @triton.jit
@@ -163,8 +164,9 @@ def gate_up_silu_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
-    x, x_stride, tokens, weight, residual, residual_stride, squares, partial, arrival_counters,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    x, x_stride, tokens, weight, residual, residual_stride, squares, partial, arrival_counters, peers,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; sum the squares."""
@@ -200,6 +202,9 @@ def product_add_kernel(
             for part in tl.static_range(SPLITS):
                 acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if last:
+        if RANKS > 1:
+            place = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+            acc = sum_of_ranks(acc, place, inside, tile, peers, RANK, RANKS)
         total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm is of what is stored
         tl.store(target, total, mask=inside)
         total = total.to(tl.float32)

@@ -21,6 +21,7 @@ slices (`ShardedWeightLoader`), with a collective behind every row-parallel line
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,9 @@ from stage_d_paged.layers import Embedding, ResidualLinear
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource, WeightLoader
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
+
+if TYPE_CHECKING:  # only GPUs need Triton
+    from stage_f_graph_tp.kernels.rank_sum import Peers
 
 
 def check_divisible(config: ModelConfig, size: int) -> None:
@@ -130,6 +134,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.group.all_reduce(F.linear(x, self.weight), residual)
+
+    @property
+    def peers(self) -> Peers | None:
+        """What a kernel needs to add up by itself; None where the GPUs cannot write one another's memory."""
+        return None if self.group.one_shot is None else self.group.one_shot.peers
 
 
 class VocabParallelEmbedding(nn.Module):

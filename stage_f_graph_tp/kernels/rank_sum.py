@@ -1,0 +1,113 @@
+"""The sum over the ranks, inside a kernel: each program pushes its part to the other GPUs, and waits for theirs.
+
+A decode step adds up kilobytes, twice per layer, and there only latency counts. Where the GPUs can write one another's
+memory (NVLink or PCIe, one machine), a kernel needs no library for that:
+
+    rank 0   own part ──► mailbox of rank 1        rank 0's mailbox ──► read until nothing is empty, add ──► sum
+                      ╲ ╱
+                      ╱ ╲
+    rank 1   own part ──► mailbox of rank 0        rank 1's mailbox ──► read until nothing is empty, add ──► sum
+
+There is no flag. An empty place of a mailbox has all bits set, and no part ever has: as a number it is a NaN, and a NaN
+with these bits is sent as another one. So data is its own flag, 16 or 32 bits at a time, in whatever order it arrives:
+one trip over the link, where data, then a flag, then reading the data would be three.
+
+Every rank adds in the order of the ranks, so all have the same sum, bit for bit.
+
+Program p has slot p of every mailbox, one place for each rank's part, and counts its own calls. After it has read a
+part, it empties the place. Each slot is there twice, used in turn: a rank can be one call ahead of another but not two,
+because it has to wait for the other's part in the call between. So what it overwrites has been read and emptied, and a
+CUDA graph can be replayed. Calls of any dtypes and lengths may follow each other, as long as all ranks make the same.
+
+A program that waits for a rank that has died would wait forever. So waiting programs read a word in the host's memory
+now and then, and the CPU ends the wait by writing it. A program that has read it leaves a note in the GPU's memory, so
+that those after it do not wait at all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = tl.constexpr(512)  # at most, in a launch
+SLOT = tl.constexpr(8192)  # bytes of a program's part, at most
+# Times that a waiting program looks into its mailbox before it reads the stop word: about 25 ms. Reading the host's
+# memory takes about a microsecond per warp, one after another: with 0.1 ms, a rank that waited for 512 programs' parts
+# was itself milliseconds late for the next sum, where the other rank waited, and so on through the whole step.
+SPINS = tl.constexpr(2**15)
+ARRIVED, STOPPED = tl.constexpr(-1), tl.constexpr(-2)  # how a wait ends
+
+
+class Peers(NamedTuple):
+    """What a kernel needs for sums over the ranks.
+
+    Attributes:
+        addresses: int64 `[size + 3]`: of every rank's mailbox, bytes `[2, size (who wrote it), PROGRAMS, SLOT]`; of
+            this rank's numbers of calls, int32 `[PROGRAMS]`; of the stop word, int32 in the host's memory; of the note
+            that it has been read, int32 in the GPU's.
+        rank, size: this rank, and how many there are.
+    """
+
+    addresses: Tensor
+    rank: int
+    size: int
+
+
+@triton.jit
+def _part_of(mailbox, sender: tl.constexpr, place, dtype: tl.constexpr):
+    """Where a rank's part is in a mailbox whose address is that of rank 0's part."""
+    return tl.multiple_of((mailbox + sender * (PROGRAMS * SLOT)).to(tl.pointer_type(dtype)), 16) + place
+
+
+@triton.jit
+def _look(places, inside):
+    """Read places of the mailbox, past the caches that do not see what other GPUs write."""
+    return tl.load(places, mask=inside, other=0, volatile=True)
+
+
+@triton.jit
+def sum_of_ranks(own, place, inside, program, peers, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Add up the ranks' `own`, in float32. A program of a launch calls it once, after `wait_for_previous`.
+
+    Args:
+        own: this program's part of this rank's numbers, of 16 or 32 bits; any shape.
+        place: of each number in the slot.
+        inside: whether there is a number.
+        program: 0 to PROGRAMS - 1, on all ranks the same for the same part.
+        peers: the addresses of `Peers`.
+    """
+    number: tl.constexpr = tl.int16 if own.dtype.primitive_bitwidth == 16 else tl.int32
+    bits = own.to(number, bitcast=True)
+    bits -= (bits == -1).to(number)  # -1 has all bits set, which means empty
+    calls = tl.load(peers + RANKS).to(tl.pointer_type(tl.int32)) + program
+    stop = tl.load(peers + RANKS + 1).to(tl.pointer_type(tl.int32))
+    note = tl.load(peers + RANKS + 2).to(tl.pointer_type(tl.int32))
+    call = tl.load(calls)
+    slot = ((call & 1) * (RANKS * PROGRAMS) + program).to(tl.int64) * SLOT
+    for peer in tl.static_range(RANKS):  # this rank too: then all parts are in one place
+        tl.store(_part_of(tl.load(peers + peer) + slot, RANK, place, number), bits, mask=inside)
+    mailbox = tl.load(peers + RANK) + slot
+    spins = tl.where(tl.load(note, volatile=True) == 0, 0, STOPPED)
+    total = tl.zeros(own.shape, tl.float32)
+    while spins >= 0:
+        total = tl.zeros(own.shape, tl.float32)
+        empty = tl.zeros(own.shape, tl.int1)
+        for sender in tl.static_range(RANKS):
+            part = _look(_part_of(mailbox, sender, place, number), inside)
+            empty |= part == -1
+            total += part.to(own.dtype, bitcast=True).to(tl.float32)
+        spins += 1
+        if tl.max(empty.to(tl.int32)) == 0:
+            spins = ARRIVED
+        elif spins == SPINS:
+            stopped = tl.load(stop, volatile=True)
+            tl.store(note, stopped)
+            spins = tl.where(stopped == 0, 0, STOPPED)
+    for sender in tl.static_range(RANKS):
+        nothing = tl.full(own.shape, -1, number)
+        tl.store(_part_of(mailbox, sender, place, number), nothing, mask=inside)
+    tl.store(calls, call + 1, mask=spins == ARRIVED)
+    return total
