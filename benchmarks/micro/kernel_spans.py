@@ -67,15 +67,15 @@ def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
 
 
 PARTS = (
-    "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "LM head", "sampling", "copies",
-    "megakernel", "between kernels", "waiting for the CPU",
+    "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "all-reduce", "LM head", "sampling",
+    "copies", "megakernel", "between kernels", "waiting for the CPU",
 )  # fmt: skip
 # How the figure groups them; the last group is time in which no kernel runs.
 GROUPS = {
     "attention, its products": ("QKV", "attention", "output"),
     "products of the MLP": ("gate-up", "down"),
     "LM head": ("LM head",),
-    "norms, rotation, SiLU": ("norm, rotation, SiLU",),
+    "norms, rotation, SiLU": ("norm, rotation, SiLU", "all-reduce"),
     "sampling, copies": ("sampling", "copies"),
     "megakernel": ("megakernel",),
     "idle": ("between kernels", "waiting for the CPU"),
@@ -145,6 +145,8 @@ def _parts(spans: list[Span]) -> list[str]:
             found.append(("output", "gate-up", "down", "LM head")[min(len(products), 4) - 1])
         elif "splitkreduce" in name:
             found.append(found[-1])
+        elif "all_reduce" in name or "nccl" in name:
+            found.append("all-reduce")
         elif any(word in name for word in _SAMPLING):
             found.append("sampling")
         else:
@@ -162,16 +164,21 @@ ENGINES = (
 
 
 def measure(
-    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1,), prompts: tuple[int, ...] = ()
+    model: str = "random:qwen2.5-0.5b",
+    requests: tuple[int, ...] = (1,),
+    prompts: tuple[int, ...] = (),
+    ranks: tuple[int, ...] = (),
 ) -> dict:
     """Decode steps and prefills of the engines.
 
     Args:
         requests: decode steps with this many requests (several: `requests=1,32,256`).
         prompts: prefill of one prompt of this many tokens (several: `prompts=128,1024`).
+        ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
     """
     recordings = []
-    for name, engine, switches, kinds in ENGINES:
+    several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, "decode") for size in ranks]
+    for name, engine, switches, kinds in (*ENGINES, *several):
         llm = engine(
             model, device="cuda", num_kvcache_blocks=16 * max(requests) + 64, max_num_seqs=max(8, *requests),
             max_model_len=2048, enable_prefix_caching=False, **switches,
