@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -34,10 +35,11 @@ def server():
 def test_every_answer_over_http_is_whole_or_the_study_ends(server, monkeypatch):
     prompts = make_prompts(3, 8, 0, 0)
     here = LocalServer(server.url, os.getpid())
-    assert min(http_cost.over_http(here, prompts, 64)) > 0
-    monkeypatch.setattr(server.llm, "draining", True)
-    with pytest.raises(RuntimeError, match="2 of 2 answers failed: status 503"):
-        http_cost.over_http(here, make_prompts(2, 8, 0, 0), 64)
+    with ThreadPoolExecutor(2) as pool:
+        assert min(http_cost.over_http(pool, 2, here, prompts, 64)) > 0
+        monkeypatch.setattr(server.llm, "draining", True)
+        with pytest.raises(RuntimeError, match="2 of 2 answers failed: status 503"):
+            http_cost.over_http(pool, 2, here, make_prompts(2, 8, 0, 0), 64)
 
 
 def test_a_load_has_a_time_for_every_request(server, monkeypatch):
@@ -59,13 +61,16 @@ def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(
 
 
 def test_ratios_of_the_cost_are_taken_within_a_repeat():
-    rates = {"generate": [100.0, 200.0, 300.0], "stream": [90.0, 180.0, 270.0], "HTTP": [80.0, 100.0, 240.0]}
+    rates = {
+        "generate": [100.0, 200.0, 300.0], "stream": [90.0, 180.0, 270.0], "HTTP, one process": [50.0, 100.0, 150.0],
+        "HTTP": [80.0, 100.0, 240.0],
+    }  # fmt: skip
     result = {
         "kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e", "streams": 64, "input_len": 8,
         "output_len": 8, "rows": [{"way": way, "tokens_per_s": found} for way, found in rates.items()],
     }  # fmt: skip
     lines = http_cost.table([result])["http-cost"]
-    assert lines[4] == "| HTTP | 100 | 0.80 (0.50–0.80) |"
+    assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) |", "| HTTP | 100 | 0.80 (0.50–0.80) |"]
     [(name, png)] = http_cost.draw([result]).items()
     assert name == "figures/http_cost.png" and png.startswith(b"\x89PNG")
 
@@ -82,3 +87,8 @@ def test_the_times_of_all_repeats_make_one_percentile():
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
     assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
+    of_f = [row | {"engine": "F"} for row in rows if row["engine"] == "E"]
+    faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
+    both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
+    assert "4.0 to 4.0 × shorter with stage F" in ttft_rate.title(both)
+    assert list(ttft_rate.draw([both, result])) == ["figures/ttft_rate.png", "figures/ttft_rate_f.png"]

@@ -342,7 +342,10 @@ def test_the_client_may_name_its_session():
 
 def test_a_replica_whose_engine_has_failed_is_not_healthy():
     def check(failure: Exception | None) -> None:
-        llm = SimpleNamespace(engine_loop=SimpleNamespace(failure=failure))
+        async def works() -> bool:
+            return failure is None
+
+        llm = SimpleNamespace(engine_loop=SimpleNamespace(failure=failure), works=works)
         asyncio.run(Engine.check_health(SimpleNamespace(llm=llm)))
 
     check(None)

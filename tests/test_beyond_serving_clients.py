@@ -134,6 +134,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
                 assert lines[-1], "the server ended"
             url = lines[-1].split()[-1]
             control = url.removesuffix("/v1") + "/live/control"
+            engine = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 httpx.post(control, json={"action": "pause"})
                 ask = {"model": "tutor", "prompt": QUESTION, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
@@ -146,6 +147,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
                 httpx.post(control, json={"action": "resume"})
                 assert len(list(chunks)) == 30
             assert process.wait(60) == 0
+            assert engine and not Path(f"/proc/{engine}").exists()
         finally:
             process.kill()
 

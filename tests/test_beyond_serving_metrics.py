@@ -18,7 +18,7 @@ from serving import running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving.engine_loop import Call  # noqa: E402
-from beyond.serving.metrics import Histogram, RequestMetrics, exposition  # noqa: E402
+from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition  # noqa: E402
 from stage_e_batching.mailbox import Event  # noqa: E402
 
 PROMPT = [i % 1000 + 5 for i in range(50)]
@@ -121,7 +121,8 @@ def test_a_request_waits_until_its_first_step_and_one_that_fails_is_counted_as_s
 
 def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    there = {name.split("/")[0] for name in samples(exposition('a "quoted" name', llm.engine, RequestMetrics()))}
+    text = exposition('a "quoted" name', engine_numbers(llm.engine), RequestMetrics())
+    there = {name.split("/")[0] for name in samples(text)}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(asked) >= 8
     for expression in asked:

@@ -159,7 +159,7 @@ def test_nothing_is_sent_while_nothing_changes(server):
 
 def test_of_a_large_pool_every_nth_block_is_drawn(server, llm, monkeypatch):
     monkeypatch.setattr(step_log, "MOST_BLOCKS", 32)
-    whole = step_log.describe(llm.engine, step_log.StepLog(None))
+    whole = server.llm.engine_loop.call(step_log.describe).result(30)
     assert (whole["every_nth_block"], len(whole["blocks"])) == (3, 32)
 
 
@@ -226,10 +226,9 @@ def test_the_key_guards_pictures_and_buttons_and_a_server_can_do_without_the_pag
         assert httpx.get(f"{server.url}/").status_code == control(server, "pause").status_code == 404
 
 
-def test_a_server_with_open_pages_ends_and_gives_the_engine_its_trace_back(tmp_path):
+def test_a_server_with_open_pages_ends_and_the_engines_trace_is_complete(tmp_path):
     file = tmp_path / "trace.jsonl"
     llm = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=16, trace=str(file))
-    trace = llm.engine.trace
     with running(llm) as server, httpx.stream("GET", f"{server.url}/live/events") as response:
         seen = pictures(response)
         assert next(seen)["num_steps"] == 0
@@ -238,7 +237,6 @@ def test_a_server_with_open_pages_ends_and_gives_the_engine_its_trace_back(tmp_p
             pass
         server.server.handle_exit(15, None)
         list(seen)  # the stream ends, and no error ends it
-    assert llm.engine.trace is trace
     llm.close()
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["num_tokens"] for record in written] == [s["prefill"] + s["decode"] for s in picture["steps"]]

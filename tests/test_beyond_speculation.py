@@ -28,7 +28,7 @@ from test_stage_f_graphs import EagerRecorder, FakeMegakernel
 
 import stage_e_batching
 import stage_f_graph_tp
-from beyond.serving.metrics import RequestMetrics, exposition
+from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
 from beyond.speculation.ahead_runner import AheadRunner
@@ -444,11 +444,11 @@ def test_the_server_tells_how_many_guesses_were_right(plain):
     llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
     Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4).into(llm)
     llm.generate(PROMPTS[:1], GREEDY, False)
-    lines = exposition("tiny", llm.engine, RequestMetrics()).splitlines()
+    lines = exposition("tiny", engine_numbers(llm.engine), RequestMetrics()).splitlines()
     counters = llm.engine.counters
     assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}' in lines
     assert f'vllm:spec_decode_num_draft_tokens_total{{model_name="tiny"}} {counters.num_draft_tokens}' in lines
-    assert not any("spec_decode" in line for line in exposition("e", plain.engine, RequestMetrics()).splitlines())
+    assert "spec_decode" not in exposition("e", engine_numbers(plain.engine), RequestMetrics())
 
 
 def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain):

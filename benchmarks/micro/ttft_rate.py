@@ -1,9 +1,10 @@
 """How long people wait for the first token as more of them come: TTFT against request rate, over HTTP, by engine.
 
 An open loop: requests arrive as a Poisson process, whether or not the earlier ones are answered. Answers differ in
-length. `static` is stage E with one rule changed: it admits requests only when all of the last batch have ended, as
-stage D does. Rates are shares of what `E` reaches when all requests come at once, which is measured first, so that they
-mean the same on every machine. The engines take turns, at every rate, on the same requests.
+length. `E` is compared with `static`, which is stage E with one rule changed: it admits requests only when all of the
+last batch have ended, as stage D does. On a GPU it is compared with `F`. Rates are shares of what `E` reaches when all
+requests come at once, which is measured first, so that they mean the same on every machine. The engines take turns, at
+every rate, on the same requests.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from contextlib import ExitStack
 
-from benchmarks.local_server import local_server
+from benchmarks.local_server import local_servers
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
@@ -31,7 +31,7 @@ NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
 def measure(
     model: str = "tutor",
     device: str = "cpu",
-    with_f: bool = False,
+    other: str = "static",
     shares: tuple[float, ...] = (0.25, 0.5, 0.75),
     slots: int = 8,
     requests: int = 48,
@@ -43,17 +43,15 @@ def measure(
     """TTFT and TPOT of every request, by engine and rate.
 
     Args:
-        with_f: also measure stage F.
+        other: the engine that E is compared with, `static` or `F`.
         shares: of what E reaches: the rates.
         slots: batch slots of every engine.
         longest: answers have 1 to this many tokens.
     """
     words = ["--model", model, "--device", device, "--max-num-seqs", str(slots), "--no-prefix-caching", "--no-page"]
     words += ["--max-queue", str(requests), "--gpu-memory-utilization", "0.25"]
-    names = list(ENGINES) if with_f else ["E", "static"]
     rows = []
-    with ExitStack() as servers:
-        running = {name: servers.enter_context(local_server(*ENGINES[name], *words, threads=threads)) for name in names}
+    with local_servers({name: [*ENGINES[name], *words] for name in ("E", other)}, threads) as running:
         urls = {name: server.url for name, server in running.items()}
         for url in urls.values():
             load(url, requests, input_len, longest, float("inf"), -1)  # a warm-up
@@ -126,8 +124,17 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """Lines of TTFT p99, and of its median, over the rate; on the newest results."""
-    result = results[0]
+    """A figure for each engine that E is compared with, on the newest results."""
+    figures = {"static": "figures/ttft_rate.png", "F": "figures/ttft_rate_f.png"}
+    return {
+        file: draw_one(of_other[0])
+        for other, file in figures.items()
+        if (of_other := [result for result in results if other in names_of(result)])
+    }
+
+
+def draw_one(result: dict) -> bytes:
+    """Lines of TTFT p99, and of its median, over the rate."""
     colours = {"E": BLUE, "static": ORANGE, "F": RED}
     words = f"{title(result)}\n({result['environment']['device']['name']})"
     figure, axes = new_panel(8, 3.8, "requests per second, arriving at random", "time to first token, ms", words)
@@ -140,11 +147,14 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.set_xlim(0)
     axes.set_ylim(0)
     axes.legend(frameon=False)
-    return {"figures/ttft_rate.png": finish(figure, "time to first token against request rate, by engine").png}
+    return finish(figure, "time to first token against request rate, by engine").png
 
 
 def title(result: dict) -> str:
-    """What is to be seen: how much longer the unlucky wait with static admission, over the rates."""
-    static, own = (times(result, name, "ttft_ms") for name in ("static", "E"))
-    ratios = [percentile(static[rate], 99) / percentile(own[rate], 99) for rate in own]
+    """What is to be seen: the ratio of the two engines' p99 over the rates."""
+    [other] = set(names_of(result)) - {"E"}
+    of_e, of_other = (times(result, name, "ttft_ms") for name in ("E", other))
+    ratios = [percentile(of_other[rate], 99) / percentile(of_e[rate], 99) for rate in of_e]
+    if other == "F":
+        return f"TTFT's p99 is {1 / max(ratios):.1f} to {1 / min(ratios):.1f} × shorter with stage F than with E"
     return f"With static admission TTFT's p99 is {min(ratios):.1f} to {max(ratios):.1f} × as long"

@@ -1,6 +1,6 @@
 """Replicas: several whole engines behind one address, as a Ray Serve application.
 
-    client ──HTTP──► Ray's proxy ──► Router ──handle──► Engine (a replica: LLM, AsyncLLM and the API of beyond/serving)
+    client ──HTTP──► Ray's proxy ──► Router ──handle──► Engine (a replica: the API of beyond/serving, and its engine)
                                                    └──► Engine …
 
 Ray Serve starts the replicas, on this machine or on all that have joined with `ray start`, restarts those that die,
@@ -13,7 +13,6 @@ An engine's API is called as what it is, an ASGI application: its messages trave
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -30,8 +29,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from beyond.scale_out.sessions import session_of
 from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM, QueueFull
+from beyond.serving.engine_process import EngineProcess
 from beyond.serving.http_errors import error_response
 from beyond.serving.protocol import Limits, RequestError
+from beyond.serving.remote_engine import RemoteLLM
 
 CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
@@ -51,8 +52,7 @@ class Engine:
     async def __init__(
         self, engine: str, options: dict[str, object], max_queue: int, api_key: str | None, release: int
     ) -> None:
-        module, _, name = engine.partition(":")
-        llm = await asyncio.to_thread(getattr(importlib.import_module(module), name or "LLM"), **options)
+        llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
         self.api = Api(self.llm, llm.source.name, Limits(), api_key)
         self.app = self.api.app()
@@ -88,7 +88,8 @@ class Engine:
         await self.llm.close()
 
     async def check_health(self) -> None:
-        """Ray replaces a replica for which this raises."""
+        """Ray replaces a replica for which this raises: a step has failed, and so has another one that it tried."""
+        await self.llm.works()
         if (failure := self.llm.engine_loop.failure) is not None:
             raise failure
 

@@ -7,29 +7,32 @@ import asyncio
 import importlib
 import os
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from beyond.serving.engine_process import SERVABLE, EngineProcess, freeze_heap
 from stage_a_naive.errors import one_line
 
 if TYPE_CHECKING:
+    from beyond.serving.remote_engine import RemoteLLM
     from beyond.serving.server import Server
+    from stage_e_batching.llm import LLM
 
-SERVABLE = "serve stage E, F or an engine built on them"
 STAGES = {"e": "stage_e_batching:LLM", "f": "stage_f_graph_tp:LLM"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal comes; returns the exit code: 0, or 2 after a one-line error."""
+    """Serve until a signal comes; returns the exit code: 0, 1 if the engine died, or 2 after another one-line error."""
     try:
         options, engine_options = parse(argv)
-        asyncio.run(_serve(options, engine_options))
+        with closing(EngineProcess(options.engine or STAGES[options.stage], engine_options)) as process:
+            return serve_process(process, options)
     except (ValueError, OSError, MemoryError, ImportError, AttributeError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while the model was loaded
         print("\ninterrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def parse(
@@ -83,38 +86,51 @@ def _options_module(chosen: argparse.Namespace) -> str:
     return engine.options_class.__module__
 
 
-async def _serve(options: argparse.Namespace, engine_options: dict[str, object]) -> None:
-    from beyond.serving.server import serve  # here: `--help` need not wait for PyTorch
-    from stage_e_batching.llm import LLM as ContinuousLLM
+def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
+    """Serve the engine that a process is loading; returns the exit code."""
+    from beyond.serving.remote_engine import EngineDied, RemoteLLM  # here: the process imports PyTorch meanwhile
 
-    module, _, name = (options.engine or STAGES[options.stage]).partition(":")
-    llm = getattr(importlib.import_module(module), name or "LLM")(**engine_options)
-    if not isinstance(llm, ContinuousLLM):
-        raise ValueError(f"{module} works on one batch until it is done; {SERVABLE}")
-    served = llm.source.name
+    try:
+        serve_llm(RemoteLLM(process), process.engine, options)
+    except EngineDied as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) -> None:
+    """Serve an engine until a signal comes, and print where.
+
+    Args:
+        engine: its name, `module:class`.
+    """
+    from uvicorn.loops.auto import auto_loop_factory
+
+    from beyond.serving.server import serve
 
     def tell(server: Server, port: int) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"[serving] {served}, {module} on {llm.device} in {str(llm.dtype).removeprefix('torch.')}", flush=True)
+        package, precision = engine.partition(":")[0], str(llm.dtype).removeprefix("torch.")
+        print(f"[serving] {llm.source.name}, {package} on {llm.device} in {precision}", flush=True)
         print(f"[serving] API      http://{host}:{port}/v1", flush=True)
         if options.page:
             print(f"[serving] page     http://{host}:{port}/", flush=True)
         print(f"[serving] metrics  http://{host}:{port}/metrics", flush=True)
 
-    try:
-        await serve(
-            llm,
-            host=options.host,
-            port=options.port,
-            model=served,
-            max_queue=options.max_queue,
-            api_key=options.api_key,
-            deadline=options.deadline,
-            page=options.page,
-            on_ready=tell,
-        )
-    finally:
-        llm.close()
+    work = serve(
+        llm,
+        host=options.host,
+        port=options.port,
+        model=llm.source.name,
+        max_queue=options.max_queue,
+        api_key=options.api_key,
+        deadline=options.deadline,
+        page=options.page,
+        on_ready=tell,
+    )
+    freeze_heap()
+    with asyncio.Runner(loop_factory=auto_loop_factory(use_subprocess=False)) as runner:  # uvloop, if it is installed
+        runner.run(work)
 
 
 if __name__ == "__main__":

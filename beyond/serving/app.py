@@ -24,9 +24,10 @@ from starlette.routing import Route
 
 from beyond.serving.answers import Answer
 from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
 from beyond.serving.http_errors import error_response, refused_by_router
-from beyond.serving.metrics import exposition
+from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
 from stage_a_naive.detokenize import IncrementalDecoder
 from stage_a_naive.errors import shown
@@ -34,6 +35,7 @@ from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.params import as_integer
 from stage_e_batching.mailbox import Token
 
+AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
 Handler = Callable[..., Awaitable[Response]]
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -176,19 +178,25 @@ class Api:
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
-        healthy = not self.llm.draining and self.llm.engine_loop.failure is None
-        return Response(status_code=200 if healthy else 503)
+        return Response(status_code=200 if await self.llm.works() else 503)
 
     async def metrics(self, request: HttpRequest) -> Response:
         """`GET /metrics`, for Prometheus."""
-        text = exposition(self.model, self.llm.llm.engine, self.llm.metrics)
+        try:
+            numbers = await asyncio.wrap_future(self.llm.engine_loop.call(engine_numbers))
+        except EngineClosed as error:
+            return error_response(error)
+        text = exposition(self.model, numbers, self.llm.metrics)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
     async def _answer(self, body: dict, ask: Ask) -> Response:
         self._check_model(body.get("model"))
-        requests = await asyncio.to_thread(self._requests, ask)
+        if not ask.is_chat and sum(map(len, ask.prompts)) <= AT_ONCE:
+            requests = self._requests(ask)
+        else:
+            requests = await asyncio.to_thread(self._requests, ask)
         answer = Answer(ask, self.model, self.llm.llm.tokenizer)
         if len(requests) > self.llm.max_unfinished:
             most = self.llm.max_unfinished

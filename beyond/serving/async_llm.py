@@ -19,11 +19,14 @@ from types import TracebackType
 
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
 from beyond.serving.metrics import RequestMetrics
+from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 from stage_a_naive.frontend import Prompts
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.llm import LLM
 from stage_e_batching.mailbox import Event
+
+TRIAL_SECONDS = 5  # for one token of an idle engine
 
 
 class QueueFull(Exception):
@@ -42,13 +45,14 @@ class Stream(Call):
         self.num_unfinished = len(requests)
         self._llm = llm
         self._news: list[tuple[Request, Event]] = []
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None  # while the reader waits
 
     def put(self, request: Request, event: Event) -> None:
         """Take in what the engine tells about a request."""
         self.num_unfinished -= event.output is not None or event.error is not None
         self._news.append((request, event))
-        self._arrived.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     def __enter__(self) -> Stream:
         return self
@@ -63,8 +67,9 @@ class Stream(Call):
         """The next events. Raises what ended a request."""
         if not self._news and not self.num_unfinished:
             raise StopAsyncIteration
-        await self._arrived.wait()
-        self._arrived.clear()
+        if not self._news:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
         news, self._news = self._news, []
         for _, event in news:
             if event.error is not None:
@@ -78,11 +83,11 @@ class AsyncLLM:
     Other threads of the program may go on calling `llm.generate`: their requests join the same batches.
 
     Args:
-        llm: the engine.
+        llm: the engine; it runs in a thread of this process, or, given a `RemoteLLM`, in a process of its own.
         max_queue: requests that may wait beside those that fill the engine's batch slots.
     """
 
-    def __init__(self, llm: LLM, max_queue: int = 256) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256) -> None:
         self.llm = llm
         self.max_unfinished = llm.options.max_num_seqs + max_queue
         self.num_unfinished = 0
@@ -90,7 +95,12 @@ class AsyncLLM:
         self.metrics = RequestMetrics()
         self._loop = asyncio.get_running_loop()
         self._all_done = asyncio.Event()
-        self.engine_loop = EngineLoop(llm.engine, self._deliver)
+        if isinstance(llm, RemoteLLM):
+            self.engine_name = llm.package
+            self.engine_loop = RemoteLoop(llm.process, self._hand_out)
+        else:
+            self.engine_name = type(llm).__module__.removesuffix(".llm")
+            self.engine_loop = EngineLoop(llm.engine, self._deliver)
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queue requests that `llm.requests` has checked, all of them or none.
@@ -145,6 +155,14 @@ class AsyncLLM:
                     if event.text:
                         yield event.text
 
+    async def works(self) -> bool:
+        """Tell whether requests are taken and steps succeed. An idle engine whose last step failed tries one more."""
+        if self.engine_loop.failure is not None and not self.num_unfinished and not self.draining:
+            with suppress(Exception):  # the step's, which then is the new failure
+                async with asyncio.timeout(TRIAL_SECONDS):
+                    await self.generate([[0]], SamplingParams(max_tokens=1))
+        return not self.draining and self.engine_loop.failure is None
+
     async def drain(self, seconds: float) -> bool:
         """Take no new requests and wait for the end of those that are here; whether all ended in time."""
         self.draining = True
@@ -156,7 +174,7 @@ class AsyncLLM:
         return self.num_unfinished == 0
 
     async def close(self) -> None:
-        """End the engine's thread; what has not ended is told so. A second call does nothing."""
+        """End the engine's thread or process; what has not ended is told so. A second call does nothing."""
         self.draining = True
         self.engine_loop.close()
         await asyncio.to_thread(self.engine_loop.join)

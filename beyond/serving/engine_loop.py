@@ -20,11 +20,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event
+
+if TYPE_CHECKING:
+    from beyond.serving.piped_loop import PipeInbox
+
+CLOSED = "the engine was closed before the answer was complete"
 
 
 class EngineClosed(RuntimeError):
@@ -42,7 +47,7 @@ class Call:
         self.requests = requests
         self.arrival_time = time.perf_counter()
         self.last_token_times: dict[int, float] = {}  # by the requests' indexes
-        self.live: dict[int, Request] = {}  # by their ids in the engine; read and changed by the engine's thread only
+        self.live: dict[int, Request] = {}  # those that have not ended, by their ids; the engine loop's alone
 
 
 News = list[tuple[Call, Request, Event]]
@@ -56,16 +61,19 @@ class EngineLoop:
         engine: of stage E or one of its descendants.
         deliver: called in the engine's thread after every step with what it brought, and with the time (seconds on the
             monotonic clock) at which it was known. It must not wait.
+        inbox: what others ask for; a queue by default.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[float, News], None]) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Callable[[float, News], None], inbox: PipeInbox | None = None
+    ) -> None:
         self.paused = False
         self.failure: Exception | None = None  # what broke the last step off
         self._engine = engine
         self._deliver = deliver
         self._mailbox = engine.new_mailbox()
         self._calls: dict[int, Call] = {}  # by request id
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None]] | PipeInbox = inbox or SimpleQueue()
         self._single_step = False  # run one step although paused
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,10 +101,13 @@ class EngineLoop:
         """Run one step although paused."""
         self._inbox.put(partial(setattr, self, "_single_step", True))
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` in the engine's thread between two steps; the result comes in the future."""
-        future: Future[T] = Future()
-        self._inbox.put(partial(_fulfil, future, function))
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Call `function` with the engine in its thread between two steps; the result comes in the future."""
+        future = new_future()
+        if self.closed:
+            future.set_exception(EngineClosed(CLOSED))
+        else:
+            self._inbox.put(partial(_fulfil, future, function, self._engine))
         return future
 
     def close(self) -> None:
@@ -117,7 +128,7 @@ class EngineLoop:
                 self._inbox.get()()  # waits where there is nothing to do
         while not self._inbox.empty():  # what came after the end was decided
             self._inbox.get()()
-        self._fail_all(EngineClosed("the engine was closed before the answer was complete"))
+        self._fail_all(EngineClosed(CLOSED))
 
     @property
     def _may_step(self) -> bool:
@@ -178,8 +189,15 @@ class EngineLoop:
             self._deliver(time.perf_counter(), news)
 
 
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+def new_future() -> Future:
+    """A future that nobody can cancel: what it waits for happens anyway."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _fulfil(future: Future[T], function: Callable[[Engine], T], engine: Engine) -> None:
     try:
-        future.set_result(function())
+        future.set_result(function(engine))
     except Exception as error:
         future.set_exception(error)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -58,36 +60,46 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
         self._stream, self._answer, self._include_usage = stream, answer, include_usage
+        self._num_begun = self._num_sent = 0  # writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone, OSError), self._stream:  # nobody is left to tell
+            await unless_gone(partial(self._gone, receive), self._send_all(send))
+
+    async def _gone(self, receive: Receive) -> None:
+        """Return when the connection has ended, or when the client has taken in nothing for `SEND_SECONDS`.
+
+        Looking now and then costs nothing. A timeout for every write would cost more than the write.
+        """
+        ended, before = asyncio.ensure_future(receive()), -1
         try:
-            with self._stream:
-                await unless_gone(receive, self._send_all(send))
-        except (ClientGone, OSError, TimeoutError):
-            pass  # nobody is left to tell
+            while self._num_begun == self._num_sent or self._num_begun != before:
+                before = self._num_begun
+                if (await asyncio.wait({ended}, timeout=SEND_SECONDS))[0]:
+                    break
+        finally:
+            ended.cancel()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         outputs: dict[int, GenerationOutput] = {}
-        now = asyncio.get_running_loop().time
-        async with asyncio.timeout(None) as patience:  # one for all sends: each would cost more than the send itself
 
-            async def send_on(body: bytes, more: bool = True) -> None:
-                patience.reschedule(now() + SEND_SECONDS)
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-                patience.reschedule(None)
+        async def send_on(body: bytes, more: bool = True) -> None:
+            self._num_begun += 1
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._num_sent += 1
 
-            try:
-                async for news in self._stream:
-                    await send_on(b"".join(self._frames(news)))  # one write, however many tokens have come
-                    outputs |= {request.index: event.output for request, event in news if event.output is not None}
-                if self._include_usage:
-                    await send_on(frame(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
-            except (OSError, TimeoutError):
-                raise
-            except Exception as error:  # the status is sent already, so the stream itself has to say it
-                await send_on(frame(as_json(error_body(error))))
-            await send_on(DONE, more=False)
+        try:
+            async for news in self._stream:
+                await send_on(b"".join(self._frames(news)))  # one write, however many tokens have come
+                outputs |= {request.index: event.output for request, event in news if event.output is not None}
+            if self._include_usage:
+                await send_on(frame(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
+        except OSError:
+            raise
+        except Exception as error:  # the status is sent already, so the stream itself has to say it
+            await send_on(frame(as_json(error_body(error))))
+        await send_on(DONE, more=False)
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
         """A server-sent event for every token; the last of an answer carries the reason of its end.

@@ -1,6 +1,6 @@
 """The live page at `/`: a chat box, and beside it the engine at work.
 
-    engine's thread                      event loop                                 browser
+    engine's thread or process           event loop                                 browser
     step -> StepLog
     between two steps: describe() -----> one picture for all pages, as an event --> page/engine.js draws it
     pause, resume, single step <-------- POST /live/control <---------------------- buttons
@@ -22,10 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import as_json
 from beyond.serving.app import Api, Endpoint
+from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, unless_gone
 from beyond.serving.protocol import RequestError, check_fields
 from beyond.serving.sse import EVENT_HEADERS, frame
-from beyond.serving.step_log import StepLog, describe
+from beyond.serving.step_log import describe, watch
 from stage_a_naive.errors import shown
 
 PAGE = Path(__file__).parent / "page"
@@ -45,15 +46,9 @@ class LiveView:
     def __init__(self, api: Api) -> None:
         self._api = api
         self.loop = api.llm.engine_loop
-        self._engine = api.llm.llm.engine
-        self._log = StepLog(self._engine.trace)
-        self._engine.trace = self._log
-        self._picture: asyncio.Future[str] | None = None  # the newest one, or the one that is under way
+        self.loop.call(watch)
+        self._picture: asyncio.Task[str] | None = None  # the newest one, or the one that is under way
         self._asked = 0.0  # when, in seconds on the event loop's clock
-
-    def close(self) -> None:
-        """Give the engine its own trace back."""
-        self._engine.trace = self._log.trace
 
     def routes(self) -> list[Route]:
         """The page's files, one fixed route each, so that no path of a request leads to a file; and its endpoints."""
@@ -84,13 +79,13 @@ class LiveView:
         now = asyncio.get_running_loop().time()
         if self._picture is None or (self._picture.done() and now - self._asked >= PICTURE_SECONDS):
             self._asked = now
-            self._picture = asyncio.wrap_future(self.loop.call(self._draw))
+            self._picture = asyncio.ensure_future(self._draw())
         return await asyncio.shield(self._picture)  # one page that goes must not take the others' picture along
 
-    def _draw(self) -> str:
-        engine = type(self._api.llm.llm).__module__.removesuffix(".llm")
-        whole = {"model": self._api.model, "engine": engine, "paused": self.loop.paused}
-        return as_json(whole | describe(self._engine, self._log))
+    async def _draw(self) -> str:
+        described = await asyncio.wrap_future(self.loop.call(describe))
+        head = {"model": self._api.model, "engine": self._api.llm.engine_name, "paused": self.loop.paused}
+        return as_json(head | described)
 
 
 class PictureStream(Response):
@@ -108,12 +103,13 @@ class PictureStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sent = ""
-        while not self._view.loop.closed:
-            picture = await self._view.picture()
-            if picture != sent:
-                await send({"type": "http.response.body", "body": frame(picture), "more_body": True})
-                sent = picture
-            await asyncio.sleep(PICTURE_SECONDS)
+        with suppress(EngineClosed):
+            while not self._view.loop.closed:
+                picture = await self._view.picture()
+                if picture != sent:
+                    await send({"type": "http.response.body", "body": frame(picture), "more_body": True})
+                    sent = picture
+                await asyncio.sleep(PICTURE_SECONDS)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -5,7 +5,7 @@ grow (*counters*: the rate is the difference of two readings), what is now (*gau
 observations were at most this large, for a handful of limits. Averages and percentiles over any time are computed
 later, from the differences.
 
-Totals and gauges are read from the engine when they are asked for, so they cost a step nothing. Histograms are filled
+Totals and gauges are read from the engine between two steps when they are asked for. Histograms are filled
 from the events on their way to the clients.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names: https://docs.vllm.ai/en/stable/usage/metrics.html.
@@ -14,7 +14,7 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names: htt
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from beyond.serving.engine_loop import Call
@@ -26,6 +26,20 @@ from stage_e_batching.mailbox import Event
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 WHOLE_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+
+ENGINE = {  # kind and meaning of what the engine itself counts
+    "num_requests_running": ("gauge", "Requests that run."),
+    "num_requests_waiting": ("gauge", "Requests that wait to run."),
+    "kv_cache_usage_perc": ("gauge", "Share of blocks in use; 1 is all."),
+    "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("counter", "Prompt tokens, computed or found in the cache."),
+    "generation_tokens": ("counter", "Tokens generated."),
+    "num_preemptions": ("counter", "How often the blocks of a request were taken away."),
+    "spec_decode_num_drafts": ("counter", "Drafts verified."),
+    "spec_decode_num_draft_tokens": ("counter", "Tokens of these drafts."),
+    "spec_decode_num_accepted_tokens": ("counter", "Tokens of these drafts that were right."),
+}
 
 
 class Histogram:
@@ -83,49 +97,48 @@ class RequestMetrics:
         self.num_ended["abort"] += num_requests
 
 
-def exposition(model_name: str, engine: Engine, requests: RequestMetrics) -> str:
+def exposition(model_name: str, engine: Mapping[str, float], requests: RequestMetrics) -> str:
     """All metrics as Prometheus reads them.
 
     Args:
         model_name: a label of every line.
+        engine: what `engine_numbers` returns.
     """
     quoted = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'model_name="{quoted}"'
-    lines = [*_engine_lines(engine, label), *_draft_lines(engine, label), *_end_lines(requests, label)]
+    lines = [*_engine_lines(engine, label), *_end_lines(requests, label)]
     for histogram in (requests.first_token, requests.next_token, requests.queue_time, requests.whole_request):
         lines += _histogram_lines(histogram, label)
     return "\n".join(lines) + "\n"
 
 
-def _engine_lines(engine: Engine, label: str) -> Iterator[str]:
+def engine_numbers(engine: Engine) -> dict[str, float]:
+    """Read the engine's gauges and totals, by the names of `ENGINE`. Between two steps nothing changes."""
     scheduler, counters = engine.scheduler, engine.counters
     blocks = scheduler.block_manager
-    for kind, name, value, meaning in (
-        ("gauge", "num_requests_running", scheduler.num_running, "Requests that run."),
-        ("gauge", "num_requests_waiting", len(scheduler.waiting), "Requests that wait to run."),
-        ("gauge", "kv_cache_usage_perc", blocks.num_used / blocks.num_blocks, "Share of blocks in use; 1 is all."),
-        ("counter", "prefix_cache_queries", counters.num_prompt_tokens, "Prompt tokens looked up in the prefix cache."),
-        ("counter", "prefix_cache_hits", counters.num_cached_tokens, "Prompt tokens found in the prefix cache."),
-        ("counter", "prompt_tokens", counters.num_prompt_tokens, "Prompt tokens, computed or found in the cache."),
-        ("counter", "generation_tokens", counters.num_generated_tokens, "Tokens generated."),
-        ("counter", "num_preemptions", counters.num_preemptions, "How often the blocks of a request were taken away."),
-    ):
+    found = {
+        "num_requests_running": scheduler.num_running,
+        "num_requests_waiting": len(scheduler.waiting),
+        "kv_cache_usage_perc": blocks.num_used / blocks.num_blocks,
+        "prefix_cache_queries": counters.num_prompt_tokens,
+        "prefix_cache_hits": counters.num_cached_tokens,
+        "prompt_tokens": counters.num_prompt_tokens,
+        "generation_tokens": counters.num_generated_tokens,
+        "num_preemptions": counters.num_preemptions,
+    }
+    if hasattr(counters, "num_verifications"):
+        found["spec_decode_num_drafts"] = counters.num_verifications
+        found["spec_decode_num_draft_tokens"] = counters.num_draft_tokens
+        found["spec_decode_num_accepted_tokens"] = counters.num_accepted_tokens
+    return found
+
+
+def _engine_lines(numbers: Mapping[str, float], label: str) -> Iterator[str]:
+    for name, value in numbers.items():
+        kind, meaning = ENGINE[name]
         sample = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
         yield from _head(sample, kind, meaning)
         yield f"{sample}{{{label}}} {value}"
-
-
-def _draft_lines(engine: Engine, label: str) -> Iterator[str]:
-    """What speculative decoding counts, where the engine does that."""
-    for name, counter, meaning in (
-        ("drafts", "num_verifications", "Drafts verified."),
-        ("draft_tokens", "num_draft_tokens", "Tokens of these drafts."),
-        ("accepted_tokens", "num_accepted_tokens", "Tokens of these drafts that were right."),
-    ):
-        if hasattr(engine.counters, counter):
-            sample = f"vllm:spec_decode_num_{name}_total"
-            yield from _head(sample, "counter", meaning)
-            yield f"{sample}{{{label}}} {getattr(engine.counters, counter)}"
 
 
 def _end_lines(requests: RequestMetrics, label: str) -> Iterator[str]:

@@ -190,7 +190,7 @@ def _prompts(prompt: object, limits: Limits) -> list:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(as_integer(token_id) is not None for token_id in prompt):
+        if set(map(type, prompt)) == {int}:
             return [prompt]
         if len(prompt) > limits.prompts:
             raise RequestError(f"{len(prompt)} prompts; a request may have at most {limits.prompts}", param="prompt")

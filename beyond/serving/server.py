@@ -17,6 +17,7 @@ from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.live_view import LiveView
 from beyond.serving.protocol import Limits
+from beyond.serving.remote_engine import EngineDied, RemoteLLM, RemoteLoop
 from stage_e_batching.llm import LLM
 
 CLOSING_SECONDS = 2  # for the last bytes of answers that are complete
@@ -77,7 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    llm: LLM,
+    llm: LLM | RemoteLLM,
     *,
     host: str,
     port: int,
@@ -100,6 +101,7 @@ async def serve(
 
     Raises:
         OSError: see `listen`.
+        EngineDied: the engine's process did, which has ended the server.
     """
     listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue)
@@ -110,11 +112,13 @@ async def serve(
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )  # fmt: skip
     server = Server(config, async_llm, deadline)
+    if isinstance(async_llm.engine_loop, RemoteLoop):
+        async_llm.engine_loop.on_death = server.begin_end
     if on_ready is not None:
         on_ready(server, listening.getsockname()[1])
     try:
         await server.serve([listening])
     finally:
         await async_llm.close()
-        if view:
-            view.close()
+    if isinstance(async_llm.engine_loop.failure, EngineDied):
+        raise async_llm.engine_loop.failure

@@ -64,8 +64,15 @@ class StepLog:
             self.trace.close()
 
 
-def describe(engine: Engine, log: StepLog) -> dict[str, object]:
-    """Describe the engine between two steps: queues, pool of blocks, and what the log holds."""
+def watch(engine: Engine) -> None:
+    """Have the engine's steps noted in a `StepLog`, if they are not yet."""
+    if not isinstance(engine.trace, StepLog):
+        engine.trace = StepLog(engine.trace)
+
+
+def describe(engine: Engine) -> dict[str, object]:
+    """Describe an engine that is watched, between two steps: queues, pool of blocks, and what its log holds."""
+    log = engine.trace
     with engine._lock:  # other threads of the program may run steps, too
         scheduler = engine.scheduler
         manager = scheduler.block_manager

@@ -1,0 +1,147 @@
+"""The process that owns the engine, beside the one that speaks HTTP: how it is started, and its program.
+
+    HTTP's process ── pipe: commands ──► inbox of the engine's thread (piped_loop.py)
+                   ◄── pipe: one message per step ──┘
+
+Python runs one thread of a process at a time. In one process, planning a step and writing the last one's events to the
+clients take turns; in two they do not wait for each other. The engine's process knows nothing of HTTP.
+
+It ends when the other one does, whatever ends that: then the pipes break. Ctrl-C and SIGTERM may reach all processes of
+a server at once. What they mean is decided there, so here they are ignored.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stage_e_batching.llm import LLM
+
+SERVABLE = "serve stage E, F or an engine built on them"
+END_SECONDS = 20  # for the step that runs, and for what an engine does at its end
+
+
+# ---- in HTTP's process ----------------------------------------------------------------------------------------------
+
+
+class EngineProcess:
+    """Starts an engine in a process of its own, neither by fork nor with the caller's main module.
+
+    Args:
+        engine: `module:class`.
+        options: the engine's arguments, `model` among them.
+
+    Attributes:
+        commands, news: this process's ends of the two pipes.
+    """
+
+    def __init__(self, engine: str, options: Mapping[str, object]) -> None:
+        self.engine, self.options = engine, dict(options)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self.news, news_end = Pipe(duplex=False)
+        commands_end, self.commands = Pipe(duplex=False)
+        with news_end, commands_end:
+            ends = commands_end.fileno(), news_end.fileno()
+            command = [sys.executable, "-P", __file__, *map(str, ends)]
+            self._process = subprocess.Popen(command, env=environment, pass_fds=ends)
+            self.commands.send((engine, self.options))
+        self.pid = self._process.pid
+
+    def end(self, seconds: float = END_SECONDS) -> str:
+        """Wait for the process's end, and kill it if it takes longer than `seconds`; returns how it ended."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """End the process. A second call does nothing."""
+        self.commands.close()
+        self.end()
+
+
+# ---- in the engine's process ----------------------------------------------------------------------------------------
+
+
+def serve_engine(commands: Connection, news: Connection, ready: threading.Event) -> int:
+    """Load the engine that the first message names, and run it until the pipe ends; returns the exit code.
+
+    Args:
+        ready: set when the engine has been loaded.
+    """
+    engine, options = commands.recv()
+    from beyond.serving.piped_loop import PipedLoop  # here: PyTorch takes seconds, in which the other process may end
+    from beyond.serving.wire import READY, REFUSED, About
+    from stage_a_naive.errors import one_line
+
+    try:
+        llm = load_class(engine)(**options)
+    except (ValueError, OSError, MemoryError, ImportError) as error:  # what a user can cause
+        news.send((REFUSED, one_line(error)))
+        return 2
+    news.send((READY, About.of(llm)))
+    ready.set()
+    freeze_heap()
+    PipedLoop(llm.engine, commands, news).join()
+    llm.close()
+    return 0
+
+
+def freeze_heap() -> None:
+    """Have the garbage collector pass over all that is loaded: it stays, and a look at it would stop the server."""
+    gc.collect()
+    gc.freeze()
+
+
+def load_class(engine: str) -> type[LLM]:
+    """Import an engine.
+
+    Raises:
+        ImportError: there is no such module or class.
+        ValueError: it cannot be served.
+    """
+    from stage_e_batching.llm import LLM
+
+    module, _, name = engine.partition(":")
+    found = getattr(importlib.import_module(module), name or "LLM", None)
+    if found is None:
+        raise ImportError(f"{module} has no {name}")
+    if not (isinstance(found, type) and issubclass(found, LLM)):
+        raise ValueError(f"{engine} works on one batch until it is done; {SERVABLE}")
+    return found
+
+
+def end_if_left(commands: Connection, ready: threading.Event) -> None:
+    """Wait until the other process has closed its end of the pipe; if the model is still being loaded then, end."""
+    poll = select.poll()
+    poll.register(commands, 0)  # for its end, and not for what can be read
+    poll.poll()
+    if not ready.is_set():
+        os._exit(1)
+
+
+def end_at_once(failed: threading.ExceptHookArgs) -> None:
+    """Print what ended a thread, and end the process: the other threads would wait for that one for ever."""
+    threading.__excepthook__(failed)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.excepthook = end_at_once
+    ends, ready = [Connection(int(end)) for end in sys.argv[1:]], threading.Event()
+    threading.Thread(target=end_if_left, args=(ends[0], ready), daemon=True).start()
+    raise SystemExit(serve_engine(*ends, ready))

@@ -1,0 +1,89 @@
+"""The engine's thread in a process of its own: an `EngineLoop` whose callers are at the other end of two pipes.
+
+The thread reads the commands itself, between two steps. A second thread that read them would need the interpreter just
+while a step is planned, and every command would wait for its turn.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from weakref import WeakValueDictionary
+
+from beyond.serving.engine_loop import Call, EngineLoop, News
+from beyond.serving.wire import pack_news, pack_result
+from stage_e_batching.engine import Engine
+
+
+class PipeInbox:
+    """An inbox that another process fills through a pipe. One thread reads it.
+
+    Args:
+        pipe: brings pickled tuples.
+        do: called with each of them, item by item; with `"close"` when the pipe has ended.
+    """
+
+    def __init__(self, pipe: Connection, do: Callable[..., None]) -> None:
+        self._pipe, self._do = pipe, do
+        self._is_open = True
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+        self._put: deque[Callable[[], None]] = deque()
+
+    def put(self, function: Callable[[], None]) -> None:
+        """Add what is to be done first; called by the thread that reads."""
+        self._put.append(function)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is there now."""
+        return not self._put and not (self._is_open and self._poll.poll(0))
+
+    def get(self) -> Callable[[], None]:
+        """The next thing to do; waits for it."""
+        if self._put:
+            return self._put.popleft()
+        try:
+            return partial(self._do, *pickle.loads(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self._is_open = False
+            return partial(self._do, "close")
+
+
+class PipedLoop(EngineLoop):
+    """Runs an engine in a thread, for another process.
+
+    Args:
+        engine: of stage E or one of its descendants.
+        commands: what `RemoteLoop` sends. Requests have their numbers on the wire as `index`.
+        news: where to write what it reads.
+    """
+
+    def __init__(self, engine: Engine, commands: Connection, news: Connection) -> None:
+        self._news = news
+        self._callers: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by requests that have not ended
+        super().__init__(engine, self._write, PipeInbox(commands, self._do))
+
+    def _write(self, now: float, news: News) -> None:
+        self._news.send_bytes(pack_news(now, self.failure, news))
+
+    def _do(self, name: str, *arguments: object) -> None:
+        if name == "submit":
+            call = Call(*arguments)
+            self._callers.update(dict.fromkeys((request.index for request in call.requests), call))
+            self.submit(call)
+        elif name == "drop":
+            if (call := self._callers.get(*arguments)) is not None:
+                self.drop(call)
+        elif name == "call":
+            number, function = arguments
+            self.call(function).add_done_callback(partial(self._answer, number))
+        else:  # pause, resume, single_step, close
+            getattr(self, name)()
+
+    def _answer(self, number: int, done: Future) -> None:
+        self._news.send_bytes(pack_result(number, done))

@@ -1,0 +1,230 @@
+"""An engine in another process, as the one that speaks HTTP sees it.
+
+    RemoteLLM    checks prompts and turns them into token ids, here
+    RemoteLoop   what `EngineLoop` is for an engine in this process: submit, drop, pause, call, close
+
+It all runs in the event loop's thread. A message from the engine wakes the event loop up as a client's would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+
+from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_future
+from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
+from beyond.serving.wire import READY, RESULT, pack_command, take_messages, unpack_event
+from stage_a_naive.frontend import Frontend
+from stage_a_naive.outputs import Request
+from stage_e_batching.engine import Engine
+from stage_e_batching.mailbox import Event
+
+DYING_SECONDS = 1
+READ_BYTES = 1 << 20
+
+
+class EngineDied(EngineClosed):
+    """The engine's process ended although nobody asked it to."""
+
+
+class RemoteLLM(Frontend):
+    """The front end of an engine in another process. It answers nothing itself: give it to `AsyncLLM`.
+
+    Args:
+        process: has been started and loads the engine.
+
+    Raises:
+        ValueError: the engine could not be loaded; the message is its own.
+        EngineDied: its process ended before that.
+    """
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+        given = dict(process.options)
+        engine_class = load_class(process.engine)
+        self.resolve = engine_class.resolve
+        super().__init__(given.pop("model"), "cpu", "auto", given.pop("seed"))
+        del given["device"], given["dtype"]
+        self.options = engine_class.options_class(**given)
+        self.package = engine_class.__module__.removesuffix(".llm")
+        try:
+            kind, about = process.news.recv()
+        except (EOFError, OSError):
+            raise EngineDied(f"the engine's process ended while it was loading the model ({process.end()})") from None
+        if kind != READY:
+            raise ValueError(about)
+        self.vocab_size, self.max_model_len = about.vocab_size, about.max_model_len
+        self.device, self.dtype = about.device, about.dtype
+        self._longest_prompt = about.longest_prompt
+
+    def _request(self, *given: object) -> Request:
+        request = super()._request(*given)
+        if (length := len(request.prompt_token_ids)) > self._longest_prompt:
+            raise ValueError(
+                f"prompt {request.index} has {length} tokens, and this engine's KV pool and steps have room for "
+                f"{self._longest_prompt}; shorten the prompt, or raise num_kvcache_blocks, gpu_memory_utilization or, "
+                "without chunked prefill, max_num_batched_tokens"
+            )
+        return request
+
+
+class RemoteLoop:
+    """Passes requests to an engine in another process, and its news back, in the running event loop.
+
+    Args:
+        process: where the engine is.
+        hand_out: called after every step with its news and the time at which they were known.
+
+    Attributes:
+        paused, failure, closed: as in `EngineLoop`.
+        on_death: called when the engine's process has ended unasked.
+    """
+
+    def __init__(self, process: EngineProcess, hand_out: Callable[[float, News], None]) -> None:
+        self.paused = self.closed = False
+        self.failure: Exception | None = None
+        self.on_death: Callable[[], None] = lambda: None
+        self._process, self._hand_out = process, hand_out
+        self._calls: dict[int, Call] = {}  # by the numbers of their requests that have not ended
+        self._results: dict[int, Future] = {}
+        self._numbers = count()  # of requests and of calls of functions
+        self._broken = threading.Event()  # the connection, as it does at the end
+        self._loop = asyncio.get_running_loop()
+        self._news, self._commands = process.news.fileno(), process.commands.fileno()
+        self._unread, self._unsent = bytearray(), bytearray()
+        for pipe in (self._news, self._commands):
+            os.set_blocking(pipe, False)
+        self._loop.add_reader(self._news, self._read)
+
+    # ---- what `EngineLoop` has too ------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Have the call's requests answered."""
+        numbered = [replace(request, index=next(self._numbers)) for request in call.requests]
+        call.live = {new.index: request for new, request in zip(numbered, call.requests, strict=True)}
+        self._calls |= dict.fromkeys(call.live, call)
+        self._send("submit", numbered)
+        if self.closed:
+            self._loop.call_soon(self._fail_all)
+
+    def drop(self, call: Call) -> None:
+        """Forget a call: those of its requests that have not ended are aborted and their blocks freed."""
+        for number in call.live:
+            del self._calls[number]
+        if call.live:
+            self._send("drop", min(call.live))
+        call.live.clear()
+
+    def pause(self) -> None:
+        """Run no more steps until `resume`; requests may come and go meanwhile."""
+        self.paused = True
+        self._send("pause")
+
+    def resume(self) -> None:
+        """Run on after `pause`."""
+        self.paused = False
+        self._send("resume")
+
+    def single_step(self) -> None:
+        """Run one step although paused."""
+        self._send("single_step")
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Call a function of a module in the engine's thread between two steps; the result comes in the future."""
+        future = new_future()
+        if self.closed:
+            future.set_exception(EngineClosed(CLOSED))
+        else:
+            number = next(self._numbers)
+            self._results[number] = future
+            self._send("call", number, function)
+        return future
+
+    def close(self) -> None:
+        """End the engine after its current step; what has not ended is told that it will not."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_writer(self._commands)
+            self._process.commands.close()
+
+    def join(self, timeout: float = END_SECONDS) -> None:
+        """Wait, in another thread than the event loop's, until the engine's process has ended; after that, kill it."""
+        self._process.end(timeout)
+        self._broken.wait(timeout)
+
+    # ---- the two pipes ------------------------------------------------------------------------------------------
+
+    def _send(self, *command: object) -> None:
+        """Send a command, together with others of this moment."""
+        if not self._unsent:
+            self._loop.call_soon(self._write)
+        self._unsent += pack_command(command)
+
+    def _write(self) -> None:
+        """Write what the pipe takes now. To wait for room is for an event loop as wrong as any other waiting."""
+        if self.closed:
+            return
+        with suppress(BlockingIOError):
+            try:
+                del self._unsent[: os.write(self._commands, self._unsent)]
+            except BrokenPipeError:  # the engine's process has ended; reading its news says so
+                self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(self._commands, self._write)
+        else:
+            self._loop.remove_writer(self._commands)
+
+    def _read(self) -> None:
+        """Read what has come, which may be a part of a message or several of them."""
+        try:
+            came = os.read(self._news, READ_BYTES)
+        except BlockingIOError:
+            return
+        self._unread += came
+        for kind, *message in take_messages(self._unread):
+            if kind == RESULT:
+                number, value, error = message
+                future = self._results.pop(number)
+                future.set_exception(error) if error else future.set_result(value)
+            else:
+                now, self.failure, rows = message
+                self._hand_out(now, list(self._events(rows)))
+        if not came:
+            self._end()
+
+    def _events(self, rows: list[tuple]) -> Iterator[tuple[Call, Request, Event]]:
+        for number, *said in rows:
+            call = self._calls.get(number)
+            if call is None:  # the caller has given up
+                continue
+            request, event = call.live[number], unpack_event(number, *said)
+            if event.output is not None or event.error is not None:
+                del self._calls[number], call.live[number]
+            yield call, request, event
+
+    def _end(self) -> None:
+        """Tell all who wait that the connection to the engine has broken."""
+        self._loop.remove_reader(self._news)
+        died = not self.closed
+        if died:
+            self.failure = EngineDied(f"the engine's process died ({self._process.end(DYING_SECONDS)})")
+            self.close()
+        self._fail_all()
+        self._broken.set()
+        if died:
+            self.on_death()
+
+    def _fail_all(self) -> None:
+        error = self.failure if isinstance(self.failure, EngineDied) else EngineClosed(CLOSED)
+        for future in self._results.values():
+            future.set_exception(error)
+        calls, self._calls, self._results = self._calls, {}, {}
+        news = [(call, call.live.pop(number), Event(number, [], "", error=error)) for number, call in calls.items()]
+        self._hand_out(time.perf_counter(), news)

@@ -1,0 +1,112 @@
+"""What crosses between the engine's process and the one that speaks HTTP: one message per step, cheap to write.
+
+Nearly every event of a step is one token with its text. Such an event is a plain tuple of three, which `pickle` writes
+in a small part of a microsecond. What is rare may cost more: ends, errors, log-probabilities.
+
+The two processes are one program, connected by two pipes that nobody else can open. Nothing that a client sends is ever
+unpickled. Every message has its length in front, in four bytes, as `multiprocessing` has it. The engine's process uses
+that module's `Connection`. The other one must not wait for a pipe, so it reads and writes half a message if need be.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from stage_e_batching.mailbox import Event, Token
+
+if TYPE_CHECKING:
+    from beyond.serving.engine_loop import News
+    from stage_e_batching.llm import LLM
+
+HEAD = struct.Struct("!i")
+READY, REFUSED, NEWS, RESULT = range(4)  # the first item of every message from the engine's process
+
+
+@dataclass(frozen=True)
+class About:
+    """What the other process must know of an engine to check requests.
+
+    Attributes:
+        longest_prompt: that the KV pool can hold and a step can take, in tokens.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    longest_prompt: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, llm: LLM) -> About:
+        """Look at an engine."""
+        scheduler = llm.engine.scheduler
+        longest = scheduler.block_manager.capacity
+        if not scheduler.enable_chunked_prefill:
+            longest = min(longest, scheduler.max_num_batched_tokens)
+        return cls(llm.vocab_size, llm.max_model_len, longest, llm.device, llm.dtype)
+
+
+def pack_command(command: tuple) -> bytes:
+    """Write a command for the engine's process, with its length in front."""
+    packed = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+    return HEAD.pack(len(packed)) + packed
+
+
+def pack_news(now: float, failure: Exception | None, news: News) -> bytes:
+    """Write what a step brought.
+
+    Args:
+        now: when it was known, in seconds on the monotonic clock, which is the same in both processes.
+        failure: what broke the last step off.
+        news: of requests whose `index` is their number on the wire.
+    """
+    rows: list[tuple] = []
+    for _, request, event in news:
+        tokens, output, error = event.tokens, event.output, event.error
+        if output is None and error is None and len(tokens) == 1 and tokens[0].logprobs is None:
+            rows.append((request.index, tokens[0].token_id, tokens[0].text))
+        else:
+            rows.append((request.index, [tuple(token) for token in tokens], output, error and portable(error)))
+    return pickle.dumps((NEWS, now, failure and portable(failure), rows), pickle.HIGHEST_PROTOCOL)
+
+
+def take_messages(unread: bytearray) -> Iterator[tuple]:
+    """Unpickle the messages that are complete, and remove them from what was read."""
+    while len(unread) >= HEAD.size and len(unread) >= (end := HEAD.size + HEAD.unpack_from(unread)[0]):
+        message = pickle.loads(memoryview(unread)[HEAD.size : end])
+        del unread[:end]
+        yield message
+
+
+def unpack_event(number: int, *said: object) -> Event:
+    """Read one row of `pack_news`."""
+    if len(said) == 2:
+        return Event(number, [Token(*said)], said[1])
+    tokens, output, error = said
+    tokens = [Token(*token) for token in tokens]
+    return Event(number, tokens, "".join(token.text for token in tokens), output, error)
+
+
+def pack_result(number: int, done: Future) -> bytes:
+    """Write what the call with this number returned or raised."""
+    error = done.exception()
+    result = (None, portable(error)) if error else (done.result(), None)
+    return pickle.dumps((RESULT, number, *result), pickle.HIGHEST_PROTOCOL)
+
+
+def portable(error: BaseException) -> BaseException:
+    """An error as the other process can raise and log it: with its traceback as a note, or as text if need be."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # some classes cannot be made again from their message
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note("in the engine's process:\n" + "".join(traceback.format_exception(error)))
+    return copy
