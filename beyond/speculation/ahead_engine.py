@@ -47,8 +47,10 @@ class AheadEngine(DraftingEngine):
         for sequence in decoding:
             sequence.num_unsure = len(sequence.draft)
             sequence.drop_draft()
-        samples = [True] * len(decoding) + step.samples[step.num_decodes :]
-        super()._count_in_flight(replace(step, sequences=decoding + rest, samples=samples))
+        if len(decoding) < len(rows):
+            samples = [True] * len(decoding) + step.samples[step.num_decodes :]
+            step = replace(step, sequences=decoding + rest, samples=samples)
+        super()._count_in_flight(step)
 
     def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
         """Take in the tokens that are certain, and account for the guesses."""
