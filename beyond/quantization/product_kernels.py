@@ -9,8 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from beyond.quantization.conversion import to_16_bits
 from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
-from stage_f_graph_tp.kernels.skinny_gemm_kernels import row_scale, token_tile
+from stage_f_graph_tp.kernels.skinny_gemm_kernels import token_tile
+
+
+@triton.jit
+def load_squares(squares, parts, tokens, token, token_inside, PARTS: tl.constexpr):
+    """Load the sums of squares of each token, `[PARTS, tokens]`: in flight while the product is made."""
+    part = tl.arange(0, PARTS)
+    inside = (part < parts)[:, None] & token_inside[None, :]
+    return tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -26,6 +35,8 @@ def dequantized_product(
 
     Returns `acc`, float32 zeros `[rows, tokens]`, filled.
     """
+    if GROUP == 0:  # issued here: behind the loop, the program would wait for it
+        scale = tl.load(scales + row, mask=row_inside, other=0.0)
     for step in range(steps):
         start = first + step * BLOCK_K
         column = start + tl.arange(0, BLOCK_K)
@@ -36,14 +47,75 @@ def dequantized_product(
             w = tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
         t = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)  # [tokens, BLOCK_K]
         if GROUP == 0:
-            acc = tl.dot(w.to(t.dtype), tl.trans(t), acc, input_precision=PRECISION)
+            acc = tl.dot(to_16_bits(w, t.dtype), tl.trans(t), acc, input_precision=PRECISION)
         else:
             groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
             scale = tl.load(scales + row * groups + start // GROUP, mask=row_inside & (start < SIZE), other=0.0)
-            acc += tl.dot(w.to(t.dtype), tl.trans(t), input_precision=PRECISION) * scale[:, None]
+            acc += tl.dot(to_16_bits(w, t.dtype), tl.trans(t), input_precision=PRECISION) * scale[:, None]
     if GROUP == 0:
-        acc *= tl.load(scales + row, mask=row_inside, other=0.0)[:, None]
+        acc *= scale[:, None]
     return acc
+
+
+@triton.jit
+def sliced_product(
+    x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dequantized_product` with a part of the columns for each of SLICES warps, whose sums are added up at the end.
+
+    No two warps convert the same weight, however few rows a program has, and many warps work on few rows. With a scale
+    per group, a slice of a tile is GROUP columns wide.
+    """
+    WIDTH: tl.constexpr = BLOCK_K // SLICES
+    if GROUP == 0:
+        scale = tl.load(scales + row, mask=row_inside, other=0.0)
+    acc = tl.zeros([SLICES, row.shape[0], token.shape[0]], tl.float32)
+    part = tl.arange(0, SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]  # [SLICES, 1, WIDTH]
+    for step in range(steps):
+        start = first + step * BLOCK_K
+        column = start + part
+        address = values + row.to(tl.int64)[None, :, None] * SIZE + column
+        token_address = x + token[None, :, None] * x_stride + column
+        if EVEN:
+            w = tl.load(address)  # [SLICES, rows, WIDTH], 8 bits
+            t = tl.load(token_address, mask=token_inside[None, :, None], other=0.0)
+        else:
+            w = tl.load(address, mask=row_inside[None, :, None] & (column < SIZE), other=0.0)
+            t = tl.load(token_address, mask=token_inside[None, :, None] & (column < SIZE), other=0.0)
+        w = to_16_bits(w, t.dtype)
+        t = tl.permute(t, (0, 2, 1))
+        if GROUP == 0:
+            acc = tl.dot(w, t, acc, input_precision=PRECISION)
+        else:
+            groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+            group = start // GROUP + tl.arange(0, SLICES)[:, None]
+            inside = row_inside[None, :] & (group < groups)
+            scale = tl.load(scales + row[None, :] * groups + group, mask=inside, other=0.0)  # [SLICES, rows]
+            acc += tl.dot(w, t, input_precision=PRECISION) * scale[:, :, None]
+    total = tl.sum(acc, 0)
+    if GROUP == 0:
+        total *= scale[:, None]
+    return total
+
+
+@triton.jit
+def _product(
+    x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Either of the two; returns float32 `[rows, tokens]`."""
+    if SLICES > 1:
+        return sliced_product(
+            x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
+            SIZE, GROUP, EVEN, BLOCK_K, SLICES, PRECISION,
+        )  # fmt: skip
+    return dequantized_product(
+        tl.zeros([row.shape[0], token.shape[0]], tl.float32), x, x_stride, token, token_inside, values, scales, row,
+        row_inside, first, steps, SIZE, GROUP, EVEN, BLOCK_K, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
@@ -51,7 +123,8 @@ def product_kernel(
     x, x_stride, squares, parts, tokens, eps, values, scales, bias, out,
     SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply by BLOCK_N weight rows; then the second half of the norm before the product, and the bias."""
     # Neighbouring programs share weights: those are larger than the L2 cache, the tokens are not.
@@ -60,17 +133,19 @@ def product_kernel(
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside = row < OUT_SIZE
     start_next(PDL)
+    if HAS_BIAS:
+        biases = tl.load(bias + row, mask=row_inside, other=0.0)
     wait_for_previous(PDL)
     if HAS_NORM:
-        scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
-    acc = dequantized_product(
-        tl.zeros([BLOCK_N, BLOCK_M], tl.float32), x, x_stride, token, token_inside, values, scales, row, row_inside, 0,
-        tl.cdiv(SIZE, BLOCK_K), SIZE, GROUP, SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, PRECISION,
+        sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+    acc = _product(
+        x, x_stride, token, token_inside, values, scales, row, row_inside, 0, tl.cdiv(SIZE, BLOCK_K),
+        SIZE, GROUP, SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
     )  # fmt: skip
     if HAS_NORM:
-        acc *= scale
+        acc *= tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
+        acc += biases.to(tl.float32)[:, None]
     target = out + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None]
     tl.store(target, acc, mask=row_inside[:, None] & token_inside[None, :])
 
@@ -79,7 +154,8 @@ def product_kernel(
 def gate_up_silu_kernel(
     x, x_stride, squares, parts, tokens, eps, values, scales, out,
     SIZE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,11 +166,12 @@ def gate_up_silu_kernel(
     row_inside = first + index % BLOCK_N < INTERMEDIATE
     start_next(PDL)
     wait_for_previous(PDL)
-    scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
-    acc = dequantized_product(
-        tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32), x, x_stride, token, token_inside, values, scales, row, row_inside,
-        0, tl.cdiv(SIZE, BLOCK_K), SIZE, GROUP, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_K, PRECISION,
+    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+    acc = _product(
+        x, x_stride, token, token_inside, values, scales, row, row_inside, 0, tl.cdiv(SIZE, BLOCK_K),
+        SIZE, GROUP, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
     )  # fmt: skip
+    scale = tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     row = first + tl.arange(0, BLOCK_N)
     gate *= scale
@@ -122,7 +199,8 @@ def product_add_kernel(
     x, x_stride, tokens, values, scales, residual, residual_stride, gain, scaled, squares, partial, arrival_counters,
     SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; begin the norm."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -132,16 +210,15 @@ def product_add_kernel(
     split = tl.program_id(2)
     steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
     start_next(PDL)
-    wait_for_previous(PDL)
     if HAS_GAIN:
-        gains = tl.load(gain + row, mask=row_inside, other=0.0).to(tl.float32)[:, None]
+        gains = tl.load(gain + row, mask=row_inside, other=0.0)
+    wait_for_previous(PDL)
     inside = row_inside[:, None] & token_inside[None, :]
     target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
     before = tl.load(target, mask=inside, other=0.0)
-    acc = dequantized_product(
-        tl.zeros([BLOCK_N, BLOCK_M], tl.float32), x, x_stride, token, token_inside, values, scales, row, row_inside,
-        split * steps * BLOCK_K, steps, SIZE, GROUP, SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0,
-        BLOCK_K, PRECISION,
+    acc = _product(
+        x, x_stride, token, token_inside, values, scales, row, row_inside, split * steps * BLOCK_K, steps,
+        SIZE, GROUP, SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
     )  # fmt: skip
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     last = True
@@ -161,19 +238,6 @@ def product_add_kernel(
         tl.store(target, total, mask=inside)
         if HAS_GAIN:
             total = total.to(tl.float32)
-            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], total * gains, mask=inside)
+            weighted = total * gains.to(tl.float32)[:, None]
+            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], weighted, mask=inside)
             tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)
-
-
-@triton.jit
-def dequantize_kernel(values, scales, out, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write BLOCK columns of one row as `value * scale`."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    if GROUP == 0:
-        scale = tl.load(scales + row)
-    else:
-        scale = tl.load(scales + row * ((SIZE + GROUP - 1) // GROUP) + column // GROUP, mask=inside, other=0.0)
-    value = tl.load(values + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, value * scale, mask=inside)

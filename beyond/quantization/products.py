@@ -11,8 +11,6 @@ library's product is the fastest, and writing the matrix once more is a small pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,36 +18,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from beyond.quantization.conversion import dequantize_kernel
 from beyond.quantization.formats import Quantized
 from beyond.quantization.options import GROUP_SIZE
 from beyond.quantization.product_kernels import (
-    dequantize_kernel,
     gate_up_silu_kernel,
     product_add_kernel,
     product_kernel,
     scale_kernel,
 )
+from beyond.quantization.tiles import Tiles, ceil_div, choose_tiles, token_block
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 
 PRODUCT_MAX_TOKENS = 128  # above, dequantise and let the library multiply
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a product is cut into programs.
-
-    Attributes:
-        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
-        columns: of a tile; with a scale per group, the group's.
-        warps, stages: of a program; stages are tiles whose loads are in flight together.
-        splits: split-K, parts that the weight's columns are cut into, where a product can (`product_add`).
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    splits: int = 1
 
 
 class Stream(NamedTuple):
@@ -97,10 +78,10 @@ def _product(
     tokens = x.shape[0]
     rows, columns = weight.values.shape
     tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
-    block_m = _token_block(tokens)
+    block_m = token_block(tokens)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     parts = 1 if squares is None else len(squares)
-    product_kernel[_ceil_div(tokens, block_m), _ceil_div(rows, tiles.rows)](
+    product_kernel[ceil_div(tokens, block_m), ceil_div(rows, tiles.rows)](
         x, x.stride(0), out if squares is None else squares, parts, tokens, eps, *weight, out if bias is None else bias,
         out,
         SIZE=columns, OUT_SIZE=rows, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts),
@@ -114,9 +95,9 @@ def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | N
     x, tokens = stream.scaled, stream.x.shape[0]
     intermediate, hidden = weight.values.shape[0] // 2, weight.values.shape[1]
     tiles = tiles or choose_tiles(intermediate, hidden, tokens, x.element_size(), _group(weight), x.device, 2)
-    block_m, parts = _token_block(tokens), len(stream.squares)
+    block_m, parts = token_block(tokens), len(stream.squares)
     out = torch.empty(tokens, intermediate, dtype=x.dtype, device=x.device)
-    gate_up_silu_kernel[_ceil_div(intermediate, tiles.rows), _ceil_div(tokens, block_m)](
+    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, block_m)](
         x, x.stride(0), stream.squares, parts, tokens, eps, *weight, out,
         SIZE=hidden, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts), INTERMEDIATE=intermediate,
         BLOCK_M=block_m, **_settings(tiles, x),
@@ -138,8 +119,8 @@ def product_add(
     if tokens > PRODUCT_MAX_TOKENS and gain is None:
         return residual.addmm_(x, dequantize(weight, x.dtype).t())
     tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, splits=True)
-    block_m = _token_block(tokens)
-    blocks = _ceil_div(rows, tiles.rows), _ceil_div(tokens, block_m)
+    block_m = token_block(tokens)
+    blocks = ceil_div(rows, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
     if tiles.splits > 1 and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
@@ -162,7 +143,7 @@ def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.values.shape
     out = torch.empty(rows, columns, dtype=dtype, device=weight.values.device)
     block = min(2048, triton.next_power_of_2(columns))
-    dequantize_kernel[rows, _ceil_div(columns, block)](
+    dequantize_kernel[rows, ceil_div(columns, block)](
         *weight, out, SIZE=columns, GROUP=_group(weight), BLOCK=block, num_warps=4
     )
     return out
@@ -173,71 +154,13 @@ def _group(weight: Quantized) -> int:
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
 
 
-@lru_cache(maxsize=256)
-def choose_tiles(
-    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1,
-    splits: bool = False,
-) -> Tiles:  # fmt: skip
-    """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
-
-    Converting a weight takes two instructions, and every warp that multiplies it converts it for itself. With 4 warps
-    on a tile of 16 rows, all four convert all of it: the compiled loop has 11.8 instructions per weight, and issuing
-    them takes longer than the memory does. With 2 warps on 64 rows no two share a weight: 3.0. (From 33 tokens on a
-    program takes four warps, Hopper's warp group.) The rest is filling the chip: lower tiles, or split-K where the
-    kernel can (`splits`), until every multiprocessor has a program, and as many loads in flight as fit.
-
-    Up to 8 tokens, tiles have 32 rows, 16 for each of two warps, and as many splits as tiles of 64 rows would have:
-    twice as many programs. On an H200, with 8 tokens, all five products of Qwen2.5-7B were faster so. With 32 tokens,
-    output, gate and up, and LM head were slower with 32 rows. The reason is probably that each tile of weights comes
-    with a tile of tokens: beside 32 rows of weights, 8 tokens have half as many bytes, and 32 tokens twice as many.
-    """
-    sm_count, shared_bytes = _chip(device)
-    block_m = _token_block(tokens)
-    if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
-        return Tiles(16, group or 128, 4, 2)
-    token_blocks = _ceil_div(tokens, block_m)
-    tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
-    programs = _ceil_div(rows * height, tall) * token_blocks
-    if programs < sm_count and (block_m > 64 or not splits or 4 * programs < sm_count):
-        tall, width = tall // 2, width if block_m > 16 or splits else 2 * width  # more tokens were faster without
-        warps = 1 if block_m == 32 else warps  # two would split the tokens, and both convert all weights
-        programs = _ceil_div(rows * height, tall) * token_blocks
-    width = group or width
-    parts = 1
-    while splits and parts < 8 and programs * parts < sm_count and columns // (width * parts) >= 4:
-        parts *= 2
-    if block_m == 8:
-        tall = 32
-        programs = _ceil_div(rows * height, tall) * token_blocks
-    resident = max(2, min(4, _ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
-    stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
-    return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
-
-
 def _settings(tiles: Tiles, x: Tensor) -> dict[str, object]:
     """Launch settings of all kernels."""
     return {
         "BLOCK_N": tiles.rows,
         "BLOCK_K": tiles.columns,
+        "SLICES": tiles.slices,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     } | pdl_settings(x.device)
-
-
-def _token_block(tokens: int) -> int:
-    """Tokens of a program's tile."""
-    return max(8, min(128, triton.next_power_of_2(tokens)))
-
-
-def _ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
-
-
-@cache
-def _chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the bytes of shared memory of one."""
-    if device.type != "cuda":  # Triton's interpreter
-        return 1, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor

@@ -7,36 +7,24 @@ The scales never touch a tile. A key's scale multiplies its *score*, a value's s
 so a tile of 64 keys of 128 numbers takes 64 multiplications, not 8192. The 8-bit values are exact in bfloat16 (and in
 float16), so that the tensor cores multiply what is stored; the sums are float32.
 
+Keys and values are the left operands, queries the right ones: the tensor cores' tiles are at least 16 high, but 8 wide,
+and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this one to 8.
+
 Block table, splits and combine are stage D's functions.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from beyond.quantization.conversion import keep_layout, to_16_bits
 from beyond.quantization.formats import Quantized
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
 from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, write_result
-
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # where inline PTX cannot run
-
-
-@triton.jit
-def keep_layout(x):
-    """Return the 8-bit `x` as it is: a copy of registers, which the compiler moves no change of layout across.
-
-    The product with the values takes neighbours of one column. Without this, the compiler reorders the values while
-    they still are 8 bits, one byte at a time. Behind it they are 16 bits, which shared memory transposes (`ldmatrix`).
-    """
-    if INTERPRETED:
-        return x
-    bits = x.to(tl.int8, bitcast=True)  # four in each register; a pure function would be moved, too
-    same = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, is_pure=False, pack=4)
-    return same.to(x.dtype, bitcast=True)
 
 
 @triton.jit
@@ -52,9 +40,10 @@ def quantized_online_softmax(
     """
     key = tl.arange(0, BLOCK_N)
     column = tl.arange(0, HEAD_PAD)[None, :]
+    q = tl.trans(q)
     highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    acc = tl.zeros([HEAD_PAD, GROUP_PAD], tl.float32)
     for start in range(first, context_len, step):
         valid = start + key < context_len
         inside = valid[:, None] & (column < HEAD_DIM)
@@ -67,17 +56,18 @@ def quantized_online_softmax(
         v = tl.load(v_values + offset, mask=inside, other=0.0)
         k_scale = tl.load(k_scales + scale_offset, mask=valid, other=0.0)  # [BLOCK_N]
         v_scale = tl.load(v_scales + scale_offset, mask=valid, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [GROUP_PAD, BLOCK_N]
-        scores = tl.where(valid[None, :], scores * (k_scale * scale_log2)[None, :], float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        scores = tl.dot(to_16_bits(k, q.dtype), q, input_precision=PRECISION)  # [BLOCK_N, GROUP_PAD]
+        scores = tl.where(valid[:, None], scores * (k_scale * scale_log2)[:, None], float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 0))
         shrink = tl.exp2(highest - new_highest)
-        p = tl.exp2(scores - new_highest[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        weighted = (p * v_scale[None, :]).to(q.dtype)
-        acc = tl.dot(weighted, keep_layout(v).to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        p = tl.exp2(scores - new_highest[None, :])
+        total = total * shrink + tl.sum(p, 0)
+        weighted = (p * v_scale[:, None]).to(q.dtype)
+        v = tl.trans(to_16_bits(keep_layout(v), q.dtype))
+        acc = tl.dot(v, weighted, acc * shrink[None, :], input_precision=PRECISION)
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # without any key
-    return acc / total[:, None], highest + tl.log2(total)
+    return tl.trans(acc) / total[:, None], highest + tl.log2(total)
 
 
 # Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
@@ -122,14 +112,19 @@ def quantized_decode_kernel(
     )  # fmt: skip
 
 
-def choose_quantized_config(pairs: int, element_size: int) -> DecodeConfig | None:
-    """Choose by what was tried on an H200 with 32 contexts of 4096; None is stage D's choice.
+def choose_quantized_config(
+    pairs: int, head_dim: int, element_size: int, stored: torch.dtype
+) -> DecodeConfig | None:  # fmt: skip
+    """Choose by what was tried on an H200 with 32 contexts of 640 and of 4096; None is stage D's choice.
 
-    The one configuration was the fastest with 14 heads of 64 (2 KV heads), and nearly so with 28 of 128 (4 KV heads).
-    `pairs` is sequences × KV heads. Fewer than 64 were not tried; float32 has stage D's small tiles.
+    With int8 and heads of 128, one warp per program was the fastest, which never waits for other warps. Other formats
+    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried; `element_size` is the
+    query's: float32 has stage D's small tiles.
     """
     if pairs < 64 or element_size == 4:
         return None
+    if stored == torch.int8 and head_dim > 64:
+        return DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=8, min_splits=2)
     return DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4, min_splits=2)
 
 
@@ -146,13 +141,16 @@ def decode(
 ) -> None:
     """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
     tables, lengths, values = metadata.block_tables, metadata.context_lens, k_cache.values
-    config = config or choose_quantized_config(len(lengths) * values.shape[2], query.element_size())
+    kv_heads, head_dim = values.shape[2:]
+    if config is None:
+        config = choose_quantized_config(len(lengths) * kv_heads, head_dim, query.element_size(), values.dtype)
     plan = plan_decode(
         len(lengths), metadata.max_context_len, query.shape[1], *values.shape[1:], query.dtype, sm_count, config
     )
+    constants = plan.constants | {"GROUP_PAD": max(8, plan.constants["ROWS"])}  # columns of the products here
     partial_out, partial_lse = plan.make_partials(query.device)
     quantized_decode_kernel[plan.programs,](
         out, query, values, v_cache.values, k_cache.scales, v_cache.scales, tables, lengths, metadata.cu_seqlens_q,
         partial_out, partial_lse, arrival_counters, scale * LOG2_E, query.stride(0), values.stride(1), tables.stride(0),
-        plan.num_splits, plan.split_keys, MIXED=metadata.max_query_len > 1, **plan.constants,
+        plan.num_splits, plan.split_keys, MIXED=metadata.max_query_len > 1, **constants,
     )  # fmt: skip

@@ -1,0 +1,110 @@
+"""How matrix products with 8-bit weights are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut into programs.
+
+    Attributes:
+        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
+        columns: of a tile; with a scale per group, the group's.
+        warps, stages: of a program; stages are tiles whose loads are in flight together.
+        splits: split-K, parts that the weight's columns are cut into, where a product can (`product_add`).
+        slices: 1, or the number of warps: each has its own part of a tile's columns.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    splits: int = 1
+    slices: int = 1
+
+
+@lru_cache(maxsize=256)
+def choose_tiles(
+    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1,
+    splits: bool = False,
+) -> Tiles:  # fmt: skip
+    """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
+
+    Converting a weight takes two instructions, and every warp that multiplies it converts it for itself. With 4 warps
+    on a tile of 16 rows, all four convert all of it: the compiled loop has 11.8 instructions per weight, and issuing
+    them takes longer than the memory does. With 2 warps on 64 rows no two share a weight: 3.0. (From 33 tokens on a
+    program takes four warps, Hopper's warp group.) The rest is filling the chip: lower tiles, or split-K where the
+    kernel can (`splits`), until every multiprocessor has a program, and as many loads in flight as fit.
+
+    A warp that has a quarter of a multiprocessor for itself leaves most cycles unused: its next instruction waits for
+    the last one. So with few tokens it takes many warps to keep up with the memory, each with a part of the columns
+    (`slices`, or one warp per split).
+    """
+    sm_count, shared_bytes = _chip(device)
+    block_m = token_block(tokens)
+    if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
+        return Tiles(16, group or 128, 4, 2)
+    if not group and (tiles := _measured_tiles(rows, columns, block_m, height, splits, sm_count)):
+        return tiles
+    token_blocks = ceil_div(tokens, block_m)
+    tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
+    programs = ceil_div(rows * height, tall) * token_blocks
+    if programs < sm_count and (block_m > 64 or not splits or 4 * programs < sm_count):
+        tall, width = tall // 2, width if block_m > 16 or splits else 2 * width  # more tokens were faster without
+        warps = 1 if block_m == 32 else warps  # two would split the tokens, and both convert all weights
+        programs = ceil_div(rows * height, tall) * token_blocks
+    width = group or width
+    parts = 1
+    while splits and parts < 8 and programs * parts < sm_count and columns // (width * parts) >= 4:
+        parts *= 2
+    if block_m == 8:
+        tall = 32
+        programs = ceil_div(rows * height, tall) * token_blocks
+    resident = max(2, min(4, ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
+    stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
+    return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
+
+
+def _measured_tiles(
+    rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int
+) -> Tiles | None:  # fmt: skip
+    """The fastest tiles for a matrix with enough rows and even columns, if they were looked for.
+
+    Up to 8 tokens, on an H200, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind another
+    product, whose last programs still run. 17 to 32 tokens: the QKV product alone.
+    """
+    if columns % 512 or rows * height < 16 * sm_count:
+        return None
+    if block_m == 8 and splits and rows < 64 * sm_count:
+        return Tiles(16, 128, warps=1, stages=8, splits=4)
+    if block_m == 8 and not splits and rows * height >= 128 * sm_count:
+        return Tiles(32 // height, 256, warps=2, stages=4, slices=2)
+    if block_m == 8 and not splits and height == 1:
+        return Tiles(16, 512, warps=2, stages=4, slices=2)
+    if block_m == 32 and height == 1 and not splits and rows < 64 * sm_count:
+        return Tiles(32, 512, warps=4, stages=3, slices=4)
+    return None
+
+
+def token_block(tokens: int) -> int:
+    """Tokens of a program's tile."""
+    return max(8, min(128, triton.next_power_of_2(tokens)))
+
+
+def ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+@cache
+def _chip(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the bytes of shared memory of one."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
