@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if I
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 EPS = 0.1  # large enough to be noticed
 PRODUCTS = [(1, 32, 48), (5, 200, 40), (67, 136, 20)]  # tokens, in features, out features
-REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864)]
+REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864), (8, 3584, 18944), (32, 3584, 4608)]
 # query lengths, context lengths; heads, KV heads, head_dim
 BATCHES = {
     "decode": ([1, 1, 1, 1], [1, 15, 16, 37]),
@@ -59,7 +59,7 @@ def make_weight(rows, columns, name, group, device, dtype):
     return weight, dequantize_matrix(weight, torch.float64, group)
 
 
-def check_products(tokens, in_features, out_features, name, group, device, dtype, splits=1):
+def check_products(tokens, in_features, out_features, name, group, device, dtype, splits=1, slices=1):
     """The four products of a layer, with random tokens and weights."""
     from beyond.quantization import products
 
@@ -67,22 +67,24 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     x = torch.randn(tokens, in_features + 3, device=device).to(dtype)[:, :in_features]
     gain, bias = torch.rand(in_features, device=device).to(dtype), torch.randn(out_features, device=device).to(dtype)
     weight, exact = make_weight(out_features, in_features, name, group, device, dtype)
-    close(products.product(x, weight, bias), x.double() @ exact.t() + bias.double(), dtype)
+    tiles = None
+    if splits * slices > 1:
+        tiles = products.Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, splits, slices)
+    close(products.product(x, weight, bias, tiles), x.double() @ exact.t() + bias.double(), dtype)
     close(products.dequantize(weight, dtype), exact, dtype)
 
     stream = products.scale_rows(x, gain)
-    found = products.normed_product(stream, EPS, weight, bias)
+    found = products.normed_product(stream, EPS, weight, bias, tiles)
     close(found, normed(x, gain) @ exact.t() + bias.double(), dtype)
 
     pair, exact_pair = make_weight(2 * out_features, in_features, name, group, device, dtype)
     gate, up = (normed(x, gain) @ exact_pair.t()).chunk(2, dim=-1)
-    close(products.gate_up_silu(stream, EPS, pair), F.silu(gate) * up, dtype)
+    close(products.gate_up_silu(stream, EPS, pair, tiles), F.silu(gate) * up, dtype)
 
     residual = torch.randn(tokens, out_features + 1, device=device).to(dtype)[:, :out_features]
     expected = residual.double() + x.double() @ exact.t()
     counters = torch.zeros(4096, dtype=torch.int32, device=device)
     next_gain = torch.rand(out_features, device=device).to(dtype)
-    tiles = None if splits == 1 else products.Tiles(16, group or 16, 4, 2, splits)
     stream = products.product_add(x, weight, residual, next_gain, counters, tiles)
     assert stream.x is residual and not counters.any(), "the counters must be left as they were"
     close(residual, expected, dtype)
@@ -125,6 +127,7 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_
 
 
 def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, dtype):
+    from beyond.quantization.attention import triton_prefill
     from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
     query, k_cache, v_cache, metadata = make_batch(
@@ -132,9 +135,13 @@ def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, 
     )
     expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
     backend = QuantizedTritonAttention(device, dtype, head_dim)
-    found = backend.attend(query, k_cache, v_cache, metadata, 0.2)
-    assert found.shape == query.shape and found.dtype == dtype
-    close(found, expected, dtype)
+    # A prefill with and without scratch memory.
+    for scratch_bytes in (triton_prefill.SCRATCH_BYTES, 0)[: 2 if max(batch[0]) > 1 and name == "int8" else 1]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_prefill, "SCRATCH_BYTES", scratch_bytes)
+            found = backend.attend(query, k_cache, v_cache, metadata, 0.2)
+        assert found.shape == query.shape and found.dtype == dtype
+        close(found, expected, dtype)
 
 
 def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
@@ -193,10 +200,10 @@ def test_interpreted_products_are_the_definition(shape, name, group):
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize(("splits", "slices"), [(2, 1), (2, 4)])
 @pytest.mark.parametrize("group", [None, 128])
-def test_interpreted_split_k_gives_the_same(group, splits):
-    check_products(5, 300, 40, "int8", group, CPU, F32, splits)
+def test_interpreted_split_k_gives_the_same(group, splits, slices):
+    check_products(5, 300, 40, "int8", group, CPU, F32, splits, slices)
 
 
 @interpreted
@@ -262,17 +269,19 @@ def test_interpreted_store_is_the_reference(heads, norm):
 @pytest.mark.parametrize("tokens", [1, 8, 16, 32, 33, 64, 128, 256])
 def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, group, monkeypatch):
     pytest.importorskip("triton")
-    from beyond.quantization import fused_layers, products
+    from beyond.quantization import fused_layers
+    from beyond.quantization import tiles as module
 
-    monkeypatch.setattr(products, "_chip", lambda device: (132, 233472))  # multiprocessors, bytes of shared memory
-    choose = products.choose_tiles.__wrapped__
+    monkeypatch.setattr(module, "_chip", lambda device: (132, 233472))  # multiprocessors, bytes of shared memory
+    choose = module.choose_tiles.__wrapped__
     for rows, columns in [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584)]:
         for height, splits in (1, False), (2, False), (1, True):
             tiles = choose(rows, columns, tokens, 2, group, CUDA, height, splits)
-            assert tiles.rows * height >= 16 * tiles.warps, "a warp multiplies 16 rows"
-            assert tiles.columns == group or not group, "a tile has one scale per row"
-            block_m = products._token_block(tokens)
-            assert tokens > 8 or tiles.rows * height == 32, "few tokens: low tiles, in many programs"
+            assert tiles.slices in (1, tiles.warps), "every warp has a slice, or none has"
+            assert tiles.rows * height * tiles.slices >= 16 * tiles.warps, "a warp multiplies 16 rows"
+            assert tiles.columns == group * tiles.slices or not group, "a tile, or a slice, has one scale per row"
+            block_m = module.token_block(tokens)
+            assert tokens > 8 or tiles.rows * height in (16, 32), "few tokens: low tiles, in many programs"
             assert tiles.stages >= 2 and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= 233472
             programs = -(-rows // tiles.rows) * -(-tokens // block_m)
             assert tiles.splits == 1 or splits and programs <= fused_layers.MAX_TILES
@@ -291,9 +300,9 @@ def test_compiled_for_hopper_no_value_is_read_from_shared_memory_by_the_byte(sto
     from beyond.quantization.attention.triton_decode import choose_quantized_config, quantized_decode_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    config = choose_quantized_config(128, 2)
+    config = choose_quantized_config(128, 128, 2, torch.int8 if stored == "*i8" else torch.float8_e4m3fn)
     plan = plan_decode(32, 4096, 28, 64, 4, 128, torch.bfloat16, 132, config)
-    constants = plan.constants | {"MIXED": False}
+    constants = plan.constants | {"MIXED": False, "GROUP_PAD": 8}
     settings = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     types = dict.fromkeys(quantized_decode_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     types |= {"out": "*bf16", "query": "*bf16", "k_values": stored, "v_values": stored, "scale_log2": "fp32"}
@@ -325,8 +334,10 @@ def test_on_a_gpu_products_are_the_definition_in_other_dtypes(group, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [None, 128])
-def test_on_a_gpu_split_k_gives_the_same(group):
-    check_products(5, 4864, 896, "int8", group, CUDA, torch.bfloat16, 4)
+@pytest.mark.parametrize(("splits", "slices"), [(4, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_a_gpu_split_k_gives_the_same(name, group, splits, slices):
+    check_products(5, 4864, 896, name, group, CUDA, torch.bfloat16, splits, slices)
 
 
 @pytest.mark.gpu

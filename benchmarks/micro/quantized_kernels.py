@@ -3,7 +3,7 @@
 A decode step's products and its attention read everything once, so their yardstick is bandwidth: the bytes that must
 be read over the time. Every launch of a CUDA graph reads another copy of the weights, or another part of the pool,
 `CYCLE_BYTES` in all: several times the L2 cache, which would otherwise flatter. With `search=True` the tiles are
-searched instead: `choose_tiles` of `beyond.quantization.products` has what was found.
+searched instead: `choose_tiles` of `beyond.quantization.tiles` has what was found.
 """
 
 from __future__ import annotations
@@ -116,16 +116,20 @@ def launch_of(
 
 def tile_candidates(matrix: Matrix, tokens: int) -> list[object]:
     """Tiles that may be the fastest for this many tokens."""
-    from beyond.quantization.products import Tiles
+    from beyond.quantization.tiles import Tiles
 
     few = tokens <= 32
     pairs = few and matrix.kind == "gate_up"
     shapes = itertools.product(
-        (16, 32, 64) if few else (64, 128), (128, 256) if few else (64, 128), (1, 2) if few else (4,),
-        (3, 4, 6) if few else (2, 4, 5), (1, 2, 4, 8) if few and matrix.kind == "add" else (1,),
+        (16, 32, 64) if few else (64, 128), (128, 256, 512) if few else (64, 128), (1, 2, 4) if few else (4,),
+        (3, 4, 6, 8) if few else (2, 4, 5), (1, 4, 8) if few and matrix.kind == "add" else (1,),
     )  # fmt: skip
-    high_enough = (shape for shape in shapes if shape[0] >= 16 * shape[2])  # else two warps convert the same weights
-    found = [Tiles(rows // (1 + pairs), *others) for rows, *others in high_enough]
+    # A warp multiplies 16 rows. With fewer, two would convert the same weights, unless each has a slice of them.
+    found = [
+        Tiles(rows // (1 + pairs), columns, warps, stages, splits, slices)
+        for rows, columns, warps, stages, splits in shapes for slices in {1, warps if few else 1}
+        if rows * slices >= 16 * warps
+    ]  # fmt: skip
     block_m = max(8, min(128, tokens))
     fits = lambda t: t.stages * (t.rows * (1 + pairs) + 2 * block_m) * t.columns <= 200 << 10  # noqa: E731
     return [tiles for tiles in found if fits(tiles)]
