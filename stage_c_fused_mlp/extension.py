@@ -49,12 +49,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "stage_c/operators.cpp", "stage_c/mlp_cpu.cpp", "stage_c/layernorm_mlp.cpp", "stage_c/mlp_naive.cu",
         "stage_c/mlp_warp.cu", "stage_c/mlp_fused.cu", "stage_c/layernorm_mlp.cu",
     ),
-    "megakernel": (
-        "stage_f/decode_step.cpp", "stage_f/launch.cu", "stage_f/kernel_bf16.cu", "stage_f/kernel_f16.cu",
-    ),
+    "megakernel": ("stage_f/decode_step.cpp",),
+    "megakernel_of_shape": ("stage_f/launch.cu",),
 }  # fmt: skip
+# Extensions that are compiled for one model, which the caller describes with `defines`.
+PER_MODEL = {"megakernel_of_shape"}
 # Extension -> the lowest compute capability that its CUDA part can be compiled for.
-LOWEST_CAPABILITY: dict[str, tuple[int, int]] = {"megakernel": (9, 0)}
+LOWEST_CAPABILITY: dict[str, tuple[int, int]] = {"megakernel": (9, 0), "megakernel_of_shape": (9, 0)}
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class Extension:
         name: a key of `SOURCES`.
         architectures: compute capabilities, such as `("9.0",)`; empty for a build without CUDA.
         why_no_cuda: the reason for a build without CUDA, and the remedy; empty with CUDA.
+        defines: macros for the CUDA compiler, such as `"SIX_HIDDEN=896"`; each set of them is a library of its own.
     """
 
     name: str
     architectures: tuple[str, ...]
     why_no_cuda: str
+    defines: tuple[str, ...] = ()
 
     @property
     def cuda(self) -> bool:
@@ -80,11 +83,15 @@ class Extension:
         return [CSRC / source for source in SOURCES[self.name] if self.cuda or not source.endswith(".cu")]
 
     @property
+    def macros(self) -> list[str]:
+        return [f"-D{define}" for define in self.defines]
+
+    @property
     def key(self) -> str:
         """A hash of everything that the library depends on."""
         digest = hashlib.sha256()
         parts = (torch.__version__, torch.version.cuda, self.architectures, sys.version_info[:2], platform.machine())
-        digest.update(repr(parts).encode())
+        digest.update(repr(parts + (self.defines,)).encode())
         for path in _with_headers(self.sources):
             digest.update(path.name.encode() + path.read_bytes())
         return digest.hexdigest()[:16]
@@ -114,7 +121,7 @@ def _with_headers(sources: list[Path]) -> list[Path]:
     return sorted(found)
 
 
-def plan(name: str = "fused_mlp") -> Extension:
+def plan(name: str = "fused_mlp", defines: tuple[str, ...] = ()) -> Extension:
     """What can be built on this machine.
 
     Raises:
@@ -132,26 +139,27 @@ def plan(name: str = "fused_mlp") -> Extension:
         raise ExtensionError(f"building {name} needs ninja: `pip install ninja`. {STILL_WORKS}")
     why = why_no_cuda()
     if why:
-        return Extension(name, (), why)
+        return Extension(name, (), why, defines)
     lowest, listed = LOWEST_CAPABILITY.get(name, (0, 0)), architectures_here()
     able = tuple(architecture for architecture in listed if capability_of(architecture) >= lowest)
     if not able:
         why = f"it needs compute capability {lowest[0]}.{lowest[1]} or newer, and this machine has {', '.join(listed)}"
-    return Extension(name, able, why)
+    return Extension(name, able, why, defines)
 
 
 @functools.cache
-def load_extension(name: str = "fused_mlp", *, verbose: bool = False) -> Extension:
+def load_extension(name: str = "fused_mlp", *, defines: tuple[str, ...] = (), verbose: bool = False) -> Extension:
     """Load the operators of an extension, building them if nothing has: once per machine, seconds to a minute.
 
     Args:
         name: a key of `SOURCES`.
+        defines: macros for the CUDA compiler.
         verbose: show the compilers' own output.
 
     Raises:
         ExtensionError: something that the build needs is missing, or the compiler found an error.
     """
-    extension = plan(name)
+    extension = plan(name, defines)
     if extension.library.exists():
         torch.ops.load_library(str(extension.library))
         return extension
@@ -192,7 +200,7 @@ def _build(extension: Extension, verbose: bool) -> None:
                 sources=[str(source) for source in extension.sources],
                 extra_include_paths=[str(CSRC)],
                 extra_cflags=["-O3", *(["-DSIX_ENGINES_CUDA"] if extension.cuda else [])],
-                extra_cuda_cflags=["-O3", *gencode(extension.architectures)],
+                extra_cuda_cflags=["-O3", *gencode(extension.architectures), *extension.macros],
                 build_directory=folder,
                 with_cuda=extension.cuda,
                 is_python_module=False,
@@ -220,8 +228,9 @@ def _say(text: str) -> None:
 
 def main() -> int:
     """The command: build all extensions, or those named, and print where they are."""
+    names = [name for name in SOURCES if name not in PER_MODEL]
     parser = argparse.ArgumentParser(prog="python -m stage_c_fused_mlp.extension", description="Build the extension.")
-    parser.add_argument("name", nargs="*", default=list(SOURCES), help=f"of: {', '.join(SOURCES)} (default: all)")
+    parser.add_argument("name", nargs="*", default=names, help=f"of: {', '.join(names)} (default: all)")
     parser.add_argument("--verbose", action="store_true", help="show the compilers' output")
     args = parser.parse_args()
     try:

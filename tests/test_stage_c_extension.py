@@ -34,7 +34,7 @@ def csrc(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_key_follows_sources_headers_architectures_and_pytorch_and_no_other_file(csrc, monkeypatch):
+def test_the_key_follows_sources_headers_defines_architectures_and_pytorch_and_no_other_file(csrc, monkeypatch):
     (csrc / "small.cpp").write_text('#include "a.h"\n' + SMALL)
     (csrc / "a.h").write_text('#include "b.h"\n')
     (csrc / "b.h").write_text("")
@@ -43,6 +43,7 @@ def test_the_key_follows_sources_headers_architectures_and_pytorch_and_no_other_
     (csrc / "unrelated.h").write_text("int changed;")
     assert Extension("small", (), "").key == before
     assert Extension("small", ("9.0",), "").key != before
+    assert Extension("small", (), "", ("SIZE=1",)).key not in (before, Extension("small", (), "", ("SIZE=2",)).key)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "0.0")
         assert Extension("small", (), "").key != before

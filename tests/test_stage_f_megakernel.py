@@ -34,6 +34,7 @@ SHAPES = {
     "qwen3": config(1024, 3072, 16, 8, 128, vocab=5000, qk_norm=True),
     "llama": config(2048, 8192, 32, 8, 64, vocab=5000, tied=False),
 }
+LARGE = config(3584, 18944, 28, 4, 128, vocab=5000, bias=True, tied=False)
 
 
 def make_model(shape: ModelConfig, dtype: torch.dtype, seed: int = 0) -> DecoderModel:
@@ -190,6 +191,29 @@ def test_every_row_of_a_batch_matches_float32_and_padding_rows_touch_nothing(nam
 
 
 @pytest.mark.gpu
+def test_rows_of_a_large_shape_match_float32():
+    kernel = Megakernel(make_model(LARGE, torch.bfloat16))
+    for seed, contexts in enumerate(([640], [17, 300], [1, 0, 90, 1500])):
+        assert_step_is_right(kernel, make_step(LARGE, torch.bfloat16, contexts, 64, seed), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_a_kernel_with_a_trace_computes_the_same():
+    shape = SHAPES["tiny"]
+    model, step = make_model(shape, torch.bfloat16), make_step(shape, torch.bfloat16, [100], 64)
+    kernel, plain = Megakernel(model, trace=True), Megakernel(model)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    trace = torch.zeros(multiprocessors, 17 * shape.num_layers + 7, dtype=torch.int64, device=DEVICE)
+    logits = kernel.make_logits(1)
+    kernel.step(*step.arguments(), logits, kernel.make_result(1), trace)
+    kernel.check()
+    assert relative_error(logits, run(plain, step)) < 1e-3
+    assert (trace[:, 1:-1].diff(dim=1) > 0).all() and (trace[:, -1] > trace[:, 0]).all()
+    with pytest.raises(ValueError, match="compiled without a trace"):
+        plain.step(*step.arguments(), logits, plain.make_result(1), trace)
+
+
+@pytest.mark.gpu
 def test_one_captured_graph_serves_steps_of_any_length():
     shape = SHAPES["tiny"]
     kernel = Megakernel(make_model(shape, torch.bfloat16))
@@ -306,4 +330,6 @@ def test_what_the_kernel_does_not_have_is_named():
     assert "power of two" in reason(SHAPES["tiny"], block_size=8)
     assert "power of two" in reason(SHAPES["tiny"], block_size=48)
     assert "9 requests" in reason(SHAPES["tiny"], rows=9)
+    assert reason(LARGE, rows=4) == "" and "up to 4 of hidden size 3584" in reason(LARGE, rows=5)
+    assert "hidden size 8192" in reason(config(8192, 28672, 64, 8, 128))
     assert "compute capability 9.0, and this GPU has 8.6" in reason(SHAPES["tiny"], capability=(8, 6))

@@ -1,9 +1,8 @@
 """Stage F's persistent megakernel: time of a decode step by rows and context, and where it goes (GPU).
 
 A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random, of the real
-shapes, and nearly a gigabyte: no cache can flatter. Two measurements say where the time goes: leaving out the
-streaming of weights, the waiting for one another, or both (what does not get faster was hidden behind the rest); and
-the clock of every multiprocessor at the end of each phase of each layer.
+shapes, and nearly a gigabyte: no cache can flatter. Where the time goes: leaving out the streaming of weights, the
+waiting for one another, or both (what does not get faster was hidden behind the rest). `decode_trace` has the clocks.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS = (1, 2, 4, 8)
 CONTEXTS = (128, 640, 4096)
 BLOCK_SIZE, STEPS, REPEATS = 256, 20, 15
-PHASES = ("wait: hidden", "QKV", "attention", "wait: heads", "output", "wait: hidden 2", "gate-up", "wait: MLP", "down")
 WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/stage_f/decode_step.h
 
 
 def measure(models: tuple[str, ...] = MODELS) -> dict:
     """Everything about these models."""
-    rows, phases = [], {}
+    rows = []
     for name in models:
         kernel = Megakernel(make_model(name))
 
@@ -54,10 +52,8 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
                 add("step", "", count, context)
         for label, flags in WITHOUT.items():
             kernel.flags = flags
-            seconds = add("without", label, 1, 640)
-            if label == "whole":
-                phases[name] = trace_phases(kernel, step_arguments(kernel.config, 1, 640), seconds)
-    return {"rows": rows, "phases": phases}
+            add("without", label, 1, 640)
+    return {"rows": rows}
 
 
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
@@ -103,26 +99,6 @@ def time_steps(kernel: Megakernel, arguments: list[Tensor]) -> list[float]:
     return samples
 
 
-def trace_phases(kernel: Megakernel, arguments: list[Tensor], seconds: float) -> dict[str, float]:
-    """Seconds of each phase of a layer and of the LM head, mean over multiprocessors and inner layers.
-
-    A clock counts cycles of its multiprocessor; the whole step's cycles are set equal to its measured seconds.
-    """
-    layers = kernel.config.num_layers
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    trace = torch.zeros(multiprocessors, 9 * layers + 3, dtype=torch.int64, device="cuda")
-    launch = launch_of(kernel, arguments)
-    for _ in range(3):
-        launch(trace=trace)
-    kernel.check()
-    clocks = trace[trace[:, -1] > 0].double()
-    second = seconds / (clocks[:, -1] - clocks[:, 0]).mean()
-    spans = clocks.diff(dim=1)
-    inner = spans[:, : 9 * layers].view(-1, layers, 9)[:, 1:].mean((0, 1)) * second
-    phases = dict(zip(PHASES, inner.tolist(), strict=True))
-    return phases | {"a layer": inner.sum().item(), "LM head": (spans[:, -2:].sum(1).mean() * second).item()}
-
-
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
     """What one step must read (weights once, each row's keys and values once), at the speed of a copy."""
     cost = ModelCost(preset_config(model), 2)
@@ -140,14 +116,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     account += [[variant, *map(_micros, seconds)] for variant, seconds in by_variant.items()]
     ratios = [a / b for a, b in zip(by_variant["whole"], floors, strict=True)]
     account.append(["whole, × the floor", *(f"{ratio:.2f} ×" for ratio in ratios)])
-    costs = [ModelCost(preset_config(model), 2) for model in models]
-    phases = {name: [result["phases"][model][name] for model in models] for name in (*PHASES, "a layer")}
-    layers = [2 * cost.matmul_parameters[0] / cost.config.num_hidden_layers / copy for cost in costs]
-    phases["floor of a layer's weights"] = layers
-    phases["LM head"] = [result["phases"][model]["LM head"] for model in models]
-    phases["floor of the LM head's weights"] = [2 * cost.matmul_parameters[1] / copy for cost in costs]
-    body = [[name, *(f"{1e6 * value:.2f}" for value in seconds)] for name, seconds in phases.items()]
-    short = [*markdown(["µs per step", *models], account), "", *markdown(["µs, by phase of a layer", *models], body)]
+    short = markdown(["µs per step", *models], account)
     below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
     every: list[str] = []
     for model in models:

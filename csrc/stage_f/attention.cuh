@@ -1,8 +1,9 @@
-// Attention of one decode step, without shared memory and without a barrier: the unit of work is a warp.
+// Attention of one decode step: a block takes (row, KV head, part of the cached tokens), its warps a chunk of 16 tokens
+// each in turn, up to 8 query heads at once (flash attention's running maximum and sum, Dao et al. 2022).
 //
-// First kernel half: a warp takes (row, KV head, split): up to 8 query heads that share the KV head, against 16 cached
-// tokens at a time (flash attention's running maximum and sum, Dao et al. 2022), and publishes its unnormalised part.
-// Second half: a warp takes (row, head, 8 dimensions) and merges the splits (flash-decoding).
+// The warps' results are merged in shared memory. What a block publishes is normalised, with the logarithm of the sum
+// that it was divided by, and the readers, which multiply with it, merge the few parts themselves (flash-decoding): one
+// hand-off instead of two.
 //
 // Layouts follow the matrix instruction. With g = lane / 4, q = lane % 4: queries and keys are loaded as 16 bytes,
 // columns 32 s + 8 q, of head or token g (the same reordering of columns as in gemv.cuh). Rotary pairs (d, d +
@@ -14,29 +15,25 @@
 
 namespace six_engines {
 
-// This step's own token: a split of its own, whose softmax is 1; it also goes into the cache.
-template <typename T, int D>
-__device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& item, int layer,
-                                             const LayerWeights& weights, const Word* projected, float scale,
-                                             float& largest, float& sum,
-                                             float (&acc)[D / 64][8][2]) {
+constexpr int kHeadSteps = kHeadDim / 32, kHeadSets = kHeadDim / 64;
+
+// A warp's running result: of head g, dimensions 64 set + 8 (2 q + n) + j.
+struct Attended {
+  float largest = -INFINITY, sum = 0.0f, acc[kHeadSets][8][2] = {};  // the sum is this lane's share
+};
+
+// This step's own token: its key and value come straight from the projection, and go into the cache as well.
+template <typename W>
+__device__ __forceinline__ void attend_fresh(const W& w, const AttentionItem& item, int layer,
+                                             const uint4 (&query)[kHeadSteps], const uint4 (&key)[kHeadSteps],
+                                             const RawValue& raw, float scale, Attended& out) {
   const DecodeStep& s = w.step;
-  const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
-  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s, D) * layer +
-            (s.slot_mapping[item.row] * s.kv_heads + item.kv_head) * D;
-  uint4 query[D / 32], key[D / 32];
-  {
-    RawHead<D> raw_query, raw_key;
-    wait_words(w, [&] {
-      const bool ready = raw_query.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2));
-      return raw_key.look(w, projected + (s.heads + item.kv_head) * (D / 2)) && ready;
-    });
-    rotate_head<T, D>(w, raw_query, weights.q_norm, item.row, query);
-    rotate_head<T, D>(w, raw_key, weights.k_norm, item.row, key);
-  }
+  const int g = w.lane >> 2, q = w.lane & 3;
+  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s) * layer +
+            (s.slot_mapping[item.row] * kKvHeads + item.kv_head) * kHeadDim;
   float score = 0.0f;
 #pragma unroll
-  for (int step = 0; step < D / 32; ++step) {
+  for (int step = 0; step < kHeadSteps; ++step) {
     const uint32_t a[4] = {query[step].x, query[step].y, query[step].z, query[step].w};
     const uint32_t b[4] = {key[step].x, key[step].y, key[step].z, key[step].w};
 #pragma unroll
@@ -48,198 +45,243 @@ __device__ __forceinline__ void attend_fresh(Worker& w, const AttentionItem& ite
   }
   score += __shfl_xor_sync(kAllLanes, score, 1);
   score += __shfl_xor_sync(kAllLanes, score, 2);
-  largest = score * scale;
-  sum = q == 0 ? 1.0f : 0.0f;  // summed over the quad at the end
-  uint32_t value[D / 64][8];
-  fresh_value<D>(w, projected + (s.heads + s.kv_heads + item.kv_head) * (D / 2), value);
+  score *= scale;
+  const float top = fmaxf(out.largest, score), shrink = exp2_approx(out.largest - top), p = exp2_approx(score - top);
+  out.largest = top;
+  out.sum = out.sum * shrink + (q == 0 ? p : 0.0f);
 #pragma unroll
-  for (int set = 0; set < D / 64; ++set) {
+  for (int set = 0; set < kHeadSets; ++set) {
+    uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 pair = unpack_pair<T>(value[set][i]);
-      acc[set][i % 4 * 2][i / 4] = pair.x;
-      acc[set][i % 4 * 2 + 1][i / 4] = pair.y;
+      pairs[i] = payload(raw.words[set][i / 2][i % 2]);
+      const float2 value = unpack_pair<T>(pairs[i]);
+      float &x = out.acc[set][i % 4 * 2][i / 4], &y = out.acc[set][i % 4 * 2 + 1][i / 4];
+      x = x * shrink + p * value.x;
+      y = y * shrink + p * value.y;
     }
-    auto* cell = reinterpret_cast<uint4*>(keys + layer_elements(s, D) * s.layers + set * 64 + q * 16);
+    auto* cell = reinterpret_cast<uint4*>(keys + layer_elements(s) * kLayers + set * 64 + q * 16);
     if (g == 0) {
-      cell[0] = make_uint4(value[set][0], value[set][1], value[set][2], value[set][3]);
-      cell[1] = make_uint4(value[set][4], value[set][5], value[set][6], value[set][7]);
+      cell[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      cell[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
     }
   }
 }
 
-template <typename T, int D>
-__device__ __forceinline__ void attend(Worker& w, const AttentionItem& item, int layer, const LayerWeights& weights) {
-  constexpr int kSteps = D / 32, kSets = D / 64;
-  const DecodeStep& s = w.step;
-  const int g = w.lane >> 2, q = w.lane & 3, group = s.heads / s.kv_heads;
-  const int token_stride = s.kv_heads * D;
-  const T* keys = static_cast<const T*>(s.kv_cache) + layer_elements(s, D) * layer;
-  const T* values = keys + layer_elements(s, D) * s.layers;
-  const Word* projected = handed_off(w, w.plan.vector_at[kQkv], w.plan.vector_length[kQkv], w.parity, item.row);
+constexpr int kTokenStride = kKvHeads * kHeadDim;
+constexpr bool kValuesEarly = kHeadDim == 64;  // before the query is there; with 128 registers do not suffice
 
-  uint4 k[2][kSteps], v[kSets][4], query[kSteps];
-  const auto load_keys = [&](int chunk, const T* base) {
+// 16 cached tokens, in registers: their keys and values.
+struct Chunk {
+  uint4 k[2][kHeadSteps], v[kHeadSets][4];
+
+  template <typename W>
+  __device__ __forceinline__ void load_keys(const W& w, int cached, const T* keys) {
+    const int g = w.lane >> 2, q = w.lane & 3;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool cached = chunk * kAttentionChunk + i * 8 + g < item.context - 1;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kHeadSteps; ++step) {
         k[i][step] = make_uint4(0, 0, 0, 0);
-        if (cached) k[i][step] = *reinterpret_cast<const uint4*>(base + (i * 8 + g) * token_stride + step * 32 + q * 8);
+        if (i * 8 + g < cached)
+          k[i][step] = *reinterpret_cast<const uint4*>(keys + (i * 8 + g) * kTokenStride + step * 32 + q * 8);
       }
     }
-  };
-  const float scale = rsqrtf(static_cast<float>(D)) * 1.4426950408889634f;  // exponentials are taken to base 2
-  float largest = -INFINITY, sum = 0.0f, acc[kSets][8][2] = {};
-  if (item.fresh) {
-    attend_fresh<T, D>(w, item, layer, weights, projected, scale, largest, sum, acc);
-  } else {
-    load_keys(item.begin, keys + item.cell);
-    RawHead<D> raw;  // instruction rows without a head repeat the last one
-    wait_words(w, [&] { return raw.look(w, projected + (item.kv_head * group + min(g, group - 1)) * (D / 2)); });
-    rotate_head<T, D>(w, raw, weights.q_norm, item.row, query);
   }
-#pragma unroll 1
-  for (int chunk = item.begin; chunk < item.end; ++chunk) {
-    const long long cell = chunk == item.begin ? item.cell : chunk_cell<D>(w, item.row, item.kv_head, chunk);
-    if (chunk > item.begin) load_keys(chunk, keys + cell);
+
+  template <typename W>
+  __device__ __forceinline__ void load_values(const W& w, int cached, const T* values) {
+    const int g = w.lane >> 2, q = w.lane & 3;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * q + (i & 1) + (i & 2) * 4;
 #pragma unroll
-      for (int set = 0; set < kSets; ++set) {
+      for (int set = 0; set < kHeadSets; ++set) {
         v[set][i] = make_uint4(0, 0, 0, 0);
-        if (chunk * kAttentionChunk + token < item.context - 1)
-          v[set][i] = *reinterpret_cast<const uint4*>(values + cell + token * token_stride + set * 64 + g * 8);
-      }
-    }
-    float p[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        mma<T>(p[i], query[step].x, 0u, query[step].y, 0u, k[i][step].x, k[i][step].y);
-        mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, k[i][step].z, k[i][step].w);
-      }
-    }
-    float top = largest;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& score = p[i / 2][i % 2];
-      const int token = chunk * kAttentionChunk + i / 2 * 8 + 2 * q + i % 2;
-      score = token < item.context - 1 ? score * scale : -INFINITY;
-      top = fmaxf(top, score);
-    }
-    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-    const float shrink = exp2_approx(largest - top);
-    largest = top;
-    sum *= shrink;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& score = p[i / 2][i % 2];
-      score = exp2_approx(score - top);
-      sum += score;
-    }
-    const uint32_t p_low = pack_pair<T>(p[0][0], p[0][1]), p_high = pack_pair<T>(p[1][0], p[1][1]);
-#pragma unroll
-    for (int set = 0; set < kSets; ++set) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {  // column n of tile j is dimension 8 n + j of the set
-        const auto pick = [&](const uint4& x) { return j / 2 == 0 ? x.x : j / 2 == 1 ? x.y : j / 2 == 2 ? x.z : x.w; };
-        constexpr uint32_t kEven = 0x5410, kOdd = 0x7632;
-        const uint32_t b0 = __byte_perm(pick(v[set][0]), pick(v[set][1]), j % 2 ? kOdd : kEven);
-        const uint32_t b1 = __byte_perm(pick(v[set][2]), pick(v[set][3]), j % 2 ? kOdd : kEven);
-        float c[4] = {acc[set][j][0] * shrink, acc[set][j][1] * shrink, 0.0f, 0.0f};
-        mma<T>(c, p_low, 0u, p_high, 0u, b0, b1);
-        acc[set][j][0] = c[0];
-        acc[set][j][1] = c[1];
+        if (token < cached) v[set][i] = *reinterpret_cast<const uint4*>(values + token * kTokenStride + set * 64 + g * 8);
       }
     }
   }
-  sum += __shfl_xor_sync(kAllLanes, sum, 1);
-  sum += __shfl_xor_sync(kAllLanes, sum, 2);
-  if (g >= group) return;
-  Word* part = w.words + w.plan.splits_at +
-               ((item.row * s.heads + item.kv_head * group + g) * kMaxDecodeSplits + item.split) * (D + 2);
+};
+
+template <typename W>
+__device__ __forceinline__ void attend_chunk(const W& w, const Chunk& tokens, int cached,
+                                             const uint4 (&query)[kHeadSteps], float scale, Attended& out) {
+  const int q = w.lane & 3;
+  float p[2][4] = {};
 #pragma unroll
-  for (int set = 0; set < kSets; ++set) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int j = 0; j < 8; j += 2)
-        publish2(part + set * 64 + (2 * q + n) * 8 + j, flagged(__float_as_uint(acc[set][j][n]), w.flag),
-             flagged(__float_as_uint(acc[set][j + 1][n]), w.flag));
+    for (int step = 0; step < kHeadSteps; ++step) {
+      mma<T>(p[i], query[step].x, 0u, query[step].y, 0u, tokens.k[i][step].x, tokens.k[i][step].y);
+      mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, tokens.k[i][step].z, tokens.k[i][step].w);
     }
   }
-  if (q == 0) publish2(part + D, flagged(__float_as_uint(largest), w.flag), flagged(__float_as_uint(sum), w.flag));
+  float top = out.largest;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float& score = p[i / 2][i % 2];
+    score = i / 2 * 8 + 2 * q + i % 2 < cached ? score * scale : -INFINITY;
+    top = fmaxf(top, score);
+  }
+  top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+  const float shrink = exp2_approx(out.largest - top);
+  out.largest = top;
+  out.sum *= shrink;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float& score = p[i / 2][i % 2];
+    score = exp2_approx(score - top);
+    out.sum += score;
+  }
+  const uint32_t p_low = pack_pair<T>(p[0][0], p[0][1]), p_high = pack_pair<T>(p[1][0], p[1][1]);
+#pragma unroll
+  for (int set = 0; set < kHeadSets; ++set) {
+    const uint4(&v)[4] = tokens.v[set];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {  // column n of tile j is dimension 8 n + j of the set
+      const auto pick = [&](const uint4& x) { return j / 2 == 0 ? x.x : j / 2 == 1 ? x.y : j / 2 == 2 ? x.z : x.w; };
+      constexpr uint32_t kEven = 0x5410, kOdd = 0x7632;
+      const uint32_t b0 = __byte_perm(pick(v[0]), pick(v[1]), j % 2 ? kOdd : kEven);
+      const uint32_t b1 = __byte_perm(pick(v[2]), pick(v[3]), j % 2 ? kOdd : kEven);
+      float c[4] = {out.acc[set][j][0] * shrink, out.acc[set][j][1] * shrink, 0.0f, 0.0f};
+      mma<T>(c, p_low, 0u, p_high, 0u, b0, b1);
+      out.acc[set][j][0] = c[0];
+      out.acc[set][j][1] = c[1];
+    }
+  }
 }
 
-// Merges the splits of 8 dimensions of one head: 8 lanes groups take every eighth split, 4 lanes two dimensions each.
-template <typename T, int D>
-__device__ __forceinline__ void merge_splits(Worker& w, int unit) {
+// One warp's share of an item: every seventh chunk of it. False if there is none.
+template <typename W>
+__device__ __forceinline__ bool attend(W& w, const AttentionItem& item, int layer, const LayerWeights& weights,
+                                       Attended& out) {
   const DecodeStep& s = w.step;
-  const int slice = unit % (D / 8), head = unit / (D / 8) % s.heads, row = unit / (D / 8) / s.heads;
-  const int g = w.lane >> 2, q = w.lane & 3, splits = row_table(w)[2 * kMaxDecodeRows + row];
-  const Word* parts = w.words + w.plan.splits_at + (row * s.heads + head) * kMaxDecodeSplits * (D + 2);
-  constexpr int kMost = kMaxDecodeSplits / 8;  // splits of a lane
-  Word value[kMost][2] = {}, state[kMost][2] = {};
+  const int first = item.begin + w.warp;
+  if (first >= item.end) return false;
+  const int last = first + (item.end - 1 - first) / kWarps * kWarps;
+  const bool fresh = last == item.chunks;
+  const int group_head = item.kv_head * kGroup + min(w.lane >> 2, kGroup - 1);  // rows without a head repeat the last
+  const T* keys = static_cast<const T*>(s.kv_cache) + layer_elements(s) * layer;
+  const Word* projected = w.template handed_off<kQkv>(w.parity, item.row);
+  const float scale = rsqrtf(static_cast<float>(kHeadDim)) * 1.4426950408889634f;  // exponentials are taken to base 2
+  const long long values = layer_elements(s) * kLayers;  // behind the keys
+  Chunk tokens;
+  if (first < item.chunks) {
+    const int cached = item.context - 1 - first * kAttentionChunk;
+    tokens.load_keys(w, cached, keys + item.cell);
+    if (kValuesEarly) tokens.load_values(w, cached, keys + item.cell + values);
+  }
+  uint4 query[kHeadSteps], key[kHeadSteps];
+  RawHead raw_query, raw_key;
+  RawValue raw_value;
   wait_words(w, [&] {
-    bool ready = true;
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (i * 8 >= splits) break;
-      const int split = min(i * 8 + g, splits - 1);  // lanes without a split repeat the last, and weigh it 0
-      peek2(parts + split * (D + 2) + slice * 8 + q * 2, value[i]);
-      peek2(parts + split * (D + 2) + D, state[i]);
-      ready = ready && has_flag(value[i][0], w.flag) && has_flag(value[i][1], w.flag) &&
-              has_flag(state[i][0], w.flag) && has_flag(state[i][1], w.flag);
+    bool ready = raw_query.look(w, projected + group_head * (kHeadDim / 2));
+    if (fresh) {
+      ready = raw_key.look(w, projected + (kHeads + item.kv_head) * (kHeadDim / 2)) && ready;
+      ready = raw_value.look(w, projected + (kHeads + kKvHeads + item.kv_head) * (kHeadDim / 2)) && ready;
     }
     return ready;
   });
-  float largest = -INFINITY, sum = 0.0f, x = 0.0f, y = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMost; ++i)
-    if (i * 8 < splits) largest = fmaxf(largest, __uint_as_float(payload(state[i][0])));
-#pragma unroll
-  for (int offset = 4; offset < 32; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, offset));
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (i * 8 >= splits) break;
-    const float weight = i * 8 + g < splits ? exp2_approx(__uint_as_float(payload(state[i][0])) - largest) : 0.0f;
-    sum += weight * __uint_as_float(payload(state[i][1]));
-    x += weight * __uint_as_float(payload(value[i][0]));
-    y += weight * __uint_as_float(payload(value[i][1]));
+  rotate_head(w, raw_query, weights.q_norm, item.row, query);
+  if (fresh) {
+    rotate_head(w, raw_key, weights.k_norm, item.row, key);
+    attend_fresh(w, item, layer, query, key, raw_value, scale, out);
   }
-#pragma unroll
-  for (int offset = 4; offset < 32; offset *= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, offset);
-    x += __shfl_xor_sync(kAllLanes, x, offset);
-    y += __shfl_xor_sync(kAllLanes, y, offset);
+#pragma unroll 1
+  for (int chunk = first; chunk < min(item.end, item.chunks); chunk += kWarps) {
+    const T* cell = keys + (chunk == first ? item.cell : chunk_cell(w, item.row, item.kv_head, chunk));
+    const int cached = item.context - 1 - chunk * kAttentionChunk;
+    if (chunk > first) tokens.load_keys(w, cached, cell);
+    if (chunk > first || !kValuesEarly) tokens.load_values(w, cached, cell + values);
+    attend_chunk(w, tokens, cached, query, scale, out);
   }
-  const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;  // a padding row has no split: it gets zeros
-  if (g == 0)
-    publish(handed_off(w, w.plan.attention_at, w.plan.attention_length, w.parity, row) + head * (D / 2) + slice * 4 + q,
-            flagged(pack_pair<T>(x * inverse, y * inverse), w.flag));
+  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 1);
+  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 2);
+  return true;
 }
 
-// Both halves, for the units that fall to this warp. Splits are dealt from warp 0 up, merges from the last warp down.
-template <typename T, int D>
-__device__ __forceinline__ void attention_phase(Worker& w, int layer, const LayerWeights& weights) {
-  const int grid = gridDim.x, items = row_table(w)[3 * kMaxDecodeRows];
-#pragma unroll 1
-  for (int index = blockIdx.x + grid * w.warp; index < items; index += grid * kWarps) {
-    const bool first = index < grid * kWarps;  // the warp's first item is the same in every layer: prepared once
-    const AttentionItem item = first ? w.shared<AttentionItem>(w.plan.items_at)[w.warp] : attention_item<D>(w, index);
-    if (!item.exists) continue;
-    attend<T, D>(w, item, layer, weights);
-    if (first) prefetch_item<T, D>(w, item, layer + 1);
+// Where a warp leaves head g: in shared memory, for `merge_warps`.
+constexpr int kMergeStride = kHeadDim + 4;
+template <typename W>
+__device__ __forceinline__ float* merge_place(const W& w, int warp, int g) {
+  return w.template shared<float>(W::At::kActAt) + (warp * kGroup + g) * kMergeStride;
+}
+
+template <typename W>
+__device__ __forceinline__ void leave(const W& w, const Attended& out) {
+  const int g = w.lane >> 2, q = w.lane & 3;
+  if (g >= kGroup) return;
+  float* at = merge_place(w, w.warp, g);
+#pragma unroll
+  for (int set = 0; set < kHeadSets; ++set) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 4)
+        *reinterpret_cast<float4*>(at + set * 64 + (2 * q + n) * 8 + j) = make_float4(
+            out.acc[set][j][n], out.acc[set][j + 1][n], out.acc[set][j + 2][n], out.acc[set][j + 3][n]);
+    }
   }
-  const int merges = w.step.rows * w.step.heads * (D / 8);
+  if (q == 0) *reinterpret_cast<float2*>(at + kHeadDim) = make_float2(out.largest, out.sum);
+}
+
+// Adds up the block's warps: a thread 4 dimensions of one head, which it publishes with the logarithm of their sum.
+template <typename W>
+__device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
+  const int warps = min(kWarps, item.end - item.begin);
 #pragma unroll 1
-  for (int unit = blockIdx.x + grid * (kWarps - 1 - w.warp); unit < merges; unit += grid * kWarps)
-    merge_splits<T, D>(w, unit);
+  for (int unit = w.thread; unit < kGroup * kHeadDim / 4; unit += kWorkers) {
+    const int g = unit / (kHeadDim / 4), column = unit % (kHeadDim / 4) * 4;
+    float2 state[kWarps];
+    float4 value[kWarps];
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      state[i] = make_float2(-INFINITY, 0.0f);
+      value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (i >= warps) continue;
+      const float* at = merge_place(w, i, g);
+      state[i] = *reinterpret_cast<const float2*>(at + kHeadDim);
+      value[i] = *reinterpret_cast<const float4*>(at + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, state[i].x);
+    float sum = 0.0f, x[4] = {};
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      const float weight = exp2_approx(state[i].x - largest);
+      sum += weight * state[i].y;
+      x[0] += weight * value[i].x;
+      x[1] += weight * value[i].y;
+      x[2] += weight * value[i].z;
+      x[3] += weight * value[i].w;
+    }
+    const float inverse = __fdividef(1.0f, sum);
+    publish_quad(part_place(w, item.row, item.part) + (item.kv_head * kGroup + g) * (kHeadDim / 4) + column / 4,
+                 {pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse),
+                  __float_as_uint(largest + log2_approx(sum)), w.flag});
+  }
+}
+
+// The items that fall to this block.
+template <typename W>
+__device__ __forceinline__ void attention_phase(W& w, int layer, const LayerWeights& weights) {
+  const int items = row_table(w)[3 * kMaxDecodeRows];
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += kGrid) {
+    const bool first = index < kGrid;  // the warp's first item is the same in every layer: prepared once
+    const AttentionItem item = first ? w.template shared<AttentionItem>(W::At::kItemsAt)[w.warp] : attention_item(w, index);
+    if (!item.exists) continue;
+    if (!first) workers_sync();
+    Attended out;
+    if (attend(w, item, layer, weights, out)) leave(w, out);
+    workers_sync();
+    merge_warps(w, item);
+    if (first) prefetch_item(w, item, layer + 1);
+  }
+  w.mark();
 }
 
 }  // namespace six_engines

@@ -41,12 +41,6 @@ __device__ __forceinline__ unsigned mix32(unsigned x) {
   return x ^ (x >> 16);
 }
 
-__device__ __forceinline__ float log2_approx(float v) {
-  float r;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
-
 // -log(-log(u)), as stage E's sampler kernel computes it; there it says why -log(u) close to u = 1 is a series.
 __device__ __forceinline__ float gumbel(int id, unsigned key) {
   const unsigned bits = mix32(mix32(id) ^ key);
@@ -70,12 +64,14 @@ __device__ __forceinline__ Candidate best_of_lanes(Candidate best, const Choice&
 }
 
 // The best logit of each row in the tiles of one warp; what the LM head's warps leave to `choose_tokens`.
-__device__ __forceinline__ Candidate* best_of_warps(const Worker& w, int row) {  // [kWarps], where partial sums were
-  return w.shared<Candidate>(w.plan.partial_at) + row * kWarps;
+template <typename W>
+__device__ __forceinline__ Candidate* best_of_warps(const W& w, int row) {  // [kWarps], where partial sums were
+  return w.template shared<Candidate>(W::At::kPartialAt) + row * kWarps;
 }
 
 // In block 0: the best of all blocks. A lane looks at every 32nd block; false if the step was given up.
-__device__ __forceinline__ bool best_of_blocks(Worker& w, const Choice& choice, const Word* words, Candidate& best) {
+template <typename W>
+__device__ __forceinline__ bool best_of_blocks(W& w, const Choice& choice, const Word* words, Candidate& best) {
   constexpr int kEach = kMaxBlocks / 32;
   Word raw[kEach][2] = {};
   wait_words(w, [&] {
@@ -101,13 +97,14 @@ __device__ __forceinline__ bool best_of_blocks(Worker& w, const Choice& choice, 
 
 // One warp per row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token of
 // such a step is kept.
-__device__ __forceinline__ void choose_tokens(Worker& w) {
+template <typename W>
+__device__ __forceinline__ void choose_tokens(W& w) {
   const DecodeStep& s = w.step;
 #pragma unroll 1
   for (int row = w.warp; row < s.rows; row += kWarps) {
     const Choice choice = choice_of(s, row);
     Candidate best = best_of_lanes(best_of_warps(w, row)[min(w.lane, kWarps - 1)], choice, 1, 16);
-    Word* words = w.words + w.plan.candidates_at + row * kMaxBlocks * 2;
+    Word* words = w.words + kCandidatesAt + row * kMaxBlocks * 2;
     if (w.lane == 0)
       publish2(words + blockIdx.x * 2, flagged(__float_as_uint(best.logit), w.flag), flagged(best.id, w.flag));
     if (blockIdx.x != 0 || !best_of_blocks(w, choice, words, best) || w.lane != 0) continue;
@@ -117,8 +114,9 @@ __device__ __forceinline__ void choose_tokens(Worker& w) {
 }
 
 // Closes the step, once block 0 has heard from all blocks: they have read the step's number by then.
-__device__ __forceinline__ void close_step(const Worker& w, unsigned step_number) {
-  volatile unsigned* words = control(w);
+template <typename W>
+__device__ __forceinline__ void close_step(const W& w, unsigned step_number) {
+  volatile unsigned* words = w.control();
   words[0] = step_number + 1;
   w.step.result[w.step.rows] = words[1];
 }

@@ -1,5 +1,5 @@
-// The operator torch.ops.six_engines.decode_step: checks, registration, and the way to the kernel, which knows no
-// torch. CUDA only: a persistent megakernel is an answer to what a GPU does badly; the CPU runs stage D's layers.
+// The operator torch.ops.six_engines.decode_step: checks, registration, and the way to the kernel, which is in a library
+// of its own. CUDA only: a persistent megakernel is an answer to what a GPU does badly; the CPU runs stage D's layers.
 #include <torch/library.h>
 #include <ATen/ATen.h>
 
@@ -38,7 +38,7 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
                  const Tensor& block_tables, const Tensor& context_lens, const Tensor& temperatures,
                  const Tensor& noise_keys, const Tensor& logits, const Tensor& result, const Tensor& workspace,
                  const std::optional<Tensor>& trace, int64_t heads, int64_t intermediate, double eps,
-                 int64_t flags, int64_t timeout_ms) {
+                 int64_t flags, int64_t timeout_ms, int64_t launch) {
   const auto dtype = kv_cache.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16, "the KV cache is ", dtype,
                    "; float16 and bfloat16 are supported");
@@ -92,6 +92,7 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   s.kv_cache = kv_cache.data_ptr();
   s.blocks = kv_cache.size(2);
   s.block_size = kv_cache.size(3);
+  while (1 << s.block_shift < s.block_size) ++s.block_shift;
   s.max_blocks = block_tables.size(1);
   s.block_tables = block_tables.const_data_ptr<int32_t>();
   s.context_lens = context_lens.const_data_ptr<int32_t>();
@@ -112,29 +113,15 @@ void decode_step(const Tensor& layer_table, const Tensor& embedding, const Tenso
   }
   s.flags = flags;
   s.timeout_ns = timeout_ms * 1000000;
-  TORCH_CHECK_VALUE(workspace.numel() >= decode_workspace_bytes(s), "the workspace has ",
-                    to_string(workspace.numel()), " bytes, expected ", to_string(decode_workspace_bytes(s)));
+  s.workspace_bytes = workspace.numel();
 
   const c10::cuda::CUDAGuard guard(kv_cache.device());
-  const char* problem = launch_decode_step(s, c10::cuda::getCurrentCUDAStream().stream());
+  const auto launch_step = reinterpret_cast<LaunchDecodeStep*>(launch);
+  const char* problem = launch_step(s, c10::cuda::getCurrentCUDAStream().stream());
   TORCH_CHECK_VALUE(problem == nullptr, "the decode step was not launched: ", problem);
 }
 
 #endif
-
-int64_t workspace_bytes(int64_t hidden, int64_t intermediate, int64_t heads, int64_t kv_heads, int64_t head_dim) {
-#ifdef SIX_ENGINES_CUDA
-  DecodeStep s{};
-  s.hidden = hidden;
-  s.intermediate = intermediate;
-  s.heads = heads;
-  s.kv_heads = kv_heads;
-  s.head_dim = head_dim;
-  return decode_workspace_bytes(s);
-#else
-  TORCH_CHECK(false, "decode_step was built without CUDA");
-#endif
-}
 
 }  // namespace
 
@@ -144,9 +131,7 @@ TORCH_LIBRARY_FRAGMENT(six_engines, library) {
       "Tensor(a!) kv_cache, Tensor(b!) last_tokens, Tensor batch_slots, Tensor positions, Tensor slot_mapping, "
       "Tensor block_tables, Tensor context_lens, Tensor temperatures, Tensor noise_keys, Tensor(c!) logits, "
       "Tensor(d!) result, Tensor(e!) workspace, Tensor(f!)? trace, int heads, int intermediate, float eps, int flags, "
-      "int timeout_ms) -> ()");
-  library.def("decode_workspace_bytes(int hidden, int intermediate, int heads, int kv_heads, int head_dim) -> int",
-              &workspace_bytes);
+      "int timeout_ms, int launch) -> ()");
 }
 
 #ifdef SIX_ENGINES_CUDA

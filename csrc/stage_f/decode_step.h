@@ -1,8 +1,9 @@
 // A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
 //
-// Plain C++ (no torch, no CUDA types), so that both the checks (decode_step.cpp) and the launch (launch.cu) can include
-// it. Every pointer is a device pointer; every value that changes from step to step (tokens, positions,
-// block tables, context lengths) is read from device memory by the kernel, so one captured CUDA graph serves all steps.
+// Plain C++ (no torch, no CUDA types), for there are two libraries: the operator, which knows torch (decode_step.cpp), and
+// the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every value
+// that changes from step to step (tokens, positions, block tables, context lengths) is read from device memory by the
+// kernel, so one captured CUDA graph serves all steps.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,6 @@
 namespace six_engines {
 
 constexpr int kMaxDecodeRows = 8;         // requests a launch can serve: the n of the m16n8k16 matrix instruction
-constexpr int kMaxDecodeSplits = 32;      // parts that one (row, KV head) attention may be cut into
 constexpr int kMaxBlocks = 160;           // of the grid; there are no GPUs with more multiprocessors
 constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
 
@@ -40,7 +40,7 @@ struct DecodeStep {
   const void *embedding, *final_norm, *lm_head;
   const float *cos, *sin;               // [positions, head_dim / 2]
   void* kv_cache;                       // [2, layers, blocks, block_size, kv_heads, head_dim]
-  int blocks, block_size, max_blocks;
+  int blocks, block_size, block_shift, max_blocks;
   const std::int32_t* block_tables;     // [rows, max_blocks]
   const std::int32_t* context_lens;     // [rows], this step's token included
   const std::int64_t *slot_mapping, *positions;  // [rows]; slot -1: a padding row, which touches no KV
@@ -51,17 +51,17 @@ struct DecodeStep {
   float* logits;                        // [rows, vocab]
   std::int64_t* result;                 // [rows + 1]: the chosen tokens, and 0 or where a wait was given up
   unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
-  long long* trace;                     // null, or the clock at every mark: [blocks, kLayerMarks * layers + kEndMarks]
+  long long workspace_bytes;
+  long long* trace;                     // null; or, in a library compiled with SIX_TRACE, [blocks, kLayerMarks * layers + kEndMarks]
   int flags;
   long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
 };
 
-constexpr int kLayerMarks = 9, kEndMarks = 3;  // of `trace`
+// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of a layer's phases (kernel.cuh), of the
+// LM head's input, product and choice, and nanoseconds again.
+constexpr int kLayerMarks = 17, kEndMarks = 7;
 
-// Bytes of workspace for this shape (independent of `rows`, so that launches of any row count share one).
-std::int64_t decode_workspace_bytes(const DecodeStep& step);
-
-// Enqueues the step. Returns null, or a static text that says what is wrong.
-const char* launch_decode_step(const DecodeStep& step, void* stream);
+// What the kernel's library exports. `launch` enqueues the step and returns null, or a static text that says what is wrong.
+using LaunchDecodeStep = const char*(const DecodeStep& step, void* stream);
 
 }  // namespace six_engines

@@ -1,120 +1,187 @@
 // The consumers: the other warps multiply what the stream (stream.cuh) has brought.
 //
-// The product has to be short in instructions, not in operations: first versions gave a warp two steps of every tile
-// and spent 350 instructions around 8 of arithmetic. Now a step (32 columns of 8 weight rows, times up to 4 requests)
-// is two loads and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16 bytes
-// of a weight row are its whole operand: four registers of two values, of which the instruction takes the first and
-// third for row g and the second and fourth for row g + 8. So row g of the instruction is one half of the columns of
-// weight row g, and row g + 8 the other half. Two columns of the instruction hold a request's activations, one for
-// each half. Of the four products of halves two are meaningless; the other two land in the same lane, which adds them
-// (c[0] + c[3]).
+// The product has to be short in instructions, not in operations. A step (32 columns of 8 weight rows, times up to 4
+// requests) is one load and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16
+// bytes of a weight row are its whole operand: row g of the instruction takes the first half of them, row g + 8 the
+// second. Two columns of the instruction hold a request's activations, one for each half. Of the four products of halves
+// two are meaningless; the other two land in the same lane, which adds them (c[0] + c[3]).
+//
+// A warp multiplies the same few columns of all rows of its block, with activations that it keeps in registers.
 #pragma once
 
-#include "stage_f/worker.cuh"
+#include "stage_f/hand_off.cuh"
 
 namespace six_engines {
 
-// Activations are stored in shared memory in the order in which a lane wants them: of every 8 columns first 0, 1, 4, 5
-// and then 2, 3, 6, 7. The byte offset of column pair `pair` (columns 2 pair and 2 pair + 1):
-__device__ __forceinline__ int act_offset(int pair) { return (pair >> 2) * 16 + (pair & 1) * 8 + (pair & 2) * 2; }
-
-__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-  return v;
+// One step: 16 bytes of weight row g, times the lane's four activations.
+__device__ __forceinline__ void multiply_step(float (&c)[4], const uint4& weights, const uint2& act) {
+  mma<T>(c, weights.x, weights.z, weights.y, weights.w, act.x, act.y);
 }
 
-// Lane (g, q): the sum of weight row g times request q, over `steps` steps. `a`: shared address of the lane's part of
-// the weights, `x`: of the activations. Four sums at a time, because one instruction's result comes some 30 cycles
-// later.
-template <typename T, int kSets>
-__device__ __forceinline__ void multiply_steps(uint32_t a, const uint32_t (&x)[2], int steps, float (&out)[2]) {
-  float c[kSets][4][4] = {};
-  int at = 0;
-#pragma unroll 1
-  for (; at + 4 * 64 <= steps * 64; at += 4 * 64) {
-    uint4 weights[4];
-    uint2 act[kSets][4];
+// One tile's weights that this warp multiplies in a batch of chunks: its columns of row g. `tile`: slots from the ring
+// position on are counted in tiles.
+template <Kind kKind>
+using TileWeights = uint4[kMatrix<kKind>.batch_chunks][kSteps<kKind>];
+
+template <Kind kKind, int kBatch, typename W>
+__device__ __forceinline__ void load_weights(const W& w, int tile, TileWeights<kKind>& weights) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  constexpr int kChunks = smaller(m.batch_chunks, m.chunks - kBatch);
+  const uint32_t lane_at = min(w.lane >> 2, m.tile_rows - 1) * m.stride + (w.lane & 3) * 16;
+  each_step<kKind, kChunks>(kBatch, [&](int i, int chunk, int step) {
+    const uint32_t at = w.slot_address(w.at.ahead(tile * kChunks + i).slot) + lane_at + part_of<kKind>(w, chunk).first * 64;
+    weights[i][step] = load_shared(at + step * 64);
+  });
+}
+
+// What does not depend on activations: weights that are there, from shared memory into registers.
+template <Kind kKind, int kSets>
+struct EarlyWeights {
+  TileWeights<kKind> of[larger(1, kEarly<kKind, kSets>)];
+};
+template <Kind kKind, typename W, int kSets>
+__device__ __forceinline__ void load_early(W& w, const Slice& slice, EarlyWeights<kKind, kSets>& early) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  if constexpr (kTogether<kKind, kSets> == m.tiles * m.halves)
+    wait_slots(w, slice.tiles * m.halves * m.batch_chunks);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      weights[i] = load_shared(a + at + i * 64);
+  for (int tile = 0; tile < kEarly<kKind, kSets>; ++tile) load_weights<kKind, 0>(w, tile, early.of[tile]);
+}
+
+// A tile's running sums: several, where few tiles would wait for one instruction's result after the other.
+template <Kind kKind, int kSets>
+constexpr int kSums = kTogether<kKind, kSets> >= 4 ? 1 : 4 / kTogether<kKind, kSets>;
+template <Kind kKind, int kSets>
+using TileSums = float[kSets][kSums<kKind, kSets>][4];
+
+// Multiplies a batch of chunks of the tiles [first, first + c's) and releases their slots.
+template <Kind kKind, int kBatch, bool kWaited, typename W, int kSets, int kTiles>
+__device__ __forceinline__ void multiply_tiles(W& w, int tiles, const EarlyWeights<kKind, kSets>& early,
+                                               const Activations<kKind> (&act)[kSets],
+                                               TileSums<kKind, kSets> (&c)[kTiles]) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  constexpr int kChunks = smaller(m.batch_chunks, m.chunks - kBatch);
+  constexpr bool kAll = kTiles == m.tiles * m.halves;
+  if (!kWaited) wait_slots(w, tiles * kChunks);
 #pragma unroll
-      for (int set = 0; set < kSets; ++set) act[set][i] = load_shared2(x[set] + at + i * 64);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (!(kAll && tile < m.least_tiles * m.halves) && tile >= tiles) break;
+    TileWeights<kKind> weights;
+    const bool loaded = kWaited && tile < kEarly<kKind, kSets>;
+    if (!loaded) load_weights<kKind, kBatch>(w, tile, weights);
+    each_step<kKind, kChunks>(kBatch, [&](int i, int, int step) {
 #pragma unroll
       for (int set = 0; set < kSets; ++set)
-        mma<T>(c[set][i], weights[i].x, weights[i].y, weights[i].z, weights[i].w, act[set][i].x, act[set][i].y);
-    }
+        multiply_step(c[tile][set][(i * kSteps<kKind> + step) % kSums<kKind, kSets>],
+                      loaded ? early.of[loaded ? tile : 0][i][step] : weights[i][step], act[set].of[i][step]);
+    });
   }
-#pragma unroll 1
-  for (; at < steps * 64; at += 64) {
-    const uint4 weights = load_shared(a + at);
-#pragma unroll
-    for (int set = 0; set < kSets; ++set) {
-      const uint2 act = load_shared2(x[set] + at);
-      mma<T>(c[set][0], weights.x, weights.y, weights.z, weights.w, act.x, act.y);
-    }
-  }
-#pragma unroll
-  for (int set = 0; set < kSets; ++set)
-    out[set] += (c[set][0][0] + c[set][0][3]) + (c[set][1][0] + c[set][1][3]) +
-                ((c[set][2][0] + c[set][2][3]) + (c[set][3][0] + c[set][3][3]));
-}
-
-// Waits for a slot and multiplies `steps` steps of it.
-template <typename T>
-__device__ __forceinline__ void multiply_slot(Worker& w, const MatrixPlan& m, RingPosition at, int rows, int first,
-                                              int steps, int act_step, int arrivals, float (&out)[2]) {
-  const int g = w.lane >> 2, q = w.lane & 3, stride = slot_stride(m.steps);
-  const uint32_t a = w.ring + at.slot * w.plan.slot_bytes + min(g, rows - 1) * m.stride + q * 16 + first * 64;
-  const uint32_t act = shared_address(w.smem) + w.plan.act_at + (g & 1) * 8 + q * 16 + act_step * 64;
-  const int request = g >> 1, last = w.step.rows - 1;  // instruction columns without a request repeat the last one
-  const uint32_t x[2] = {act + min(request, last) * stride, act + min(request + 4, last) * stride};
-  wait_barrier(w, w.full + at.slot * 8, at.parity);
-  if (w.plan.sets == 1)
-    multiply_steps<T, 1>(a, x, steps, out);
-  else
-    multiply_steps<T, 2>(a, x, steps, out);
   __syncwarp();
   // Not after giving up: the producer has stopped, and a barrier must not count more arrivals than its turn has.
-  if (w.lane == 0 && w.streams) barrier_arrive(w.empty + at.slot * 8, arrivals);
+  if (w.lane < tiles * kChunks && w.streams) barrier_arrive(w.empty + w.at.ahead(w.lane).slot * 8);
+  w.at = w.at.ahead(tiles * kChunks);
 }
 
-// This warp's units of one matrix; their sums go to `partial` [unit][set][lane], and the ring moves on. A barrier only
-// knows the parity of its turn, so no warp may look for a slot's next turn while its last may still be under way: a
-// matrix of more slots than the ring has is taken in windows.
-template <typename T>
-__device__ __forceinline__ void multiply_units(Worker& w, const MatrixPlan& m, const Slice& slice) {
-  const Unit* units = w.shared<Unit>(w.plan.units_at) + m.units_at;
-  float* partial = w.shared<float>(w.plan.partial_at) + w.lane;
-  const int window = w.plan.slots * m.parts;
-#pragma unroll 1
-  for (int base = 0; base < slice.units; base += window) {
-    if (base > 0) workers_sync();
-#pragma unroll 1
-    for (int index = base + w.warp; index < min(base + window, slice.units); index += kWarps) {
-      const Unit unit = units[index];
-      RingPosition at = w.at;
-      at.advance(unit.slot, w.plan.slots);
-      float out[2] = {};
-      multiply_slot<T>(w, m, at, unit.rows, unit.first, unit.steps, unit.act_step, unit.arrivals, out);
-      partial[index * w.plan.sets * 32] = out[0];
-      if (w.plan.sets == 2) partial[index * 64 + 32] = out[1];
+// partial: [tile, half][set][warp][lane], lane (g, q) the sum of row g times request q.
+template <Kind kKind, typename W, int kSets, int kTiles>
+__device__ __forceinline__ void leave_sums(const W& w, int first, int tiles, const TileSums<kKind, kSets> (&c)[kTiles],
+                                           float* partial) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (tile >= tiles) break;
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      float sum = c[tile][set][0][0] + c[tile][set][0][3];
+#pragma unroll
+      for (int i = 1; i < kSums<kKind, kSets>; ++i) sum += c[tile][set][i][0] + c[tile][set][i][3];
+      partial[(((first + tile) * kSets + set) * kWarps + w.warp) * 32 + w.lane] = sum;
     }
   }
-  w.at.advance(slice.slots, w.plan.slots);
 }
 
-// Adds up a tile's units: what this lane's row and request come to.
-__device__ __forceinline__ float sum_units(const Worker& w, const MatrixPlan& m, int tile, int set) {
-  const int units = m.chunks * m.parts;
-  const float* partial = w.shared<float>(w.plan.partial_at) + (tile * units * w.plan.sets + set) * 32 + w.lane;
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int i = 0; i < units; ++i) sum += partial[i * w.plan.sets * 32];
-  return sum;
+// QKV, gate and up: many tiles, and all of this warp's activations are there.
+template <Kind kKind, typename W, int kSets>
+__device__ __forceinline__ void multiply_hidden(W& w, const Slice& slice, const EarlyWeights<kKind, kSets>& early,
+                                                const Activations<kKind> (&act)[kSets], float* partial) {
+  constexpr int kTiles = kMatrix<kKind>.tiles * kMatrix<kKind>.halves, kGroup = kTogether<kKind, kSets>;
+#pragma unroll 1
+  for (int first = 0; first < kTiles; first += kGroup) {
+    const int tiles = min(kGroup, slice.tiles * kMatrix<kKind>.halves - first);
+    if (tiles <= 0) break;
+    TileSums<kKind, kSets> c[kGroup] = {};
+    multiply_tiles<kKind, 0, kGroup == kTiles>(w, tiles, early, act, c);
+    leave_sums<kKind>(w, first, tiles, c, partial);
+  }
+}
+
+// Output and down: few tiles, whose sums stay in registers while the activations come in batches.
+template <Kind kKind, int kBatch, typename W, int kSets, int kTiles>
+__device__ __forceinline__ void multiply_long(W& w, const Slice& slice, const EarlyWeights<kKind, kSets>& early,
+                                              TileSums<kKind, kSets> (&c)[kTiles]) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  constexpr int kGroup = kTogether<kKind, kSets>;
+  Activations<kKind> act[kSets];
+  if constexpr (kKind == kOut)
+    receive_attended<kKind, kBatch>(w, act);
+  else
+    receive_pairs<kKind, kGateUp, kBatch>(w, act);
+  if (kBatch == 0) w.mark();
+  if constexpr (kGroup == kTiles) {
+    multiply_tiles<kKind, kBatch, kBatch == 0>(w, slice.tiles, early, act, c);
+  } else {
+#pragma unroll
+    for (int first = 0; first < kTiles; ++first) {
+      if (first >= slice.tiles) break;
+      multiply_tiles<kKind, kBatch, false>(w, 1, early, act, reinterpret_cast<TileSums<kKind, kSets>(&)[1]>(c[first]));
+    }
+  }
+  if constexpr (kBatch + m.batch_chunks < m.chunks) multiply_long<kKind, kBatch + m.batch_chunks>(w, slice, early, c);
+}
+
+// Adds up what the warps have left of a tile: what this lane's row and request come to.
+template <int kSets>
+__device__ __forceinline__ float sum_warps(const float* partial, int tile, int set, int lane) {
+  const float* at = partial + (tile * kSets + set) * kWarps * 32 + lane;
+  float part[kWarps];
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) part[i] = at[i * 32];
+  return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + part[6]);
+}
+
+// The LM head: this warp multiplies a whole slot; the activations are in shared memory.
+template <typename W, int kSets>
+__device__ __forceinline__ void multiply_slot(W& w, int ahead, int chunk, float (&out)[kSets]) {
+  constexpr MatrixPlan m = kMatrix<kHead>;
+  const auto at = w.at.ahead(ahead);
+  const int g = w.lane >> 2, q = w.lane & 3, last = w.step.rows - 1;
+  const uint32_t a = w.slot_address(at.slot) + min(g, m.tile_rows - 1) * m.stride + q * 16;
+  const uint32_t act = w.base + W::At::kActAt + (g & 1) * 8 + q * 16 + chunk * m.chunk_steps * 64;
+  uint32_t x[kSets];  // instruction columns without a request repeat the last one
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) x[set] = act + min(set * 4 + (g >> 1), last) * W::At::kActStride;
+  const int steps = min(m.chunk_steps, m.steps - chunk * m.chunk_steps);
+  wait_barrier(w, w.full + at.slot * 8, at.parity);
+  float c[kSets][4][4] = {};
+  const auto multiply_at = [&](int step, int i) {
+    const uint4 weights = load_shared(a + step * 64);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) multiply_step(c[set][i], weights, load_shared2(x[set] + step * 64));
+  };
+  int step = 0;
+#pragma unroll 1
+  for (; step + 4 <= steps; step += 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply_at(step + i, i);
+  }
+#pragma unroll 1
+  for (; step < steps; ++step) multiply_at(step, 0);
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[set] += c[set][i][0] + c[set][i][3];
+  }
+  __syncwarp();
+  if (w.lane == 0 && w.streams) barrier_arrive(w.empty + at.slot * 8, kWarps);
 }
 
 }  // namespace six_engines

@@ -1,127 +1,213 @@
-// The receiving end of a hand-off through L2: flag-in-data words into shared memory, in the order in which the product
-// wants them.
+// The receiving end of a hand-off through L2: flag-in-data words straight into the registers of the lanes that multiply
+// with them.
 #pragma once
 
-#include "stage_f/gemv.cuh"
+#include "stage_f/attention_parts.cuh"
 
 namespace six_engines {
 
-// Pairs of 16-bit values, one pair a word.
-__device__ __forceinline__ void receive_pairs(Worker& w, unsigned at, unsigned length, unsigned rows_of_units) {
-  constexpr int kBatch = ceil_div(1280, kWorkers);  // all of a row of 5120 at once
-  const int row_units = length / 2, units = row_units * w.step.rows;
-  const Word* words = handed_off(w, at, length, w.parity, 0);
-  const uint32_t act = shared_address(w.smem) + w.plan.act_at;
-  const int stride = slot_stride(length * 2 / kStepColumns);
-#pragma unroll 1
-  for (int base = w.thread; base - w.lane < units; base += kBatch * kWorkers) {
-    Word raw[kBatch][2] = {};
-    wait_words(w, [&] {
-      bool ready = true;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int unit = base + i * kWorkers;
-        if (unit >= units) continue;
-        peek2(words + unit * 2, raw[i]);
-        ready = ready && has_flag(raw[i][0], w.flag) && has_flag(raw[i][1], w.flag);
-      }
-      return ready;
-    });
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int unit = base + i * kWorkers, row = __umulhi(unit, rows_of_units);
-      if (unit >= units) continue;
-      const uint32_t at = act + row * stride + act_offset((unit - row * row_units) * 2);
-      store_shared(at, payload(raw[i][0]));
-      store_shared(at + 8, payload(raw[i][1]));
-    }
-  }
-  workers_sync();
+__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
 
-// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: what goes
-// to shared memory is x * gain, the squares are added up while the product runs, and `norm_scale` is applied to its
-// result. float16 could overflow without the division, so it goes in scaled down.
-template <typename T>
+// A warp's steps of a chunk begin at `first`. Where they do not come out even, the last warps begin earlier than they
+// should, so that every address is a plain sum, and their first `surplus` steps count nothing.
+struct Part {
+  int first, surplus;
+};
+template <Kind kKind, typename W>
+__device__ __forceinline__ Part part_of(const W& w, int chunk) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  const int mine = m.warp_steps_of(chunk), due = w.warp * mine, first = min(due, m.steps_of(chunk) - mine);
+  return {first, due - first};
+}
+
+// Of a step in a chunk: the first column that this lane multiplies. A lane (g, q) needs 4 of a step's 32 columns, of
+// request g / 2: see gemv.cuh.
+template <Kind kKind, typename W>
+__device__ __forceinline__ int column_of(const W& w, int chunk, int step) {
+  return (chunk * kMatrix<kKind>.chunk_steps + part_of<kKind>(w, chunk).first + step) * 32 + (w.lane & 3) * 8 +
+         (w.lane >> 2 & 1) * 4;
+}
+template <Kind kKind, typename W>
+__device__ __forceinline__ bool step_counts(const W& w, int chunk, int step) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  return m.steps_of(chunk) == m.warp_steps_of(chunk) * kWarps || step >= part_of<kKind>(w, chunk).surplus;
+}
+
+// What a lane keeps of a request's vector for a batch of chunks: two pairs of 16-bit values for each of its steps.
+template <Kind kKind>
+constexpr int kSteps = kMatrix<kKind>.warp_steps_of(0);  // of a warp in a chunk
+template <Kind kKind>
+struct Activations {
+  uint2 of[kMatrix<kKind>.batch_chunks][kSteps<kKind>];
+};
+
+// Calls body(i, chunk, step) for this warp's steps of the chunks from `first` on, `kChunks` at most; i = chunk - first. (All
+// bounds are constants, so that nothing is left of the loops and what they index stays in registers.)
+template <Kind kKind, int kChunks, typename Body>
+__device__ __forceinline__ void each_step(int first, Body body) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+    for (int step = 0; step < kSteps<kKind>; ++step) {
+      constexpr MatrixPlan m = kMatrix<kKind>;
+      if (first + i < m.chunks && step < m.warp_steps_of(first + i)) body(i, first + i, step);
+    }
+  }
+}
+
+// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: what is
+// multiplied is x * gain, the squares are added up beside it, and `norm_scale` is applied to the product's result.
+// float16 could overflow without the division, so it goes in scaled down.
+template <typename U>
 constexpr float kPrescale = 1.0f;
 template <>
 constexpr float kPrescale<__half> = 1.0f / 64;
 
-// The hidden state, one float32 a word (before the first layer: embedding rows). A unit is 64 values of a row, for one
-// warp; `sums` receives the squares of each unit, and is complete after the next workers_sync.
-template <typename T>
-__device__ __forceinline__ void receive_hidden(Worker& w, bool embedded, Kind from, uint32_t flag, int parity,
-                                               const void* gain) {
-  constexpr int kBatch = 4;
-  const DecodeStep& s = w.step;
-  const int row_units = ceil_div(s.hidden, 64), units = row_units * s.rows, pairs = s.hidden / 2;
-  const Word* words = handed_off(w, w.plan.vector_at[from], s.hidden, parity, 0);
-  float* sums = w.shared<float>(w.plan.sums_at);
-  const uint32_t act = shared_address(w.smem) + w.plan.act_at;
-  const int stride = slot_stride(s.hidden / kStepColumns);
-  float squares[kBatch];
-  const auto add_up = [&](int base) {
+// Whether a word is still to be polled.
+__device__ __forceinline__ bool lacks(const Word (&words)[2], uint32_t flag) {
+  return !has_flag(words[0], flag) || !has_flag(words[1], flag);
+}
+
+// This lane's part of the hidden state, one float32 a word, times the norm's weight. sums: [request][8 warps].
+template <Kind kKind, int kFrom, typename W, int kSets>
+__device__ __forceinline__ void receive_hidden(W& w, uint32_t flag, int parity, const void* gain, float* sums,
+                                               Activations<kKind> (&act)[kSets]) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  constexpr int kChunks = larger(1, smaller(m.chunks, 10 / kSteps<kKind>));  // polled together
+  uint2 gains[m.chunks][kSteps<kKind>];
+  each_step<kKind, m.chunks>(0, [&](int, int chunk, int step) {
+    gains[chunk][step] =
+        __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(gain) + column_of<kKind>(w, chunk, step)));
+  });
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (base + i * kWarps >= units) break;
-      const float sum = warp_sum(squares[i]);
-      if (w.lane == 0) sums[base + i * kWarps] = sum;
-    }
-  };
-  int base = w.warp;
-#pragma unroll 1
-  for (; base < units; base += kBatch * kWarps) {
-    if (base != w.warp) add_up(base - kBatch * kWarps);
-    float2 x[kBatch];
-    uint32_t gains[kBatch];
-    int rows[kBatch], columns[kBatch];  // columns in pairs
+  for (int set = 0; set < kSets; ++set) {
+    const int request = set * 4 + (w.lane >> 3);
+    const Word* words = w.template handed_off<kFrom>(parity, min(request, w.step.rows - 1));
+    float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int unit = base + i * kWarps;
-      rows[i] = __umulhi(unit, w.plan.unit_rows);
-      columns[i] = (unit - rows[i] * row_units) * 32 + w.lane;
-      x[i] = make_float2(0.0f, 0.0f);
-      if (unit >= units || columns[i] >= pairs) columns[i] = -1;
-      if (columns[i] >= 0) gains[i] = __ldg(static_cast<const uint32_t*>(gain) + columns[i]);
-      if (columns[i] >= 0 && embedded)
-        x[i] = unpack_pair<T>(__ldg(static_cast<const uint32_t*>(s.embedding) +
-                                    static_cast<long long>(token_table(w)[rows[i]]) * pairs + columns[i]));
-    }
-    if (!embedded) {
+    for (int first = 0; first < m.chunks; first += kChunks) {
+      Word raw[kChunks][kSteps<kKind>][2][2] = {};
       wait_words(w, [&] {
         bool ready = true;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (columns[i] < 0) continue;
-          Word raw[2];
-          peek2(words + rows[i] * s.hidden + columns[i] * 2, raw);
-          ready = ready && has_flag(raw[0], flag) && has_flag(raw[1], flag);
-          x[i] = make_float2(__uint_as_float(payload(raw[0])), __uint_as_float(payload(raw[1])));
-        }
+        each_step<kKind, kChunks>(first, [&](int i, int chunk, int step) {
+          const Word* at = words + column_of<kKind>(w, chunk, step);
+          if (lacks(raw[i][step][0], flag)) peek2(at, raw[i][step][0]);
+          if (lacks(raw[i][step][1], flag)) peek2(at + 2, raw[i][step][1]);
+        });
+        each_step<kKind, kChunks>(first, [&](int i, int, int step) {
+          ready = ready && !lacks(raw[i][step][0], flag) && !lacks(raw[i][step][1], flag);
+        });
         return ready;
+      });
+      each_step<kKind, kChunks>(first, [&](int i, int chunk, int step) {
+        const bool counts = step_counts<kKind>(w, chunk, step);
+        float x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[j] = counts ? __uint_as_float(payload(raw[i][step][j / 2][j % 2])) : 0.0f;
+          squares += x[j] * x[j];
+        }
+        const float2 low = unpack_pair<T>(gains[chunk][step].x), high = unpack_pair<T>(gains[chunk][step].y);
+        act[set].of[chunk][step] = make_uint2(pack_pair<T>(x[0] * low.x * kPrescale<T>, x[1] * low.y * kPrescale<T>),
+                                              pack_pair<T>(x[2] * high.x * kPrescale<T>, x[3] * high.y * kPrescale<T>));
       });
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      squares[i] = x[i].x * x[i].x + x[i].y * x[i].y;
-      if (columns[i] < 0) continue;
-      const float2 g = unpack_pair<T>(gains[i]);
-      store_shared(act + rows[i] * stride + act_offset(columns[i]),
-                   pack_pair<T>(x[i].x * g.x * kPrescale<T>, x[i].y * g.y * kPrescale<T>));
-    }
+    for (int offset = 1; offset <= 4; offset *= 2) squares += __shfl_xor_sync(kAllLanes, squares, offset);
+    if ((w.lane & 7) == 0) sums[request * 8 + w.warp] = squares;
   }
-  workers_sync();
-  if (base > w.warp) add_up(base - kBatch * kWarps);
 }
 
-template <typename T>
-__device__ __forceinline__ float norm_scale(const Worker& w, int request) {
-  const int row_units = ceil_div(w.step.hidden, 64);
-  const float* sums = w.shared<float>(w.plan.sums_at) + min(request, w.step.rows - 1) * row_units;
-  float squares = 0.0f;
-#pragma unroll 8
-  for (int i = 0; i < row_units; ++i) squares += sums[i];
-  return rsqrtf(squares / w.step.hidden + w.step.eps) * (1.0f / kPrescale<T>);
+// This lane's part of a vector of 16-bit values, two a word: a batch of chunks.
+template <Kind kKind, int kFrom, int kBatch, typename W, int kSets>
+__device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kSets]) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    const Word* words = w.template handed_off<kFrom>(w.parity, min(set * 4 + (w.lane >> 3), w.step.rows - 1));
+    Word raw[m.batch_chunks][kSteps<kKind>][2] = {};
+    wait_words(w, [&] {
+      bool ready = true;
+      each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {
+        if (lacks(raw[i][step], w.flag)) peek2(words + column_of<kKind>(w, chunk, step) / 2, raw[i][step]);
+      });
+      each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int, int step) { ready = ready && !lacks(raw[i][step], w.flag); });
+      return ready;
+    });
+    each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {
+      const bool counts = step_counts<kKind>(w, chunk, step);
+      act[set].of[i][step] =
+          make_uint2(counts ? payload(raw[i][step][0]) : 0u, counts ? payload(raw[i][step][1]) : 0u);
+    });
+  }
+}
+
+// Four columns of a head's attention, merged of its parts; zero without any.
+__device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kMaxParts], int parts) {
+  float largest = -INFINITY, sum = 0.0f, x[4] = {};
+#pragma unroll
+  for (int part = 0; part < kMaxParts; ++part) largest = fmaxf(largest, __uint_as_float(quads[part].extra));
+#pragma unroll
+  for (int part = 0; part < kMaxParts; ++part) {
+    const float weight = part < parts ? exp2_approx(__uint_as_float(quads[part].extra) - largest) : 0.0f;
+    const float2 low = unpack_pair<T>(quads[part].low), high = unpack_pair<T>(quads[part].high);
+    sum += weight;
+    x[0] += weight * low.x;
+    x[1] += weight * low.y;
+    x[2] += weight * high.x;
+    x[3] += weight * high.y;
+  }
+  const float inverse = parts > 0 ? __fdividef(1.0f, sum) : 0.0f;
+  return make_uint2(pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse));
+}
+
+// This lane's part of the attention, merged of the parts that blocks have published: a batch of chunks.
+template <Kind kKind, int kBatch, typename W, int kSets>
+__device__ __forceinline__ void receive_attended(W& w, Activations<kKind> (&act)[kSets]) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  // Steps polled together: a chunk's, or of several chunks if they are few.
+  constexpr int kChunks = larger(1, smaller(m.batch_chunks, 20 / kMaxParts / kSteps<kKind>));
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    const int request = min(set * 4 + (w.lane >> 3), w.step.rows - 1);
+    const int parts = row_table(w)[2 * kMaxDecodeRows + request];
+    const Quad* quads[kMaxParts];  // where there are fewer, the last again
+#pragma unroll
+    for (int part = 0; part < kMaxParts; ++part) quads[part] = part_place(w, request, max(0, min(part, parts - 1)));
+#pragma unroll
+    for (int first = 0; first < m.batch_chunks; first += kChunks) {
+      Quad raw[kChunks][kSteps<kKind>][kMaxParts] = {};
+      wait_words(w, [&] {
+        bool ready = true;
+        each_step<kKind, kChunks>(kBatch + first, [&](int i, int chunk, int step) {
+          const int at = column_of<kKind>(w, chunk, step) / 4;
+#pragma unroll
+          for (int part = 0; part < kMaxParts; ++part)
+            if (raw[i][step][part].flag != w.flag) raw[i][step][part] = peek_quad(quads[part] + at);
+        });
+        each_step<kKind, kChunks>(kBatch + first, [&](int i, int, int step) {
+#pragma unroll
+          for (int part = 0; part < kMaxParts; ++part) ready = ready && raw[i][step][part].flag == w.flag;
+        });
+        return ready || parts == 0;
+      });
+      each_step<kKind, kChunks>(kBatch + first, [&](int i, int chunk, int step) {
+        act[set].of[first + i][step] = merge_parts(raw[i][step], step_counts<kKind>(w, chunk, step) ? parts : 0);
+      });
+    }
+  }
+}
+
+template <typename W>
+__device__ __forceinline__ float norm_scale(const W& w, const float* sums, int request) {
+  const float4* at = reinterpret_cast<const float4*>(sums + request * 8);
+  const float4 a = at[0], b = at[1];
+  const float squares = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + b.z);
+  return rsqrtf(squares * (1.0f / kHidden) + w.step.eps) * (1.0f / kPrescale<T>);
 }
 
 }  // namespace six_engines

@@ -9,17 +9,17 @@
 //   * no barrier over the grid: every value that crosses multiprocessors is handed off through L2 in an 8-byte word
 //     beside a flag (step and layer), and its reader polls the word until the flag is right (primitives.cuh).
 //
-// One layer is six hand-offs: hidden -> QKV -> attention splits -> merged heads -> hidden -> MLP activation -> hidden.
+// One layer is five hand-offs: hidden -> QKV -> parts of the attention -> hidden -> MLP activation -> hidden.
 //
-// What it costs is neither arithmetic nor, so far, bandwidth (without streaming at all it is a sixth faster), but the
-// length of one warp's path through a layer: instructions that wait for each other, spilled registers that come back
-// from L2, and six hand-offs, each a store to L2 and a load from there. Hence products of few instructions
-// (gemv.cuh), few warps with many registers (plan.cuh), and one loop over the matrices.
+// What it costs is neither arithmetic nor, with small models, bandwidth, but the length of one warp's path through a
+// layer: instructions that wait for each other, and five hand-offs, each a store to L2 and a load from there. Hence
+// every size is a constant (shape.cuh), products are straight lines of few instructions, with weights and activations in
+// registers (gemv.cuh), and few warps have many registers each (plan.cuh).
 //
 // Why a reader never finds a word that is already overwritten: handed-off vectors alternate between two copies, by
 // layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
-// which every block owns a part and publishes it only after it has read everything of layer l. (The splits have one
-// copy: the next layer's queries exist only after every merge of this layer.)
+// which every block owns a part and publishes it only after it has read everything of layer l. (The parts of the
+// attention have one copy, for the same reason.)
 //
 // Launch: cooperative, because blocks wait for each other and must all be resident. One block fills a multiprocessor's
 // shared memory, the grid is at most the number of multiprocessors, and a cooperative launch can be captured in a
@@ -32,181 +32,138 @@
 
 namespace six_engines {
 
-template <typename T, int D>
-__device__ __forceinline__ void consume(Worker& w, const LayerWeights* table, unsigned step_number) {
+template <typename W, int kSets>
+__device__ __forceinline__ void consume(W& w, const LayerWeights* table, unsigned first_flag) {
   const DecodeStep& s = w.step;
-  const DecodePlan& plan = w.plan;
-  const Slice* slices = w.shared<Slice>(plan.slices_at);
-  const AttentionItem item = attention_item<D>(w, blockIdx.x + gridDim.x * w.warp);
-  prefetch_item<T, D>(w, item, 0);
-  if (w.lane == 0) w.shared<AttentionItem>(plan.items_at)[w.warp] = item;
+  const AttentionItem item = attention_item(w, blockIdx.x);
+  prefetch_item(w, item, 0);
+  if (w.lane == 0) w.template shared<AttentionItem>(W::At::kItemsAt)[w.warp] = item;
   __syncwarp();
-
-  const int marks = kLayerMarks * s.layers + kEndMarks;
-  long long* trace = s.trace == nullptr || w.thread != 0 ? nullptr : s.trace + blockIdx.x * marks;
-  const auto mark = [&] {
-    if (trace != nullptr) *trace++ = clock64();
-  };
-#pragma unroll 1
-  for (int layer = 0; layer <= s.layers; ++layer) {
-    const bool head = layer == s.layers;
-    const LayerWeights& weights = table[layer];
-#pragma unroll 1
-    for (int kind = head ? kHead : kQkv; kind <= (head ? kHead : kDown); ++kind) {
-      w.place = layer * 16 + kind;
-      mark();
-      if (kind == kOut) {
-        attention_phase<T, D>(w, layer, weights);
-        mark();
-      }
-      if (kind == kOut || kind == kDown) {
-        const bool attended = kind == kOut;
-        // (A block without rows of `down` must not wait here: nothing would keep the others from overtaking it.)
-        if (attended || slices[kDown].count > 0)
-          receive_pairs(w, attended ? plan.attention_at : plan.vector_at[kGateUp],
-                       attended ? plan.attention_length : plan.vector_length[kGateUp],
-                       attended ? plan.attention_rows : plan.act_rows);
-      } else {
-        float bias = 0.0f;
-        if (kind == kQkv && weights.qkv_bias != nullptr && w.thread < slices[kQkv].count)
-          bias = to_float(static_cast<const T*>(weights.qkv_bias)[slices[kQkv].first + w.thread]);
-        const bool second = kind == kGateUp;  // of the layer's two; the first follows the last layer's kDown
-        receive_hidden<T>(w, layer == 0 && !second, second ? kOut : kDown, step_number * s.layers + layer + second,
-                         (layer & 1) ^ (second ? 0 : 1),
-                         second ? weights.post_norm : head ? s.final_norm : weights.input_norm);
-        if (kind == kQkv && w.thread < slices[kQkv].count) w.shared<float>(plan.bias_at)[w.thread] = bias;
-        w.flag = step_number * s.layers + layer + 1;
-        w.parity = layer & 1;
-      }
-      mark();
-      if (head) {
-        workers_sync();  // the sums of squares, see receive_hidden
-        head_product<T>(w);
-      } else {
-        product<T>(w, kind);
-      }
+  Residual<kSets> residual = {};
+  const Slice hidden = w.slice(kOut);  // kDown is divided in the same way
+#pragma unroll
+  for (int round = 0; round < kResidualTiles; ++round) {
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const int g = w.lane >> 2, request = set * 4 + (w.lane & 3);
+      const int row = (round * kWarps + w.warp) * kMatrix<kOut>.tile_rows + g;
+      if (g >= kMatrix<kOut>.tile_rows || row >= hidden.count || request >= s.rows) continue;
+      const T* embedding = static_cast<const T*>(s.embedding) + static_cast<long long>(w.token_table()[request]) * kHidden;
+      residual[round][set] = to_float(embedding[hidden.first + row]);
+      publish(w.template handed_off<kDown>(1, request) + hidden.first + row,
+              flagged(__float_as_uint(residual[round][set]), first_flag));
     }
   }
-  mark();
+  w.mark();
+#pragma unroll 1
+  for (int layer = 0; layer < kLayers; ++layer) {
+    asm volatile("" : "+r"(w.warp), "+r"(w.lane));  // addresses are made anew: kept over a layer, they are spilled
+    const LayerWeights& weights = table[layer];
+    const uint32_t before = first_flag + layer;
+    w.flag = before + 1;
+    w.parity = layer & 1;
+    w.place = layer * 16 + kQkv;
+    hidden_product<kQkv, kDown>(w, before, w.parity ^ 1, weights.input_norm, weights.qkv_bias, residual);
+    w.place = layer * 16 + kOut;
+    attention_phase(w, layer, weights);
+    long_product<kOut>(w, residual);
+    w.place = layer * 16 + kGateUp;
+    hidden_product<kGateUp, kOut>(w, w.flag, w.parity, weights.post_norm, nullptr, residual);
+    w.place = layer * 16 + kDown;
+    long_product<kDown>(w, residual);
+  }
+  w.place = kLayers * 16 + kHead;
+  w.flag = first_flag + kLayers + 1;
+  receive_head<W, kSets>(w, first_flag + kLayers, kLayers & 1 ^ 1);
+  w.mark();
+  head_product<W, kSets>(w);
+  w.mark();
 }
 
 // The block's slice of a matrix.
-__device__ __forceinline__ void own_slice(const Worker& w, int kind) {
-  const MatrixPlan& m = w.plan.matrix[kind];
+template <typename W>
+__device__ __forceinline__ void own_slice(const W& w, int kind) {
+  const MatrixPlan m = kind == kQkv ? kMatrix<kQkv> : kind == kOut ? kMatrix<kOut> : kind == kGateUp ? kMatrix<kGateUp>
+                     : kind == kDown ? kMatrix<kDown> : kMatrix<kHead>;
   const long long dealt = m.rows / m.granule;
   Slice slice;
-  slice.first = static_cast<int>(dealt * blockIdx.x / gridDim.x) * m.granule;
-  slice.count = static_cast<int>(dealt * (blockIdx.x + 1) / gridDim.x) * m.granule - slice.first;
-  slice.slots = ceil_div(slice.count, m.tile_rows) * m.chunks * (kind == kGateUp ? 2 : 1);
-  slice.units = slice.slots * m.parts;
-  w.shared<Slice>(w.plan.slices_at)[kind] = slice;
-}
-
-// The block's units of the layer matrices, so that no warp has to divide in the middle of a layer.
-__device__ __forceinline__ void list_units(const Worker& w) {
-#pragma unroll 1
-  for (int kind = kQkv; kind < kHead; ++kind) {
-    const MatrixPlan& m = w.plan.matrix[kind];
-    const Slice slice = w.shared<Slice>(w.plan.slices_at)[kind];
-#pragma unroll 1
-    for (int i = w.thread; i < slice.units; i += kThreads) {
-      const int part = i % m.parts, slot = i / m.parts, chunk = slot % m.chunks;
-      const int tile = slot / m.chunks / (kind == kGateUp ? 2 : 1);
-      const int columns = min(m.chunk_steps, m.steps - chunk * m.chunk_steps);
-      Unit unit{};
-      unit.slot = slot;
-      unit.rows = min(m.tile_rows, slice.count - tile * m.tile_rows);
-      unit.first = min(part * m.part_steps, columns);  // the last chunk may be too short for every part
-      unit.steps = min(m.part_steps, columns - unit.first);
-      unit.act_step = chunk * m.chunk_steps + unit.first;
-      unit.arrivals = kSlotArrivals / m.parts + (part == 0 ? kSlotArrivals % m.parts : 0);
-      w.shared<Unit>(w.plan.units_at)[m.units_at + i] = unit;
-    }
-  }
+  slice.first = static_cast<int>(dealt * blockIdx.x / kGrid) * m.granule;
+  slice.count = static_cast<int>(dealt * (blockIdx.x + 1) / kGrid) * m.granule - slice.first;
+  slice.tiles = ceil_div(slice.count, m.tile_rows);
+  slice.slots = slice.tiles * m.chunks * m.halves;
+  w.template shared<Slice>(W::At::kSlicesAt)[kind] = slice;
 }
 
 // What every thread of the block needs before the first layer.
-template <typename T, int D>
-__device__ __forceinline__ void prepare(Worker& w) {
+template <typename W>
+__device__ __forceinline__ void prepare(W& w) {
   const DecodeStep& s = w.step;
-  const DecodePlan& plan = w.plan;
-  int* rows = w.shared<int>(plan.rows_at);
-  if (w.thread == 0) {
-    for (int slot = 0; slot < plan.slots; ++slot) {
-      barrier_init(w.full + slot * 8, 1);
-      barrier_init(w.empty + slot * 8, kSlotArrivals);
-    }
+  int* rows = w.template shared<int>(W::At::kRowsAt);
+  if (w.thread < W::At::kSlots) {
+    barrier_init(w.full + w.thread * 8, 1);
+    barrier_init(w.empty + w.thread * 8, kWarps);
     barrier_init_fence();
   }
   if (w.thread < kKinds) own_slice(w, w.thread);
-  auto* table = w.shared<unsigned long long>(plan.table_at);
-  for (int i = w.thread; i < s.layers * kLayerPointers; i += kThreads)
+  auto* table = w.template shared<unsigned long long>(W::At::kTableAt);
+  for (int i = w.thread; i < kLayers * kLayerPointers; i += kThreads)
     table[i] = reinterpret_cast<const unsigned long long*>(s.layer_table)[i];
   if (w.thread < s.rows) {
     const int context = s.slot_mapping[w.thread] < 0 ? 0 : s.context_lens[w.thread];
-    const int chunks = cached_chunks(context), per_split = max(1, ceil_div(chunks, kMaxDecodeSplits - 1));
+    const int chunks = cached_chunks(context) + 1, parts = min(kMaxParts, ceil_div(chunks, kWarps));
     rows[w.thread] = context;
-    rows[kMaxDecodeRows + w.thread] = per_split;
-    rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, per_split) + 1;
-    token_table(w)[w.thread] = static_cast<int>(s.last_tokens[s.batch_slots[w.thread]]);
+    rows[kMaxDecodeRows + w.thread] = ceil_div(chunks, parts);
+    rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, ceil_div(chunks, parts));
+    w.token_table()[w.thread] = static_cast<int>(s.last_tokens[s.batch_slots[w.thread]]);
   }
-  float* rope = w.shared<float>(plan.rope_at);
-  for (int i = w.thread; i < s.rows * (D / 2); i += kThreads) {
-    const int row = i / (D / 2), column = i % (D / 2);
-    const long long at = s.positions[row] * (D / 2) + column;
-    rope[row * D + column] = s.cos[at];
-    rope[row * D + D / 2 + column] = s.sin[at];
+  float* rope = w.template shared<float>(W::At::kRopeAt);
+  for (int i = w.thread; i < s.rows * (kHeadDim / 2); i += kThreads) {
+    const int row = i / (kHeadDim / 2), column = i % (kHeadDim / 2);
+    const long long at = s.positions[row] * (kHeadDim / 2) + column;
+    rope[row * kHeadDim + column] = s.cos[at];
+    rope[row * kHeadDim + kHeadDim / 2 + column] = s.sin[at];
   }
   __syncthreads();
   if (w.thread == 0) {
     int most = 0;
     for (int row = 0; row < s.rows; ++row) most = max(most, rows[2 * kMaxDecodeRows + row]);
-    rows[3 * kMaxDecodeRows] = most * s.rows * s.kv_heads;  // attention items
-  }
-  float* own = w.shared<float>(plan.own_at);
-  list_units(w);
-  const Slice hidden = w.shared<Slice>(plan.slices_at)[kOut];  // kDown is divided in the same way
-  for (int i = w.thread; i < s.rows * hidden.count; i += kThreads) {
-    const long long token = token_table(w)[i % s.rows];
-    own[i / s.rows * kMaxDecodeRows + i % s.rows] =
-        to_float(static_cast<const T*>(s.embedding)[token * s.hidden + hidden.first + i / s.rows]);
+    rows[3 * kMaxDecodeRows] = most * s.rows * kKvHeads;  // attention items
   }
 }
 
-template <typename T, int D>
-__global__ void __launch_bounds__(kThreads, 1)
-    decode_step_kernel(const __grid_constant__ DecodeStep step, const __grid_constant__ DecodePlan plan) {
+template <int kSets>
+__global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_constant__ DecodeStep step) {
   extern __shared__ __align__(128) unsigned char smem[];
-  Worker w{step, plan, smem, reinterpret_cast<Word*>(step.workspace)};
+  using W = Worker<kSets>;
+  W w{step, smem, reinterpret_cast<Word*>(step.workspace)};
   w.thread = threadIdx.x;
   w.warp = threadIdx.x / 32;
   w.lane = threadIdx.x % 32;
   w.waits = (step.flags & kSkipWaiting) == 0;
   w.streams = (step.flags & kSkipStreaming) == 0;
-  w.ring = shared_address(smem);
-  w.full = w.ring + plan.barriers_at;
+  w.base = shared_address(smem);
+  w.full = w.base + W::At::kBarriersAt;
   w.empty = w.full + 64 * 8;
+  if (kTrace && step.trace != nullptr && w.thread == 0) w.trace = step.trace + blockIdx.x * (kLayerMarks * kLayers + kEndMarks);
+  if (kTrace && w.trace != nullptr) *w.trace++ = nanoseconds();
+  w.mark();
   const unsigned step_number = *reinterpret_cast<volatile unsigned*>(step.workspace);
-  prepare<T, D>(w);
+  prepare(w);
   __syncthreads();
-  const LayerWeights* table = w.shared<LayerWeights>(plan.table_at);
+  const LayerWeights* table = w.template shared<LayerWeights>(W::At::kTableAt);
   if (w.warp == kWarps) {
     if (w.streams) stream_step(w, table);
     drain_copies(w);
   } else {
-    consume<T, D>(w, table, step_number);
+    // Flags: of the embedding, of each layer, of the LM head; 0 is none.
+    consume<W, kSets>(w, table, step_number * (kLayers + 2) + 1);
   }
   if (__syncthreads_and(w.waits) && w.warp < kWarps) choose_tokens(w);
+  w.mark();
+  if (kTrace && w.trace != nullptr) *w.trace++ = nanoseconds();
   if (blockIdx.x != 0) return;
   __syncthreads();
   if (w.thread == 0) close_step(w, step_number);
-}
-
-// The instantiation for a head size.
-template <typename T>
-const void* decode_kernel(int head_dim) {
-  return head_dim == 64 ? reinterpret_cast<const void*>(decode_step_kernel<T, 64>)
-                        : reinterpret_cast<const void*>(decode_step_kernel<T, 128>);
 }
 
 }  // namespace six_engines

@@ -1,52 +1,53 @@
-// The host side of the decode kernel: what is supported, which instantiation, the launch.
-#include <cuda_runtime.h>
-
-#include "stage_f/kernels.h"
-#include "stage_f/plan.cuh"
+// The kernel's library: what the compiled shape is checked against, and the launch. It exports two plain functions.
+#include "stage_f/kernel.cuh"
 
 namespace six_engines {
 
 namespace {
 
 const char* unsupported(const DecodeStep& s) {
+  if (s.layers != kLayers || s.hidden != kHidden || s.intermediate != kIntermediate || s.heads != kHeads || s.kv_heads != kKvHeads ||
+      s.head_dim != kHeadDim || s.vocab != kVocab || s.half != kHalf)
+    return "the kernel was compiled for another shape or dtype";
   if (s.rows < 1 || s.rows > kMaxDecodeRows) return "rows must be 1 to 8";
-  if (s.head_dim != 64 && s.head_dim != 128) return "head_dim must be 64 or 128";
-  if (s.heads % s.kv_heads != 0 || s.heads / s.kv_heads > 8)
-    return "heads must be a multiple of kv_heads, at most 8 to one";
-  if (s.hidden % kStepColumns != 0 || s.intermediate % kStepColumns != 0 || s.heads * s.head_dim % kStepColumns != 0)
-    return "hidden and intermediate must be multiples of 32";
   if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0)
     return "block_size must be a power of two, at least 16";
+  if (s.workspace_bytes < kTotalWords * static_cast<long long>(sizeof(Word))) return "the workspace is too small";
+  if (s.trace != nullptr && !kTrace) return "the kernel was compiled without a trace";
   return nullptr;
+}
+
+// The ring holds the slots that are waited for together.
+template <int kSets>
+constexpr bool fits() {
+  int needed = 4;
+  for (const MatrixPlan& m : kMatrices.of) needed = larger(needed, group_tiles<kSets>(m) * m.batch_chunks);
+  return Layout<kSets>::kSlots >= needed;
+}
+static_assert(fits<1>(), "shared memory does not hold enough weights of this shape");
+
+template <int kSets>
+const char* launch(const DecodeStep& step, cudaStream_t stream) {
+  const void* kernel = reinterpret_cast<const void*>(decode_step_kernel<kSets>);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  DecodeStep arguments = step;
+  void* parameters[] = {&arguments};
+  error = step.flags & kPlainLaunch
+        ? cudaLaunchKernel(kernel, kGrid, kThreads, parameters, kSharedBytes, stream)
+        : cudaLaunchCooperativeKernel(kernel, kGrid, kThreads, parameters, kSharedBytes, stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace
 
-std::int64_t decode_workspace_bytes(const DecodeStep& step) {
-  DecodePlan plan{};
-  plan_workspace(step, plan);
-  return plan.total_words * static_cast<std::int64_t>(sizeof(Word));
-}
+extern "C" std::int64_t decode_workspace_bytes() { return kTotalWords * static_cast<std::int64_t>(sizeof(Word)); }
 
-const char* launch_decode_step(const DecodeStep& step, void* stream) {
+extern "C" const char* launch_decode_step(const DecodeStep& step, void* stream) {
   if (const char* problem = unsupported(step)) return problem;
-  int device = 0, multiprocessors = 0, smem_limit = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  DecodePlan plan;
-  if (const char* problem = plan_step(step, multiprocessors, smem_limit, plan)) return problem;
-  const void* kernel = step.half ? decode_kernel_f16(step.head_dim)
-                                 : decode_kernel_bf16(step.head_dim);
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  DecodeStep arguments = step;
-  void* parameters[] = {&arguments, &plan};
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  error = step.flags & kPlainLaunch
-        ? cudaLaunchKernel(kernel, plan.grid, kThreads, parameters, plan.smem_bytes, cuda_stream)
-        : cudaLaunchCooperativeKernel(kernel, plan.grid, kThreads, parameters, plan.smem_bytes, cuda_stream);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (step.rows <= 4) return launch<1>(step, static_cast<cudaStream_t>(stream));
+  if constexpr (fits<2>()) return launch<2>(step, static_cast<cudaStream_t>(stream));
+  return "shared memory does not hold enough weights beside more than 4 rows of this shape";
 }
 
 }  // namespace six_engines

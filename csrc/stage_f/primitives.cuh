@@ -45,7 +45,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 template <>
 __device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                            uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -53,7 +53,7 @@ __device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], uint32_t a0, u
 template <>
 __device__ __forceinline__ void mma<__half>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                       uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -62,6 +62,12 @@ __device__ __forceinline__ void mma<__half>(float (&c)[4], uint32_t a0, uint32_t
 __device__ __forceinline__ float exp2_approx(float v) {  // one instruction; -infinity gives 0
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+__device__ __forceinline__ float log2_approx(float v) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 
@@ -113,6 +119,26 @@ __device__ __forceinline__ void peek2(const Word* address, Word (&words)[2]) {
                : "=l"(words[0]), "=l"(words[1])
                : "l"(address)
                : "memory");
+}
+
+// The same with 12 bytes beside the flag: 16 bytes in one access are never torn either.
+struct alignas(16) Quad {
+  uint32_t low, high, extra, flag;
+};
+__device__ __forceinline__ void publish_quad(Quad* address, const Quad& quad) {
+  asm volatile("{\n.reg .b128 v;\n.reg .b64 a, b;\nmov.b64 a, {%1,%2};\nmov.b64 b, {%3,%4};\nmov.b128 v, {a,b};\n"
+               "st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(address), "r"(quad.low), "r"(quad.high), "r"(quad.extra),
+               "r"(quad.flag)
+               : "memory");
+}
+__device__ __forceinline__ Quad peek_quad(const Quad* address) {
+  Quad quad;
+  asm volatile("{\n.reg .b128 v;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 v, [%4];\nmov.b128 {a,b}, v;\n"
+               "mov.b64 {%0,%1}, a;\nmov.b64 {%2,%3}, b;\n}"
+               : "=r"(quad.low), "=r"(quad.high), "=r"(quad.extra), "=r"(quad.flag)
+               : "l"(address)
+               : "memory");
+  return quad;
 }
 
 __device__ __forceinline__ unsigned long long nanoseconds() {

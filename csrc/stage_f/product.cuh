@@ -2,85 +2,155 @@
 #pragma once
 
 #include "stage_f/choose.cuh"
-#include "stage_f/hand_off.cuh"
+#include "stage_f/gemv.cuh"
 
 namespace six_engines {
 
-// This block's slice of one layer matrix times the activations in shared memory, and what becomes of each output: QKV
-// (plus bias) and the MLP's activation leave as pairs of 16-bit values; the hidden state, of which the owner keeps the
-// float32 values, grows and leaves as float32. A warp sums and emits whole tiles, lane (g, q) row g of request q.
-template <typename T>
-__device__ __forceinline__ void product(Worker& w, int kind) {
-  const DecodeStep& s = w.step;
-  const DecodePlan& plan = w.plan;
-  const MatrixPlan m = plan.matrix[kind];
-  const Slice slice = w.shared<Slice>(plan.slices_at)[kind];
-  const int g = w.lane >> 2, q = w.lane & 3, halves = kind == kGateUp ? 2 : 1;
-  multiply_units<T>(w, m, slice);
+constexpr int kResidualTiles = ceil_div(kMatrix<kOut>.tiles, kWarps);  // of a warp
+template <int kSets>
+using Residual = float[kResidualTiles][kSets];
+
+template <Kind kKind, typename W>
+__device__ __forceinline__ float* partial_sums(const W& w) {
+  return w.template shared<float>(W::At::kPartialAt + (kKind == kOut || kKind == kDown ? W::At::kPartial : 0));
+}
+template <Kind kKind, typename W>
+__device__ __forceinline__ float* square_sums(const W& w) {
+  return w.template shared<float>(W::At::kSumsAt) + (kKind == kGateUp ? W::kRequests * 8 : 0);
+}
+
+// What becomes of each output: QKV (plus bias) and the MLP's activation leave as pairs of 16-bit values; the hidden
+// state, of which the owner keeps the float32 values, grows and leaves as float32. A warp sums and emits whole tiles,
+// lane (g, q) row g of request q.
+template <Kind kKind, typename W, int kSets>
+__device__ __forceinline__ void emit(W& w, const Slice& slice, const void* bias, Residual<kSets>& residual) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  constexpr int kRounds = ceil_div(m.tiles, kWarps);
+  const float* partial = partial_sums<kKind>(w);
+  const int g = w.lane >> 2, q = w.lane & 3;
+  float offset[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = (round * kWarps + w.warp) * m.tile_rows + g;
+    offset[round] = 0.0f;
+    if (kKind == kQkv && bias != nullptr && row < slice.count)
+      offset[round] = to_float(static_cast<const T*>(bias)[slice.first + row]);
+  }
   workers_sync();
-#pragma unroll 1
-  for (int tile = w.warp; tile * m.tile_rows < slice.count; tile += kWarps) {
-#pragma unroll 1
-    for (int set = 0; set < plan.sets; ++set) {
-      const int request = set * 4 + q, row = tile * m.tile_rows + g;
-      const bool valid = g < m.tile_rows && row < slice.count && request < s.rows;
-      const float scale = kind == kQkv || kind == kGateUp ? norm_scale<T>(w, request) : 1.0f;
-      float value = sum_units(w, m, tile * halves, set) * scale;
-      if (kind == kGateUp) value = silu(value) * (sum_units(w, m, tile * halves + 1, set) * scale);
-      if (kind == kQkv && valid) value += w.shared<float>(plan.bias_at)[row];
-      uint32_t bits = __float_as_uint(value);
-      bool sends = valid;
-      int index = slice.first + row;
-      if (kind == kOut || kind == kDown) {
-        float* own = w.shared<float>(plan.own_at) + row * kMaxDecodeRows + request;
-        if (valid) *own = value = value + *own;
-        bits = __float_as_uint(value);
+  w.mark();
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int tile = round * kWarps + w.warp, row = tile * m.tile_rows + g;
+    if (tile >= slice.tiles) break;
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const int request = set * 4 + q;
+      const bool valid = g < m.tile_rows && row < slice.count && request < w.step.rows;
+      const float scale = kKind == kQkv || kKind == kGateUp ? norm_scale(w, square_sums<kKind>(w), request) : 1.0f;
+      float value = sum_warps<kSets>(partial, tile * m.halves, set, w.lane) * scale;
+      if (kKind == kGateUp) value = silu(value) * (sum_warps<kSets>(partial, tile * 2 + 1, set, w.lane) * scale);
+      if (kKind == kQkv) value += offset[round];
+      Word* target = w.template handed_off<kKind>(w.parity, request);
+      if (kKind == kOut || kKind == kDown) {
+        value = residual[round][set] += value;
+        if (valid) publish(target + slice.first + row, flagged(__float_as_uint(value), w.flag));
       } else {
-        bits = pack_pair<T>(value, __shfl_down_sync(kAllLanes, value, 4));  // with the next row
-        index /= 2;
-        sends = valid && (g & 1) == 0;
+        const uint32_t pair = pack_pair<T>(value, __shfl_down_sync(kAllLanes, value, 4));  // with the next row
+        if (valid && (g & 1) == 0) publish(target + (slice.first + row) / 2, flagged(pair, w.flag));
       }
-      Word* target = handed_off(w, plan.vector_at[kind], plan.vector_length[kind], w.parity, request) + index;
-      if (sends) publish(target, flagged(bits, w.flag));
     }
   }
 }
 
+// This block's rows of QKV, or of gate and up, times the hidden state, normed.
+template <Kind kKind, int kFrom, typename W, int kSets>
+__device__ __forceinline__ void hidden_product(W& w, uint32_t flag, int parity, const void* gain, const void* bias,
+                                               Residual<kSets>& residual) {
+  const Slice slice = w.slice(kKind);
+  EarlyWeights<kKind, kSets> early;
+  load_early(w, slice, early);
+  Activations<kKind> act[kSets];
+  receive_hidden<kKind, kFrom>(w, flag, parity, gain, square_sums<kKind>(w), act);
+  w.mark();
+  multiply_hidden<kKind>(w, slice, early, act, partial_sums<kKind>(w));
+  w.mark();
+  emit<kKind>(w, slice, bias, residual);
+  w.mark();
+}
+
+// This block's rows of the output projection, or of down, times a vector that others published.
+template <Kind kKind, typename W, int kSets>
+__device__ __forceinline__ void long_product(W& w, Residual<kSets>& residual) {
+  const Slice slice = w.slice(kKind);
+  EarlyWeights<kKind, kSets> early;
+  load_early(w, slice, early);
+  TileSums<kKind, kSets> c[kMatrix<kKind>.tiles] = {};
+  // (A block without rows of `down` must not wait here: nothing would keep the others from overtaking it.)
+  if (kKind == kOut || slice.count > 0)
+    multiply_long<kKind, 0>(w, slice, early, c);
+  else
+    w.mark();
+  leave_sums<kKind>(w, 0, slice.tiles, c, partial_sums<kKind>(w));
+  w.mark();
+  emit<kKind>(w, slice, nullptr, residual);
+  w.mark();
+}
+
+// The LM head's input goes to shared memory: there a warp takes whole tiles, and all columns.
+template <typename W, int kSets>
+__device__ __forceinline__ void receive_head(W& w, uint32_t flag, int parity) {
+  constexpr MatrixPlan m = kMatrix<kHead>;
+  Activations<kHead> act[kSets];
+  receive_hidden<kHead, kDown>(w, flag, parity, w.step.final_norm, square_sums<kHead>(w), act);
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    const int request = set * 4 + (w.lane >> 3);
+    each_step<kHead, m.chunks>(0, [&](int, int chunk, int step) {
+      if (!step_counts<kHead>(w, chunk, step) || request >= w.step.rows) return;
+      *w.template shared<uint2>(W::At::kActAt + request * W::At::kActStride + column_of<kHead>(w, chunk, step) * 2) =
+          act[set].of[chunk][step];
+    });
+  }
+  workers_sync();
+}
+
 // The LM head: enough tiles for a warp to take whole ones. Logits go to memory, and the warp keeps each row's best.
-template <typename T>
-__device__ __forceinline__ void head_product(Worker& w) {
+template <typename W, int kSets>
+__device__ __forceinline__ void head_product(W& w) {
+  constexpr MatrixPlan m = kMatrix<kHead>;
+  constexpr int kWindow = smaller(kWarps, W::At::kSlots / m.chunks);  // tiles at a time
   const DecodeStep& s = w.step;
-  const MatrixPlan m = w.plan.matrix[kHead];
-  const Slice slice = w.shared<Slice>(w.plan.slices_at)[kHead];
-  const int g = w.lane >> 2, q = w.lane & 3, slots = w.plan.slots;
-  const float scale[2] = {norm_scale<T>(w, q), norm_scale<T>(w, q + 4)};
-  const int window = min(kWarps, slots / m.chunks);  // tiles at a time, see multiply_units
-  const Choice choice[2] = {choice_of(s, min(q, s.rows - 1)), choice_of(s, min(q + 4, s.rows - 1))};
-  const Candidate none{-INFINITY, 0.0f, slice.first};
-  Candidate best[2] = {none, none};
+  const Slice slice = w.slice(kHead);
+  const int g = w.lane >> 2, q = w.lane & 3;
+  float scale[kSets];
+  Choice choice[kSets];
+  Candidate best[kSets];
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    const int request = min(set * 4 + q, s.rows - 1);
+    scale[set] = norm_scale(w, square_sums<kHead>(w), request);
+    choice[set] = choice_of(s, request);
+    best[set] = {-INFINITY, 0.0f, slice.first};
+  }
 #pragma unroll 1
-  for (int base = 0; base < slice.count; base += window * m.tile_rows, w.at.advance(window * m.chunks, slots)) {
+  for (int base = 0; base < slice.count; base += kWindow * m.tile_rows, w.at.advance(kWindow * m.chunks)) {
     if (base > 0) workers_sync();
     const int row = base + w.warp * m.tile_rows, rows = min(m.tile_rows, slice.count - row);
-    if (w.warp >= window || rows <= 0) continue;
-    float out[2] = {};
-    RingPosition at = w.at;
-    at.advance(w.warp * m.chunks, slots);
+    if (w.warp >= kWindow || rows <= 0) continue;
+    float out[kSets] = {};
 #pragma unroll 1
-    for (int chunk = 0; chunk < m.chunks; ++chunk, at.advance(1, slots))
-      multiply_slot<T>(w, m, at, rows, 0, min(m.chunk_steps, m.steps - chunk * m.chunk_steps), chunk * m.chunk_steps,
-                       kSlotArrivals, out);
+    for (int chunk = 0; chunk < m.chunks; ++chunk) multiply_slot(w, w.warp * m.chunks + chunk, chunk, out);
 #pragma unroll
-    for (int set = 0; set < 2; ++set) {
+    for (int set = 0; set < kSets; ++set) {
       const int request = set * 4 + q, id = slice.first + row + g;
       if (g >= rows || request >= s.rows) continue;
       const Candidate found = candidate_of(choice[set], out[set] * scale[set], id);
-      s.logits[static_cast<long long>(request) * s.vocab + id] = found.logit;
+      s.logits[static_cast<long long>(request) * kVocab + id] = found.logit;
       if (better(found, best[set], choice[set].inverse)) best[set] = found;
     }
   }
 #pragma unroll
-  for (int set = 0; set < 2; ++set) {
+  for (int set = 0; set < kSets; ++set) {
     best[set] = best_of_lanes(best[set], choice[set], 4, 16);
     if (g == 0 && set * 4 + q < s.rows) best_of_warps(w, set * 4 + q)[w.warp] = best[set];
   }

@@ -6,11 +6,26 @@
 namespace six_engines {
 
 // A ring slot and the parity of its barriers, advanced in step by the producer and by every consumer.
+template <int kSlots>
 struct RingPosition {
   int slot = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int by, int slots) {
-    for (slot += by; slot >= slots; slot -= slots) parity ^= 1;
+  __device__ __forceinline__ void advance(int by) {
+    slot += by;
+#pragma unroll 1
+    while (slot >= kSlots) {
+      slot -= kSlots;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ RingPosition ahead(int by) const {  // by < kSlots
+    RingPosition next = *this;
+    next.slot += by;
+    if (next.slot >= kSlots) {
+      next.slot -= kSlots;
+      next.parity ^= 1;
+    }
+    return next;
   }
 };
 
@@ -18,36 +33,45 @@ struct RingPosition {
 // or in any other of the grid: the thread then waits for nothing any more, so that a broken step ends with an error in
 // the workspace instead of a hung GPU. The error stays there, and ends the steps behind it early too, until the host
 // has seen it and made the workspace as new.
+template <int kSets>
 struct Worker {
+  using At = Layout<kSets>;
+  static constexpr int kRequests = kSets * 4;
   const DecodeStep& step;
-  const DecodePlan& plan;
   unsigned char* smem;
   Word* words;
-  uint32_t ring, full, empty;  // shared addresses: slots, and their two barriers each
-  RingPosition at;
+  uint32_t base, full, empty;  // shared addresses: of everything, of the slots' two barriers each
+  RingPosition<At::kSlots> at;
   uint32_t flag;               // of the step and layer, in every word that is handed off
   int parity;                  // of the layer
   int warp, lane, thread;
   int place;                   // where we are, for the error report: layer * 16 + phase
   bool waits, streams;         // false: do not wait for words, for weights
+  long long* trace;
 
   template <typename U>
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
+  __device__ __forceinline__ const Slice& slice(int kind) const { return shared<Slice>(At::kSlicesAt)[kind]; }
+  __device__ __forceinline__ uint32_t slot_address(int slot) const { return base + At::kRingAt + slot * At::kSlotBytes; }
+
+  __device__ __forceinline__ void mark() {
+    if constexpr (kTrace) {
+      if (trace != nullptr) *trace++ = clock64();
+    }
+  }
+
+  __device__ __forceinline__ unsigned* control() const {  // steps done, first error
+    return reinterpret_cast<unsigned*>(words);
+  }
+  // The rows' tokens in shared memory, behind the row table of attention_parts.cuh.
+  __device__ __forceinline__ int* token_table() const { return shared<int>(At::kRowsAt) + 3 * kMaxDecodeRows + 1; }
+
+  // One request of a vector [2 parities][rows][length] that is handed off through L2.
+  template <int kKind>
+  __device__ __forceinline__ Word* handed_off(int parity, int row) const {
+    return words + (kVectorAt<kKind> + (parity * kMaxDecodeRows + row) * kVectorLength<kKind>);
+  }
 };
-
-__device__ __forceinline__ unsigned* control(const Worker& w) {  // steps done, first error
-  return reinterpret_cast<unsigned*>(w.words);
-}
-
-// The rows' tokens in shared memory, behind the row table of attention_parts.cuh.
-__device__ __forceinline__ int* token_table(const Worker& w) {
-  return w.shared<int>(w.plan.rows_at) + 3 * kMaxDecodeRows + 1;
-}
-
-// One request of a vector [2 parities][rows][length] that is handed off through L2 and begins at word `at`.
-__device__ __forceinline__ Word* handed_off(const Worker& w, unsigned at, unsigned length, int parity, int row) {
-  return w.words + (at + (parity * kMaxDecodeRows + row) * length);
-}
 
 // Returns when this wait began, or 0 once it or another one has lasted too long. (Values, no references: a `Worker`
 // whose address is taken would live in memory instead of registers.)
@@ -65,21 +89,33 @@ static __device__ __noinline__ unsigned long long check_patience(unsigned long l
 struct Patience {
   unsigned attempts = 0;
   unsigned long long since = 0;
-  __device__ __forceinline__ void attempt(Worker& w) {
+  template <typename W>
+  __device__ __forceinline__ void attempt(W& w) {
     if ((++attempts & 255u) != 0) return;
-    since = check_patience(since, w.step.timeout_ns, control(w) + 1, w.place);
+    since = check_patience(since, w.step.timeout_ns, w.control() + 1, w.place);
     if (since == 0) w.waits = w.streams = false;
   }
 };
 
-__device__ __forceinline__ void wait_barrier(Worker& w, uint32_t barrier, uint32_t parity) {
+template <typename W>
+__device__ __forceinline__ void wait_barrier(W& w, uint32_t barrier, uint32_t parity) {
   Patience patience;
   while (w.streams && !barrier_passed(barrier, parity)) patience.attempt(w);
 }
 
+// Waits for `count` slots from the ring position on, a lane for each.
+template <typename W>
+__device__ __forceinline__ void wait_slots(W& w, int count) {
+  const auto at = w.at.ahead(w.lane);
+  const bool mine = w.lane < count;
+  Patience patience;
+  while (!__all_sync(kAllLanes, !mine || !w.streams || barrier_passed(w.full + at.slot * 8, at.parity)))
+    patience.attempt(w);
+}
+
 // A warp waits for words: `look` reads those of its lane and says whether all are there.
-template <typename Look>
-__device__ __forceinline__ void wait_words(Worker& w, Look look) {
+template <typename W, typename Look>
+__device__ __forceinline__ void wait_words(W& w, Look look) {
   Patience patience;
   while (!__all_sync(kAllLanes, look() || !w.waits)) patience.attempt(w);
 }

@@ -1,40 +1,65 @@
 """The Python side of the persistent megakernel: from a stage D model to the arguments of one launch.
 
-The kernel is in `csrc/stage_f/`. Here its arguments are gathered from a stage D model: the addresses of the weights in
-one table, rotary tables in float32, and the workspace through which the multiprocessors hand each other activations.
+The kernel is in `csrc/stage_f/`, and is compiled for the shape of the model: with every size a constant, its loops are
+straight lines. Here its arguments are gathered from a stage D model: the addresses of the weights in one table, rotary
+tables in float32, and the workspace through which the multiprocessors hand each other activations.
 
 Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 from torch import Tensor
 
-from stage_c_fused_mlp.extension import LOWEST_CAPABILITY, Extension, load_extension, plan
+from stage_c_fused_mlp.extension import LOWEST_CAPABILITY, load_extension, plan
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderLayer, DecoderModel
 
 MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
+MAX_HIDDEN = 4096  # shared memory has to hold activations, partial sums and enough weights
+MAX_BLOCKS = 160  # kMaxBlocks in csrc/stage_f/decode_step.h
 
 
 @functools.cache
-def load_operator() -> Extension:
+def load_operator() -> None:
     """Load `torch.ops.six_engines.decode_step`; where it cannot run, nothing is built.
 
     Raises:
         ExtensionError: it cannot be built here, or not with CUDA.
     """
     plan("megakernel").require_cuda()
-    extension = load_extension("megakernel")
+    load_extension("megakernel")
 
     @torch.library.register_fake("six_engines::decode_step")
     def _(*args: object) -> None:
         return None
 
-    return extension
+
+def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *, trace: bool = False) -> ctypes.CDLL:
+    """The library that holds the kernel for this shape, compiled if it was not: some ten seconds, once per machine.
+
+    Args:
+        multiprocessors: of the GPU; one block for each.
+        trace: a kernel that can write down its clocks, for measurements.
+
+    Raises:
+        ExtensionError: it cannot be built here.
+    """
+    sizes = {
+        "LAYERS": config.num_layers, "HIDDEN": config.hidden_size, "INTERMEDIATE": config.intermediate_size,
+        "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads, "HEAD_DIM": config.head_dim,
+        "VOCAB": config.vocab_size, "GRID": min(multiprocessors, MAX_BLOCKS, config.intermediate_size // 2),
+    }  # fmt: skip
+    defines = [f"SIX_{name}={size}" for name, size in sizes.items()]
+    defines += ["SIX_HALF"] * (dtype == torch.float16) + ["SIX_TRACE"] * trace
+    extension = load_extension("megakernel_of_shape", defines=tuple(defines))
+    library = ctypes.CDLL(str(extension.library))
+    library.decode_workspace_bytes.restype = ctypes.c_int64
+    return library
 
 
 def why_unsupported(
@@ -57,8 +82,12 @@ def why_unsupported(
         return f"hidden size {config.hidden_size} and MLP size {config.intermediate_size} must be multiples of 32"
     if block_size < 16 or block_size & (block_size - 1):
         return f"kvcache_block_size is {block_size}; the kernel needs a power of two of at least 16"
-    if rows > MAX_ROWS:
-        return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
+    if config.hidden_size > MAX_HIDDEN or config.intermediate_size > 8 * MAX_HIDDEN:
+        sizes = f"{config.hidden_size} and MLP size {config.intermediate_size}"
+        return f"hidden size {sizes}; the kernel has up to {MAX_HIDDEN} and {8 * MAX_HIDDEN}"
+    most = MAX_ROWS if config.hidden_size <= MAX_HIDDEN // 2 else MAX_ROWS // 2
+    if rows > most:
+        return f"{rows} requests; the kernel takes up to {most} of hidden size {config.hidden_size}"
     return ""
 
 
@@ -70,6 +99,7 @@ class Megakernel:
 
     Args:
         model: on a CUDA device, loaded, not sharded.
+        trace: for measurements: a kernel whose `step` can write down its clocks.
 
     Attributes:
         flags: what a measurement or a test leaves out (bits in csrc/stage_f/decode_step.h); 0 for correct results.
@@ -82,7 +112,7 @@ class Megakernel:
     flags = 0
     timeout_ms = 2000
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel, *, trace: bool = False) -> None:
         load_operator()
         self.config = model.config
         self.model = model
@@ -92,14 +122,15 @@ class Megakernel:
         # The model's tables hold both halves, sin with its sign; the kernel takes [positions, head_dim / 2] of each.
         self.cos = model.rotary.cos[:, 0].float().contiguous()
         self.sin = model.rotary.sin[:, 1].float().contiguous()
-        size = torch.ops.six_engines.decode_workspace_bytes(
-            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
-        )
+        multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        self._library = load_kernel(config, weight.dtype, multiprocessors, trace=trace)
+        size = self._library.decode_workspace_bytes()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
         # What is the same in every step is looked up once: the GPU may be waiting for the launch.
         self._launch = torch.ops.six_engines.decode_step.default
         self._weights = (self.layer_table, weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin)
         self._sizes = (config.num_heads, config.intermediate_size, config.rms_norm_eps)
+        self._kernel = ctypes.cast(self._library.launch_decode_step, ctypes.c_void_p).value  # its address
 
     def make_logits(self, rows: int) -> Tensor:
         """A buffer for `step`: `[rows, vocab]` float32."""
@@ -122,7 +153,7 @@ class Megakernel:
         kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
         logits: Tensor,  # float32 [rows, vocab], written
         result: Tensor,  # int64 [rows + 1], written; on the device or page-locked
-        trace: Tensor | None = None,  # int64 [multiprocessors, 9 * layers + 3]: clocks at the ends of the phases
+        trace: Tensor | None = None,  # int64 [multiprocessors, 17 * layers + 7]: clocks at the ends of the phases
     ) -> None:
         """Enqueue one step on the current stream; can be captured in a CUDA graph.
 
@@ -135,6 +166,7 @@ class Megakernel:
         self._launch(
             *self._weights, kv_cache, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens,
             temperatures, noise_keys, logits, result, self.workspace, trace, *self._sizes, self.flags, self.timeout_ms,
+            self._kernel,
         )  # fmt: skip
 
     @property
