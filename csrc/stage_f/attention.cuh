@@ -98,7 +98,8 @@ struct Chunk {
 #pragma unroll
       for (int set = 0; set < kHeadSets; ++set) {
         v[set][i] = make_uint4(0, 0, 0, 0);
-        if (token < cached) v[set][i] = *reinterpret_cast<const uint4*>(values + token * kTokenStride + set * 64 + g * 8);
+        if (token < cached)
+          v[set][i] = *reinterpret_cast<const uint4*>(values + token * kTokenStride + set * 64 + g * 8);
       }
     }
   }
@@ -272,7 +273,8 @@ __device__ __forceinline__ void attention_phase(W& w, int layer, const LayerWeig
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += kGrid) {
     const bool first = index < kGrid;  // the warp's first item is the same in every layer: prepared once
-    const AttentionItem item = first ? w.template shared<AttentionItem>(W::At::kItemsAt)[w.warp] : attention_item(w, index);
+    const AttentionItem* own = w.template shared<AttentionItem>(W::At::kItemsAt) + w.warp;
+    const AttentionItem item = first ? *own : attention_item(w, index);
     if (!item.exists) continue;
     if (!first) workers_sync();
     Attended out;

@@ -1,7 +1,7 @@
 // A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
 //
-// Plain C++ (no torch, no CUDA types), for there are two libraries: the operator, which knows torch (decode_step.cpp), and
-// the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every value
+// Plain C++ (no torch, no CUDA types), for there are two libraries: the operator, which knows torch (decode_step.cpp),
+// and the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every value
 // that changes from step to step (tokens, positions, block tables, context lengths) is read from device memory by the
 // kernel, so one captured CUDA graph serves all steps.
 #pragma once
@@ -52,16 +52,16 @@ struct DecodeStep {
   std::int64_t* result;                 // [rows + 1]: the chosen tokens, and 0 or where a wait was given up
   unsigned char* workspace;             // decode_workspace_bytes(), zeroed once
   long long workspace_bytes;
-  long long* trace;                     // null; or, in a library compiled with SIX_TRACE, [blocks, kLayerMarks * layers + kEndMarks]
+  long long* trace;                     // null, or with SIX_TRACE: [blocks, kLayerMarks * layers + kEndMarks]
   int flags;
   long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
 };
 
-// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of a layer's phases (kernel.cuh), of the
-// LM head's input, product and choice, and nanoseconds again.
+// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of the phases of each layer, of the LM
+// head's input, its product and the choice, and nanoseconds again.
 constexpr int kLayerMarks = 17, kEndMarks = 7;
 
-// What the kernel's library exports. `launch` enqueues the step and returns null, or a static text that says what is wrong.
+// What the kernel's library exports: it enqueues the step and returns null, or a static text that says what is wrong.
 using LaunchDecodeStep = const char*(const DecodeStep& step, void* stream);
 
 }  // namespace six_engines
