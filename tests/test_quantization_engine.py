@@ -13,12 +13,15 @@ import beyond.quantization
 import stage_f_graph_tp
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
-from beyond.quantization.layers import QuantizedPackedLinear
+from beyond.quantization.layers import QuantizedPackedLinear, empty_model
 from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.ranks import QuantizedRowParallelLinear
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
+from stage_a_naive.presets import preset_config
 from stage_a_naive.tutor import TUTOR_PATH
+from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import choose_num_blocks
 
 QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
@@ -207,3 +210,17 @@ def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
     assert llm.runner.megakernel is None and llm.runner.graphs is not None
     assert capfd.readouterr().err.count("persistent megakernel: not used (it reads 16-bit weights") == 1
     llm.close()
+
+
+def test_a_ranks_share_of_8_bit_layers_is_fused_as_such():
+    pytest.importorskip("triton")
+    from beyond.quantization.fused_layers import EightBitLayer, fuse_layers
+
+    options = QuantizationOptions(quantization="int8")
+    config = ModelConfig.from_hf(preset_config("qwen2-tiny"))
+    model = empty_model(config, None, 64, torch.float32, torch.device("cpu"), options)
+    for layer in model.layers:
+        layer.self_attn.o_proj = QuantizedRowParallelLinear(layer.self_attn.o_proj, None)
+        layer.mlp.down_proj = QuantizedRowParallelLinear(layer.mlp.down_proj, None)
+    fuse_layers(model, None)
+    assert {type(layer) for layer in model.layers} == {EightBitLayer}

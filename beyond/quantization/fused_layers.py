@@ -111,7 +111,7 @@ def use_kernels(model: DecoderModel) -> None:
 def fuse_layers(model: DecoderModel, backend: AttentionBackend) -> None:
     """Replace a model's layers by fused ones, in place; no weight is copied."""
     counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=model.norm.weight.device)
-    if isinstance(model.layers[0].mlp.down_proj, QuantizedMatrix):
+    if isinstance(model.layers[0].mlp.gate_up_proj, QuantizedMatrix):  # `down_proj` may be a shard
         next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
         layers = [
             EightBitLayer(layer, backend, counters, SKINNY_MAX_TOKENS, next_norm)
