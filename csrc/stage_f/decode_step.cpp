@@ -1,5 +1,6 @@
 // The operator torch.ops.six_engines.decode_step: checks, registration, and the way to the kernel, which is in a
-// library of its own. CUDA only: a persistent megakernel is an answer to what a GPU does badly; the CPU runs stage D's layers.
+// library of its own. CUDA only: a persistent megakernel is an answer to what a GPU does badly; the CPU runs stage D's
+// layers.
 #include <torch/library.h>
 #include <ATen/ATen.h>
 

@@ -1,9 +1,9 @@
 // A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
 //
 // Plain C++ (no torch, no CUDA types), for there are two libraries: the operator, which knows torch (decode_step.cpp),
-// and the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every value
-// that changes from step to step (tokens, positions, block tables, context lengths) is read from device memory by the
-// kernel, so one captured CUDA graph serves all steps.
+// and the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every
+// value that changes from step to step (tokens, positions, block tables, context lengths) is read from device memory by
+// the kernel, so one captured CUDA graph serves all steps.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,8 @@ struct DecodeStep {
   long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
 };
 
-// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of the phases of each layer, of the LM
-// head's input, its product and the choice, and nanoseconds again.
+// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of the phases of each layer, of the
+// LM head's input, its product and the choice, and nanoseconds again.
 constexpr int kLayerMarks = 17, kEndMarks = 7;
 
 // What the kernel's library exports: it enqueues the step and returns null, or a static text that says what is wrong.

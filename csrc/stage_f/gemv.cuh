@@ -3,8 +3,8 @@
 // The product has to be short in instructions, not in operations. A step (32 columns of 8 weight rows, times up to 4
 // requests) is one load and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16
 // bytes of a weight row are its whole operand: row g of the instruction takes the first half of them, row g + 8 the
-// second. Two columns of the instruction hold a request's activations, one for each half. Of the four products of halves
-// two are meaningless; the other two land in the same lane, which adds them (c[0] + c[3]).
+// second. Two columns of the instruction hold a request's activations, one for each half. Of the four products of
+// halves two are meaningless; the other two land in the same lane, which adds them (c[0] + c[3]).
 //
 // A warp multiplies the same few columns of all rows of its block, with activations that it keeps in registers.
 #pragma once
@@ -29,8 +29,8 @@ __device__ __forceinline__ void load_weights(const W& w, int tile, TileWeights<k
   constexpr int kChunks = smaller(m.batch_chunks, m.chunks - kBatch);
   const uint32_t lane_at = min(w.lane >> 2, m.tile_rows - 1) * m.stride + (w.lane & 3) * 16;
   each_step<kKind, kChunks>(kBatch, [&](int i, int chunk, int step) {
-    const uint32_t at = w.slot_address(w.at.ahead(tile * kChunks + i).slot) + lane_at + part_of<kKind>(w, chunk).first * 64;
-    weights[i][step] = load_shared(at + step * 64);
+    const uint32_t slot = w.slot_address(w.at.ahead(tile * kChunks + i).slot);
+    weights[i][step] = load_shared(slot + lane_at + (part_of<kKind>(w, chunk).first + step) * 64);
   });
 }
 

@@ -45,8 +45,8 @@ struct Activations {
   uint2 of[kMatrix<kKind>.batch_chunks][kSteps<kKind>];
 };
 
-// Calls body(i, chunk, step) for this warp's steps of the chunks from `first` on, `kChunks` at most; i = chunk - first. (All
-// bounds are constants, so that nothing is left of the loops and what they index stays in registers.)
+// Calls body(i, chunk, step) for this warp's steps of the chunks from `first` on, `kChunks` at most; i = chunk - first.
+// (All bounds are constants, so that nothing is left of the loops and what they index stays in registers.)
 template <Kind kKind, int kChunks, typename Body>
 __device__ __forceinline__ void each_step(int first, Body body) {
 #pragma unroll
@@ -135,7 +135,9 @@ __device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kS
       each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {
         if (lacks(raw[i][step], w.flag)) peek2(words + column_of<kKind>(w, chunk, step) / 2, raw[i][step]);
       });
-      each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int, int step) { ready = ready && !lacks(raw[i][step], w.flag); });
+      each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int, int step) {
+        ready = ready && !lacks(raw[i][step], w.flag);
+      });
       return ready;
     });
     each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {

@@ -13,8 +13,8 @@
 //
 // What it costs is neither arithmetic nor, with small models, bandwidth, but the length of one warp's path through a
 // layer: instructions that wait for each other, and five hand-offs, each a store to L2 and a load from there. Hence
-// every size is a constant (shape.cuh), products are straight lines of few instructions, with weights and activations in
-// registers (gemv.cuh), and few warps have many registers each (plan.cuh).
+// every size is a constant (shape.cuh), products are straight lines of few instructions, with weights and activations
+// in registers (gemv.cuh), and few warps have many registers each (plan.cuh).
 //
 // Why a reader never finds a word that is already overwritten: handed-off vectors alternate between two copies, by
 // layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
@@ -48,7 +48,8 @@ __device__ __forceinline__ void consume(W& w, const LayerWeights* table, unsigne
       const int g = w.lane >> 2, request = set * 4 + (w.lane & 3);
       const int row = (round * kWarps + w.warp) * kMatrix<kOut>.tile_rows + g;
       if (g >= kMatrix<kOut>.tile_rows || row >= hidden.count || request >= s.rows) continue;
-      const T* embedding = static_cast<const T*>(s.embedding) + static_cast<long long>(w.token_table()[request]) * kHidden;
+      const long long token = w.token_table()[request];
+      const T* embedding = static_cast<const T*>(s.embedding) + token * kHidden;
       residual[round][set] = to_float(embedding[hidden.first + row]);
       publish(w.template handed_off<kDown>(1, request) + hidden.first + row,
               flagged(__float_as_uint(residual[round][set]), first_flag));
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
   w.base = shared_address(smem);
   w.full = w.base + W::At::kBarriersAt;
   w.empty = w.full + 64 * 8;
-  if (kTrace && step.trace != nullptr && w.thread == 0) w.trace = step.trace + blockIdx.x * (kLayerMarks * kLayers + kEndMarks);
+  constexpr int kMarks = kLayerMarks * kLayers + kEndMarks;
+  if (kTrace && step.trace != nullptr && w.thread == 0) w.trace = step.trace + blockIdx.x * kMarks;
   if (kTrace && w.trace != nullptr) *w.trace++ = nanoseconds();
   w.mark();
   const unsigned step_number = *reinterpret_cast<volatile unsigned*>(step.workspace);

@@ -6,8 +6,8 @@ namespace six_engines {
 namespace {
 
 const char* unsupported(const DecodeStep& s) {
-  if (s.layers != kLayers || s.hidden != kHidden || s.intermediate != kIntermediate || s.heads != kHeads || s.kv_heads != kKvHeads ||
-      s.head_dim != kHeadDim || s.vocab != kVocab || s.half != kHalf)
+  if (s.layers != kLayers || s.hidden != kHidden || s.intermediate != kIntermediate || s.heads != kHeads ||
+      s.kv_heads != kKvHeads || s.head_dim != kHeadDim || s.vocab != kVocab || s.half != kHalf)
     return "the kernel was compiled for another shape or dtype";
   if (s.rows < 1 || s.rows > kMaxDecodeRows) return "rows must be 1 to 8";
   if (s.block_size < kAttentionChunk || (s.block_size & (s.block_size - 1)) != 0)

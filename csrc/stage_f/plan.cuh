@@ -3,9 +3,9 @@
 //
 // A matrix is divided by output rows, evenly, so each block owns a contiguous slice of it in every layer and the bytes
 // that stream into one multiprocessor are the same as into any other, to within a row. A slice is cut into tiles of at
-// most 8 rows, a tile into chunks of columns where its rows are too long for a slot. A chunk's columns are divided among
-// the warps, so that a warp needs the same few activations for all tiles, and takes them from the hand-off straight into
-// registers.
+// most 8 rows, a tile into chunks of columns where its rows are too long for a slot. A chunk's columns are divided
+// among the warps, so that a warp needs the same few activations for all tiles, and takes them from the hand-off
+// straight into registers.
 #pragma once
 
 #include "stage_f/primitives.cuh"
@@ -13,7 +13,8 @@
 
 namespace six_engines {
 
-// Warps that compute; one more streams.
+// Warps that compute; one more streams. Few, because registers are dealt out to 8 warps as 255 each, to 9 as 168, and
+// with 168 much would be spilled; a spilled value is read back from L2 (shared memory has taken all of L1).
 constexpr int kWarps = 7;
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;
@@ -21,9 +22,9 @@ constexpr int kStepColumns = 32;              // columns a warp takes in one ste
 constexpr int kTileRows = 8;                  // and 4 requests: one output a lane
 constexpr int kAttentionChunk = 16;           // tokens a warp attends to at once
 constexpr int kSharedBytes = 232448;          // of a block, compute capability 9.0
-constexpr int kEarlySteps = 16;              // of weights that a warp has in registers before its activations arrive
-constexpr int kBatchSteps = 24;              // of long vectors that a warp receives at once; the hidden state is kept whole
 constexpr int kGroupTiles = 10;               // tiles that a warp multiplies before it adds up
+constexpr int kEarlySteps = 16;               // of weights that are in registers before the activations arrive
+constexpr int kBatchSteps = 24;               // of a long vector that are received at once
 
 // The matrices of a layer in the order of their use, and the LM head.
 enum Kind { kQkv, kOut, kGateUp, kDown, kHead, kKinds };
@@ -44,7 +45,9 @@ struct MatrixPlan {
   int stride;       // bytes between rows in a slot: an odd multiple of 64, so that 8 lanes never share a bank
   int batch_chunks; // chunks whose activations a warp receives at once
 
-  __host__ __device__ constexpr int steps_of(int chunk) const { return smaller(chunk_steps, steps - chunk * chunk_steps); }
+  __host__ __device__ constexpr int steps_of(int chunk) const {
+    return smaller(chunk_steps, steps - chunk * chunk_steps);
+  }
   __host__ __device__ constexpr int warp_steps_of(int chunk) const { return ceil_div(steps_of(chunk), kWarps); }
 };
 
@@ -110,7 +113,7 @@ constexpr unsigned kPartsAt = words_before(kHead);
 constexpr unsigned kCandidatesAt = kPartsAt + kMaxDecodeRows * kMaxParts * kAttentionColumns / 2;
 constexpr unsigned kTotalWords = kCandidatesAt + kMaxDecodeRows * kMaxBlocks * 2;
 
-// Shared memory of a launch of up to 4 kSets requests. The ring comes last but its slots are what is left.
+// Shared memory of a launch of up to 4 kSets requests. The ring comes last, and takes what is left.
 constexpr int most_partials() {
   int most = 0;
   for (int k = 0; k < kHead; ++k) most = larger(most, kMatrices.of[k].tiles * kMatrices.of[k].halves);
@@ -126,9 +129,10 @@ constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
 template <int kSets>
 struct Layout {
   static constexpr int kPartial = aligned(most_partials() * kSets);  // one of two
-  static constexpr int kActAt = 0;  // of the LM head; the second partial sums lie there too
+  static constexpr int kActAt = 0;  // of the LM head; in the layers, what an attention's warps leave
   static constexpr int kActStride = slot_stride(kHidden / kStepColumns);
-  static constexpr int kPartialAt = kActAt + aligned(larger(kSets * 4 * kActStride, kWarps * kGroup * (kHeadDim + 4) * 4));
+  static constexpr int kAttended = kWarps * kGroup * (kHeadDim + 4) * 4;  // see merge_place
+  static constexpr int kPartialAt = kActAt + aligned(larger(kSets * 4 * kActStride, kAttended));
   static constexpr int kSumsAt = kPartialAt + 2 * kPartial;
   static constexpr int kRopeAt = kSumsAt + aligned(2 * kSets * 4 * 8 * 4);
   static constexpr int kRowsAt = kRopeAt + aligned(kSets * 4 * kHeadDim * 4);

@@ -6,8 +6,8 @@
 
 namespace six_engines {
 
-constexpr int kLayers = SIX_LAYERS, kHidden = SIX_HIDDEN, kIntermediate = SIX_INTERMEDIATE, kHeads = SIX_HEADS, kKvHeads = SIX_KV_HEADS;
-constexpr int kHeadDim = SIX_HEAD_DIM, kVocab = SIX_VOCAB;
+constexpr int kLayers = SIX_LAYERS, kHidden = SIX_HIDDEN, kIntermediate = SIX_INTERMEDIATE, kVocab = SIX_VOCAB;
+constexpr int kHeads = SIX_HEADS, kKvHeads = SIX_KV_HEADS, kHeadDim = SIX_HEAD_DIM;
 constexpr int kGrid = SIX_GRID;  // blocks: one per multiprocessor
 constexpr int kGroup = kHeads / kKvHeads;
 

@@ -52,7 +52,9 @@ struct Worker {
   template <typename U>
   __device__ __forceinline__ U* shared(int offset) const { return reinterpret_cast<U*>(smem + offset); }
   __device__ __forceinline__ const Slice& slice(int kind) const { return shared<Slice>(At::kSlicesAt)[kind]; }
-  __device__ __forceinline__ uint32_t slot_address(int slot) const { return base + At::kRingAt + slot * At::kSlotBytes; }
+  __device__ __forceinline__ uint32_t slot_address(int slot) const {
+    return base + At::kRingAt + slot * At::kSlotBytes;
+  }
 
   __device__ __forceinline__ void mark() {
     if constexpr (kTrace) {
