@@ -167,9 +167,8 @@ class GraphModelRunner(AsyncModelRunner):
         count, result = len(sample_slots), recorded.result
         # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
         if needs & ~RANDOM:
-            live = StepInput(*(array[:count] for array in inputs))
-            sampled = self.sample(result.hidden[:count], sample_slots, live, needs)
-            self.keep(sampled.ids, live, shape)
+            sampled = self.sample(result.hidden[:count], sample_slots, inputs, needs)
+            self.keep(sampled.ids, inputs, shape)
         else:
             ids = result.ids[:count]
             sampled = SampledTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it

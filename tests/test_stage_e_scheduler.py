@@ -6,12 +6,13 @@ import json
 import random
 import sys
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from fake_model import CountingRunner, answer_alone, completion_of, make_engine, make_request, run_all
 
 from benchmarks.pictures import timeline
+from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import block_manager
 from stage_e_batching.engine import Engine
 from stage_e_batching.llm import serve
@@ -225,6 +226,25 @@ def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
     short = add(engine, 4, 4, phrase=3)
     engine.step()
     assert [sequence.request_id for sequence in engine.runner.steps[-1].admitted] == [short]
+
+
+def test_the_first_tokens_time_stays_what_it_was():
+    engine = make_engine(**ROOMY)
+    sequence = engine.scheduler.find(add(engine, 3, 9))
+    engine.step()
+    first = sequence.first_token_time
+    engine.step()
+    assert sequence.num_generated_tokens == 2 and sequence.first_token_time == first > 0
+
+
+def test_no_sequence_is_queued_that_could_outgrow_the_pool_by_more_than_its_last_token():
+    for prompt, fits in (([1] * 6, True), ([1] * 7, False)):
+        scheduler = make_engine(**ROOMY | {"num_blocks": 2, "block_size": 4}).scheduler
+        sequence = BatchSequence(completion_of(prompt, SamplingParams(max_tokens=3)))
+        assert sequence.max_total_tokens == len(prompt) + 3
+        with nullcontext() if fits else pytest.raises(ValueError, match="10 tokens could outgrow a pool of 8"):
+            scheduler.add(sequence)
+        assert scheduler.has_unfinished() == fits
 
 
 def test_an_idle_step_says_why():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ import stage_f_graph_tp
 from stage_a_naive.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
-from stage_e_batching.sampler import sample_reference
+from stage_e_batching.sampler import SampledTokens, sample_reference
 from stage_f_graph_tp import step_input
+from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.step_input import StepShape
@@ -351,3 +354,18 @@ def test_steps_of_ever_new_sizes_do_not_pile_up_views_of_the_input(monkeypatch: 
         buffers.next_host(shape).input_ids[:] = tokens
         assert buffers.send(shape).input_ids.tolist() == [tokens] * tokens
         assert len(buffers._views) <= 4
+
+
+def test_a_steps_input_is_not_written_where_the_copy_of_the_one_before_may_still_read():
+    shape = StepShape(4, 1, 1, 1, 0, 4, 4)
+    buffers = step_input.StepBuffers(4096, torch.device("cpu"))
+    first, second, third = (buffers.next_host(shape).input_ids for _ in range(3))
+    assert not np.shares_memory(first, second) and np.shares_memory(first, third)
+
+
+def test_tokens_that_have_not_been_read_are_not_written_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    host_ids = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
+    runner = SimpleNamespace(device=torch.device("cuda"), _host_ids=host_ids)
+    steps = [AsyncModelRunner.fetch(runner, SampledTokens(torch.tensor(ids))) for ids in ([1, 2], [3, 4, 5])]
+    assert [step.wait().token_ids for step in steps] == [[1, 2], [3, 4, 5]]
