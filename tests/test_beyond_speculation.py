@@ -597,10 +597,13 @@ def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
     llm = with_draft_model("random:qwen2-tiny", **VARIANTS[variant])
     if variant == "tiny pool":
         llm.engine.scheduler.watermark = lambda sequence: 0
+    sizes, launch = [], llm.engine.drafter._runner.launch
+    llm.engine.drafter._runner.launch = lambda step: (sizes.append(step.total_tokens), launch(step))[1]
     seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))]
     for params in (GREEDY, seeded):
         for _ in range(2):
             assert ids(llm.generate(PROMPTS, params, False)) == ids(plain.generate(PROMPTS, params, False))
+    assert max(sizes) <= llm.options.max_num_batched_tokens
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
     assert (counters.num_preemptions > 0) == (variant == "tiny pool")
