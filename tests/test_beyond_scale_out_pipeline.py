@@ -20,7 +20,7 @@ from beyond.scale_out.links import Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
-from beyond.scale_out.stages import layers_of
+from beyond.scale_out.stages import StageTensors, layers_of
 from labs.tests.forks import fork_worker
 from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
@@ -207,6 +207,12 @@ def test_a_killed_stage_is_an_error_within_seconds(monkeypatch):
 
 
 # ---- what a stage holds ----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_the_model_does_not_have_is_not_taken_for_another_stages():
+    whole = SimpleNamespace(names=lambda: {f"model.layers.{layer}.mlp" for layer in range(5)})
+    tensors = StageTensors(whole, layers=range(2), num_layers=4, has_tables=True)
+    assert tensors.names() == {"model.layers.0.mlp", "model.layers.1.mlp", "model.layers.4.mlp"}, "the loader refuses it"
 
 
 def test_stages_have_consecutive_layers_and_the_first_ones_no_more_than_the_others():
