@@ -212,7 +212,7 @@ def test_a_killed_stage_is_an_error_within_seconds(monkeypatch):
 def test_a_layer_that_the_model_does_not_have_is_not_taken_for_another_stages():
     whole = SimpleNamespace(names=lambda: {f"model.layers.{layer}.mlp" for layer in range(5)})
     tensors = StageTensors(whole, layers=range(2), num_layers=4, has_tables=True)
-    assert tensors.names() == {"model.layers.0.mlp", "model.layers.1.mlp", "model.layers.4.mlp"}, "the loader refuses it"
+    assert tensors.names() == {"model.layers.0.mlp", "model.layers.1.mlp", "model.layers.4.mlp"}, "refused"
 
 
 def test_stages_have_consecutive_layers_and_the_first_ones_no_more_than_the_others():
