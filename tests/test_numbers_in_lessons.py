@@ -129,10 +129,10 @@ def megabytes(kind: str) -> float:
     return tutor_format(kind)["matrix_bytes"] / 1e6
 
 
-def http_share(machine: str) -> float:
-    """What HTTP leaves of the engine's throughput."""
+def http_share(machine: str, way: str) -> float:
+    """What a server leaves of the engine's throughput."""
     rates = {row["way"]: row["tokens_per_s"] for row in results(f"http_cost-{machine}")["rows"]}
-    return statistics.median(a / b for a, b in zip(rates["HTTP"], rates["generate"], strict=True))
+    return statistics.median(a / b for a, b in zip(rates[way], rates["generate"], strict=True))
 
 
 def quantized_ms(model: str, kind: str, requests: int) -> float:
@@ -269,11 +269,20 @@ ROUGH = {
         0.5, 0.6,
     ),
     "serving: HTTP": (
-        "beyond/serving/load.md", "about a fifth of stage E's on a CPU", lambda: 1 - http_share("cpu"), 0.17, 0.23,
+        "beyond/serving/load.md", "HTTP takes between a tenth and a fifth of stage E's rate",
+        lambda: 1 - http_share("cpu", "HTTP"), 0.1, 0.2,
     ),
-    "serving: HTTP on a GPU": (
-        "beyond/serving/load.md", "HTTP takes more than a quarter of stage F's rate on the H200",
-        lambda: 1 - http_share("h200"), 0.25, 0.33,
+    "serving: HTTP without a second process": (
+        "beyond/serving/load.md", "HTTP takes between a tenth and a fifth of stage E's rate",
+        lambda: 1 - http_share("cpu", "HTTP, one process"), 0.1, 0.2,
+    ),
+    "serving: HTTP in one process on a GPU": (
+        "beyond/serving/load.md", "stage F on the H200 loses about half of its rate over HTTP",
+        lambda: 1 - http_share("h200", "HTTP, one process"), 0.42, 0.58,
+    ),
+    "serving: HTTP in two processes on a GPU": (
+        "beyond/serving/load.md", "about nine tenths of the rate are left",
+        lambda: http_share("h200", "HTTP"), 0.85, 0.95,
     ),
     "quantization: one request": (
         "beyond/quantization/README.md", "a step of Qwen2.5-7B takes two thirds of the time",

@@ -149,8 +149,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """A bar per way, on the newest results."""
-    result = results[0]
+    """A bar per way, on the newest results of a GPU, if there are any."""
+    result = next((one for one in results if one["environment"]["device"]["type"] == "cuda"), results[0])
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
     over_http, of_generate = (result["rows"][i]["tokens_per_s"] for i in (-1, 0))
     ratio = statistics.median(a / b for a, b in zip(over_http, of_generate, strict=True))

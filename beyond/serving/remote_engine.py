@@ -168,7 +168,7 @@ class RemoteLoop:
         self._unsent += pack_command(command)
 
     def _write(self) -> None:
-        """Write what the pipe takes now. To wait for room is for an event loop as wrong as any other waiting."""
+        """Write what the pipe takes now, and the rest when it takes more: an event loop must not wait."""
         if self.closed:
             return
         with suppress(BlockingIOError):
