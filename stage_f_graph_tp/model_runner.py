@@ -67,7 +67,7 @@ class GraphModelRunner(AsyncModelRunner):
                 self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs), prefills)
 
     def use_megakernel(self, kernel: Megakernel) -> None:
-        """Run decode steps of one or two requests as one launch of this kernel. Before `capture`."""
+        """Run decode steps of a few requests as one launch of this kernel. Before `capture`."""
         self.megakernel = MegakernelSteps(kernel, self.kv_cache, self.last_tokens)
 
     # ---- graphs ------------------------------------------------------------------------------------------------

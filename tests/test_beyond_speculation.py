@@ -45,7 +45,6 @@ from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.config import ModelConfig
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.step_input import host_views
 
@@ -497,16 +496,20 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_verification_as_small_as_a_megakernel_takes_does_not_run_in_a_decode_graph(plain, overlap):
-    options = {"max_num_seqs": 1, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
+def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(plain, overlap):
+    options = {"max_num_seqs": 2, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
     llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, **options)
-    recorder = EagerRecorder()
-    llm.runner.capture(recorder, [1, 2], [16])
+    llm.runner.capture(EagerRecorder(), [1, 2], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
-    Oracle(expected, 1).into(llm)
-    assert ids(llm.generate(PROMPTS[:2], params, False)) == ids(expected)
-    assert llm.engine.counters.num_accepted_tokens > 10 and recorder.replays[2] == 0
+    for count in (1, 2):
+        oracle = Oracle(expected, 1)
+        draft = oracle.draft
+        oracle.has_draft = lambda sequence, draft=draft: len(sequence.token_ids) % 8 < 4 and bool(draft(sequence))
+        oracle.into(llm)
+        accepted = llm.engine.counters.num_accepted_tokens
+        assert ids(llm.generate(PROMPTS[:count], params, False)) == ids(expected[:count])
+        assert llm.engine.counters.num_accepted_tokens > accepted
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -538,10 +541,9 @@ def test_switched_off_it_is_stage_f(plain):
 
 
 @pytest.mark.parametrize("draft_tokens, max_rows", [(1, 3), (1, 9), (4, 5), (4, 640), (64, 100)])
-def test_every_number_of_rows_has_a_graph_and_none_is_for_a_megakernel(draft_tokens, max_rows):
+def test_every_number_of_rows_has_a_graph(draft_tokens, max_rows):
     sizes = verification_sizes(draft_tokens, max_rows)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == max_rows
-    assert sizes[0] > MEGAKERNEL_ROWS and not verification_sizes(draft_tokens, MEGAKERNEL_ROWS)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 + draft_tokens and sizes[-1] == max_rows
 
 
 @pytest.mark.parametrize(

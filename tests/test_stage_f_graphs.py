@@ -325,7 +325,7 @@ def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, ov
     params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
     params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
     assert ids(llm.generate(PROMPTS, params, False)) == ids(stage_e.generate(PROMPTS, params, False))
-    assert fake.steps > 5 and set(replays) == {4, 5}
+    assert fake.steps > 5 and set(replays) == {5}
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -80,7 +80,7 @@ class AheadGraphs(VerificationGraphs):
         """The recorded shape that serves `shape`; `shape` itself where none does."""
         if not isinstance(shape, AheadShape):
             return self._decode_graphs.padded(shape)
-        if shape.num_decodes < shape.num_tokens or not self.shapes:
+        if shape.num_decodes < shape.num_tokens:
             return shape
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
 

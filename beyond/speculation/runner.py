@@ -23,21 +23,14 @@ from stage_d_paged.sequence import Sequence
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder, StepGraphs
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 def verification_sizes(draft_tokens: int, max_rows: int) -> list[int]:
-    """Return the numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`.
-
-    The smallest is more than the megakernel takes, in which a row does not wait for the keys of the others. Where there
-    are never that many rows, there is none.
-    """
-    if max_rows <= MEGAKERNEL_ROWS:
-        return []
-    sizes = [max(1 + draft_tokens, MEGAKERNEL_ROWS + 1) << i for i in range(max_rows.bit_length())]
+    """Return the numbers of rows to capture: those of 1, 2, 4, … sequences with a full draft, up to `max_rows`."""
+    sizes = [(1 + draft_tokens) << i for i in range(max_rows.bit_length())]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
@@ -104,7 +97,7 @@ class VerificationGraphs(DecodeGraphs):
 
     def padded(self, shape: StepShape) -> StepShape:
         """The recorded shape that serves `shape`; `shape` itself where none does."""
-        if shape.num_decodes or shape.num_samples < shape.num_tokens or not self.shapes:
+        if shape.num_decodes or shape.num_samples < shape.num_tokens:
             return self._decode_graphs.padded(shape)
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
 

@@ -10,7 +10,7 @@ from stage_c_fused_mlp.toolchain import ExtensionError
 from stage_d_paged.runtime import Runtime
 from stage_f_graph_tp.megakernel.kernel import Megakernel, why_unsupported
 
-MEGAKERNEL_ROWS = 2  # up to this many rows it was measured to be faster than the layers in a graph
+MEGAKERNEL_ROWS = 4  # up to this many rows it was measured to be faster than the layers in a graph
 
 __all__ = ["MEGAKERNEL_ROWS", "Megakernel", "choose_decode_step"]
 

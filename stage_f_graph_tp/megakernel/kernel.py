@@ -20,7 +20,8 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderLayer, DecoderModel
 
 MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
-MAX_HIDDEN = 4096  # shared memory has to hold activations, partial sums and enough weights
+# Larger models wait for memory more than for each other's blocks: kernel by kernel, their weights are read faster.
+MAX_HIDDEN, MAX_INTERMEDIATE = 2048, 16384
 MAX_BLOCKS = 160  # kMaxBlocks in csrc/stage_f/decode_step.h
 
 
@@ -82,12 +83,11 @@ def why_unsupported(
         return f"hidden size {config.hidden_size} and MLP size {config.intermediate_size} must be multiples of 32"
     if block_size < 16 or block_size & (block_size - 1):
         return f"kvcache_block_size is {block_size}; the kernel needs a power of two of at least 16"
-    if config.hidden_size > MAX_HIDDEN or config.intermediate_size > 8 * MAX_HIDDEN:
+    if config.hidden_size > MAX_HIDDEN or config.intermediate_size > MAX_INTERMEDIATE:
         sizes = f"{config.hidden_size} and MLP size {config.intermediate_size}"
-        return f"hidden size {sizes}; the kernel has up to {MAX_HIDDEN} and {8 * MAX_HIDDEN}"
-    most = MAX_ROWS if config.hidden_size <= MAX_HIDDEN // 2 else MAX_ROWS // 2
-    if rows > most:
-        return f"{rows} requests; the kernel takes up to {most} of hidden size {config.hidden_size}"
+        return f"hidden size {sizes}; it is faster for up to {MAX_HIDDEN} and {MAX_INTERMEDIATE} only"
+    if rows > MAX_ROWS:
+        return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
     return ""
 
 
