@@ -24,6 +24,7 @@ BFLOAT16 = (8, 0)  # in hardware; PyTorch emulates it below
 TRITON = (8, 0)  # the list of supported hardware in Triton's README; stage D's kernels refuse less
 FLASH_ATTN = (8, 0)  # its README: Ampere, Ada, Hopper
 BULK_COPY = (9, 0)  # PTX ISA, cp.async.bulk and mbarrier: stage C's variant `fused`, stage F's megakernel
+SMALL_SHARED_MEMORY = (12, 0)  # CUDA programming guide: 99 KB per block from here on; the megakernel needs 227
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,11 @@ def graph_text(machine: Machine) -> str:
         return "no CUDA graphs (they need a GPU); tensor parallelism over CPU processes"
     if not (machine.triton and machine.can(TRITON)):
         kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
-    elif machine.nvcc and machine.can(BULK_COPY):
-        kernels = "CUDA graphs, fused kernels, the persistent megakernel for one or two requests"
+    elif machine.nvcc and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
+        kernels = "CUDA graphs, fused kernels, the persistent megakernel for up to four requests"
     else:
-        lacks = "compute capability 9.0" if machine.nvcc else "nvcc"
+        lacks = "227 KB of shared memory per block" if machine.can(BULK_COPY) else "compute capability 9.0"
+        lacks = lacks if machine.nvcc else "nvcc"
         kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {lacks})"
     return f"{kernels}; tensor parallelism over up to {len(machine.gpus)} GPUs"
 

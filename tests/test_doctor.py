@@ -36,7 +36,7 @@ def test_a_machine_that_has_everything_needs_nothing() -> None:
     stages = dict(doctor.stage_lines(H200))
     assert stages["stage_a_naive"] == "NVIDIA H200 in bfloat16"
     assert "without" not in stages["stage_c_fused_mlp"]
-    assert "the persistent megakernel for" in stages["stage_f_graph_tp"]
+    assert "the persistent megakernel for up to four requests" in stages["stage_f_graph_tp"]
     assert doctor.advice(H200) == []
 
 
@@ -63,6 +63,13 @@ def test_an_ampere_gpu_has_all_but_the_kernels_that_need_a_hopper(capability: tu
     stages = dict(doctor.stage_lines(replace(H200, gpus=(doctor.Gpu("a GPU", capability),))))
     assert "triton (our" in stages["stage_e_batching"] and "sampling" not in stages["stage_e_batching"]
     assert "not the persistent megakernel (it needs compute capability 9.0)" in stages["stage_f_graph_tp"]
+
+
+def test_a_gpu_with_too_little_shared_memory_has_all_but_the_megakernel() -> None:
+    machine = replace(H200, gpus=(doctor.Gpu("a GPU", (12, 0)),), architectures=("sm_120",))
+    stages = dict(doctor.stage_lines(machine))
+    assert "without `fused`" not in stages["stage_c_fused_mlp"]
+    assert "not the persistent megakernel (it needs 227 KB of shared memory per block)" in stages["stage_f_graph_tp"]
 
 
 @pytest.mark.parametrize(

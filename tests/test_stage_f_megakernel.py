@@ -324,3 +324,7 @@ def test_what_the_kernel_does_not_have_is_named():
     assert "9 requests" in reason(SHAPES["tiny"], rows=9)
     assert "hidden size 3584 and MLP size 18944; it is faster for up to 2048" in reason(config(3584, 18944, 28, 4, 128))
     assert "compute capability 9.0, and this GPU has 8.6" in reason(SHAPES["tiny"], capability=(8, 6))
+    assert "227 KB of shared memory per block, and GPUs of compute capability 12.0 have 99" in reason(
+        SHAPES["tiny"], capability=(12, 0)
+    )
+    assert reason(SHAPES["tiny"], capability=(10, 0)) == ""

@@ -1,8 +1,11 @@
 """The Python side of the persistent megakernel: from a stage D model to the arguments of one launch.
 
-The kernel is in `csrc/stage_f/`, and is compiled for the shape of the model: with every size a constant, its loops are
-straight lines. Here its arguments are gathered from a stage D model: the addresses of the weights in one table, rotary
-tables in float32, and the workspace through which the multiprocessors hand each other activations.
+The kernel is in `csrc/stage_f/`, in two libraries. The operator `torch.ops.six_engines.decode_step` checks its tensors
+and is the same for all models. It calls the kernel, which is compiled for the shape of one model: with every size a
+constant, its loops are straight lines. Two models in one process have a library each.
+
+Here the arguments are gathered from a stage D model: the addresses of the weights in one table, rotary tables in
+float32, and the workspace through which the multiprocessors hand each other activations.
 
 Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
 """
@@ -19,8 +22,9 @@ from stage_c_fused_mlp.extension import LOWEST_CAPABILITY, load_extension, plan
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderLayer, DecoderModel
 
-MAX_ROWS = 8  # the n of the matrix instruction that the kernel is built on
-# Larger models wait for memory more than for each other's blocks: kernel by kernel, their weights are read faster.
+MAX_ROWS = 8  # kMaxDecodeRows in csrc/stage_f/decode_step.h: two sets of four, one matrix instruction for each set
+SMALL_SHARED_MEMORY = (12, 0)  # from this compute capability on a block has 99 KB; the kernel needs 227 (kSharedBytes)
+# Larger models wait for memory more than for hand-offs between blocks, and run faster kernel by kernel.
 MAX_HIDDEN, MAX_INTERMEDIATE = 2048, 16384
 MAX_BLOCKS = 160  # kMaxBlocks in csrc/stage_f/decode_step.h
 
@@ -41,9 +45,11 @@ def load_operator() -> None:
 
 
 def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *, trace: bool = False) -> ctypes.CDLL:
-    """The library that holds the kernel for this shape, compiled if it was not: some ten seconds, once per machine.
+    """Load the library with the kernel for this shape; compile it first, once per machine, in some tens of seconds.
 
     Args:
+        config: the model's sizes.
+        dtype: of weights and KV cache, float16 or bfloat16.
         multiprocessors: of the GPU; one block for each.
         trace: a kernel that can write down its clocks, for measurements.
 
@@ -66,13 +72,15 @@ def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *
 def why_unsupported(
     config: ModelConfig, dtype: torch.dtype, block_size: int, rows: int, capability: tuple[int, int]
 ) -> str:
-    """The reason why the kernel cannot run a step of `rows` requests on a GPU of this compute capability; "" if it can.
+    """Say why the kernel cannot run, or should not run, a step of `rows` requests on a GPU of this compute capability.
 
-    Compiles nothing.
+    Returns "" if nothing is in its way. Compiles nothing.
     """
-    lowest = LOWEST_CAPABILITY["megakernel"]
+    lowest, given = LOWEST_CAPABILITY["megakernel"], f"{capability[0]}.{capability[1]}"
     if capability < lowest:
-        return f"it needs compute capability {lowest[0]}.{lowest[1]}, and this GPU has {capability[0]}.{capability[1]}"
+        return f"it needs compute capability {lowest[0]}.{lowest[1]}, and this GPU has {given}"
+    if capability >= SMALL_SHARED_MEMORY:
+        return f"it needs 227 KB of shared memory per block, and GPUs of compute capability {given} have 99"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the dtype is {dtype}; the kernel has float16 and bfloat16"
     if config.head_dim not in (64, 128):
@@ -104,6 +112,7 @@ class Megakernel:
     Attributes:
         flags: what a measurement or a test leaves out (bits in csrc/stage_f/decode_step.h); 0 for correct results.
         timeout_ms: a wait longer than this ends in an error instead of a hang.
+        max_steps: launches after which the workspace is made as new.
 
     Raises:
         ExtensionError: the kernel cannot be built here.
@@ -126,6 +135,8 @@ class Megakernel:
         self._library = load_kernel(config, weight.dtype, multiprocessors, trace=trace)
         size = self._library.decode_workspace_bytes()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+        # A step counts its flags up by layers + 2, in 32 bits. They must not come to 0 again: it means "no value yet".
+        self.max_steps = self._steps_left = 2**31 // (config.num_layers + 2)
         # What is the same in every step is looked up once: the GPU may be waiting for the launch.
         self._launch = torch.ops.six_engines.decode_step.default
         self._weights = (self.layer_table, weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin)
@@ -163,6 +174,10 @@ class Megakernel:
         Raises:
             ValueError, TypeError: a shape or dtype that does not fit, or a shape that the kernel does not have.
         """
+        if self._steps_left == 0:
+            self.reset()
+            self._steps_left = self.max_steps
+        self._steps_left -= 1
         self._launch(
             *self._weights, kv_cache, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens,
             temperatures, noise_keys, logits, result, self.workspace, trace, *self._sizes, self.flags, self.timeout_ms,
@@ -171,17 +186,17 @@ class Megakernel:
 
     @property
     def failure(self) -> Tensor:
-        """int32 `[1]` on the device: 0, or where a wait was given up first since the last `reset`."""
+        """int32 `[1]` on the device: 0, or 1 + 16 × layer + phase of the first wait that was given up since `reset`."""
         return self.workspace[4:8].view(torch.int32)
 
     def check(self, failure: Tensor | None = None) -> None:
         """Refuse the results of a step that gave up a wait.
 
-        The steps behind it are invalid too, for they began with its tokens: the device is waited for, so that none of
-        them is still under way, and the workspace is made as new for the next step.
+        The steps behind it are invalid too, because they began with its tokens. So this waits until the device has
+        ended them, and then makes the workspace as new for the next step.
 
         Args:
-            failure: the last number of the step's `result`; without it, the device is waited for.
+            failure: the last number of the step's `result`; without it, this waits for the device and asks there.
 
         Raises:
             RuntimeError: some step since the last `reset` gave up a wait.
