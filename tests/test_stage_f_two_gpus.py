@@ -127,7 +127,7 @@ group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), 
 
 MIXTURE = f"""{RANK}
 group.connect()
-assert group.one_shot is not None, "these GPUs cannot read one another's memory"
+assert group.one_shot is not None, "these GPUs cannot write one another's memory"
 chance = random.Random(0)  # the same on both ranks
 
 def numbers(of_rank, count, seed):

@@ -106,10 +106,10 @@ def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2,
     _draw_matrices(above, split(model, 2))
     config = ModelConfig.from_hf(resolve(model).config)
     read = {size: 2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes}
-    sums = 2 * config.num_layers + 1  # two per layer, and the embedding's
-    kilobytes = sums * config.hidden_size * 2 / 1e3
+    sums = 2 * config.num_layers + 1  # two per layer in the skinny GEMMs, in float32, and the embedding's in 16 bits
+    kilobytes = (4 * (sums - 1) + 2) * config.hidden_size / 1e3
     labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
-    more = f", and {sums} all-reduces of together {kilobytes:.0f} KB"
+    more = f", and {sums} sums: {kilobytes:.0f} KB to each other rank"
     texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in read.items()]
     draw_bars(below, labels, [(None, list(read.values()), BLUE)], texts, room=1.1, height=0.6)
     below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")

@@ -9,8 +9,8 @@ memory (NVLink or PCIe, one machine), a kernel needs no library for that:
     rank 1   own part ──► mailbox of rank 0        rank 1's mailbox ──► read until nothing is empty, add ──► sum
 
 There is no flag. An empty place of a mailbox has all bits set, and no part ever has: as a number it is a NaN, and a NaN
-with these bits is sent as another one. So data is its own flag, 16 or 32 bits at a time, in whatever order it arrives:
-one trip over the link, where data, then a flag, then reading the data would be three.
+with these bits is sent as another one. So the data is its own flag, 16 or 32 bits at a time, in whatever order it
+arrives: one trip over the link, where data, then a flag, then reading the data would be three.
 
 Every rank adds in the order of the ranks, so all have the same sum, bit for bit.
 
@@ -18,6 +18,10 @@ Program p has slot p of every mailbox, one place for each rank's part, and count
 part, it empties the place. Each slot is there twice, used in turn: a rank can be one call ahead of another but not two,
 because it has to wait for the other's part in the call between. So what it overwrites has been read and emptied, and a
 CUDA graph can be replayed. Calls of any dtypes and lengths may follow each other, as long as all ranks make the same.
+
+A program sends before it waits, and waits only for the programs of its own number. A GPU starts programs in the order
+of their numbers, so a launch may have more of them than run at once: of the numbers that are not done on all ranks, the
+lowest has started everywhere, or finds room.
 
 A program that waits for a rank that has died would wait forever. So waiting programs read a word in the host's memory
 now and then, and the CPU ends the wait by writing it. A program that has read it leaves a note in the GPU's memory, so
@@ -33,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = tl.constexpr(512)  # at most, in a launch
-SLOT = tl.constexpr(8192)  # bytes of a program's part, at most
+SLOT = tl.constexpr(8192)  # bytes of a program's part, at most: a skinny GEMM's tile of 64 rows and 32 tokens, float32
 # Times that a waiting program looks into its mailbox before it reads the stop word: about 25 ms. Reading the host's
 # memory takes about a microsecond per warp, one after another: with 0.1 ms, a rank that waited for 512 programs' parts
 # was itself milliseconds late for the next sum, where the other rank waited, and so on through the whole step.

@@ -173,7 +173,7 @@ def product_add(
         x, weight, residual: `[tokens, in_features]`, `[out_features, in_features]`, `[tokens, out_features]`.
         arrival_counters: int32 zeros, one per tile; left as zeros. Calls that share them must follow one another.
         tiles: how to cut the product; None is what was measured fastest.
-        peers: the ranks whose products are added up, if each has some of the columns.
+        peers: the ranks whose products are added up, in float32, if each has some of the columns.
 
     Raises:
         ValueError: more tiles than arrival counters, or more or larger ones than a mailbox has room for.
@@ -187,7 +187,8 @@ def product_add(
     blocks = _ceil_div(out_features, tiles.rows), _ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
     if peers is not None and (num_tiles > PROGRAMS.value or 4 * tiles.rows * block_m > SLOT.value):
-        raise ValueError(f"{num_tiles} tiles of {tiles.rows} x {block_m} do not fit into a mailbox; pass fewer tokens")
+        tile = f"{tiles.rows} x {block_m}"
+        raise ValueError(f"{num_tiles} tiles of {tile} do not fit into a mailbox; pass fewer tokens or other tiles")
     if tiles.splits > 1 and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
     num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m

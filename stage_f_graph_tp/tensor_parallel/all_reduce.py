@@ -23,8 +23,9 @@ from torch import Tensor
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT, Peers, sum_of_ranks
 
-SLICE = 4096  # bytes that a program adds up
+SLICE = 4096  # bytes of a tensor that a program adds up
 CAPACITY = PROGRAMS.value * SLICE  # bytes of the longest tensor
+DTYPES = torch.float16, torch.bfloat16, torch.float32
 TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may have to compile the kernel first
 
 
@@ -94,7 +95,7 @@ class OneShotAllReduce:
             try:
                 self._map([rank["memory"] for rank in shared])
             except (RuntimeError, ValueError) as error:
-                reason = f"rank {self.rank} cannot see another rank's memory: {error}"
+                reason = f"rank {self.rank} cannot map another rank's memory: {error}"
         reason = _first_reason(gather("mapped", reason))
         return reason or _first_reason(gather("tested", self._test())) or None
 
@@ -118,7 +119,7 @@ class OneShotAllReduce:
         self.peers = Peers(addresses, self.rank, self.size)
 
     def _test(self) -> str:
-        """Add up numbers whose sums are known, of both dtypes and twice. Returns what went wrong, or ""."""
+        """Add up numbers whose sums are known, of two dtypes and twice. Returns what went wrong, or ""."""
         for dtype in (torch.bfloat16, torch.float32):
             for count in (16, CAPACITY // dtype.itemsize) * 2:
                 ones = torch.arange(count, device=self.device, dtype=torch.int32) % 8
@@ -127,7 +128,7 @@ class OneShotAllReduce:
                 if not self._finishes():
                     return f"rank {self.rank} waited {TEST_SECONDS:.0f} s for a sum of {count} numbers"
                 if not torch.equal(x, (ones * (self.size * (self.size + 1) // 2)).to(dtype)):
-                    return f"rank {self.rank} read wrong numbers in another rank's memory"
+                    return f"rank {self.rank} got a wrong sum of {count} numbers"
         return ""
 
     def _finishes(self) -> bool:
@@ -143,11 +144,11 @@ class OneShotAllReduce:
         return True
 
     def supports(self, x: Tensor) -> bool:
-        """Whether `x` fits into the mailboxes."""
-        return x.nbytes <= CAPACITY and x.is_contiguous()
+        """Whether `x` fits into the mailboxes, and is of numbers that float32 can add up."""
+        return x.dtype in DTYPES and x.nbytes <= CAPACITY and x.is_contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
+        """The sum of all ranks' `x`, written over `x`; or, given a residual (contiguous too), added to it, in place."""
         out = x if residual is None else residual
         _all_reduce_kernel[(triton.cdiv(x.nbytes, SLICE),)](
             x, out, self.peers.addresses, x.numel(), RANK=self.rank, RANKS=self.size,

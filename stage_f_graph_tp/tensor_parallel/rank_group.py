@@ -1,6 +1,6 @@
 """The collectives of one engine's ranks: all-reduce, all-gather, broadcast.
 
-The small all-reduces of a decode step are done by one kernel of our own where the GPUs can read one another's memory
+The small all-reduces of a decode step are done by one kernel of our own where the GPUs can write one another's memory
 (`all_reduce.py`). Everything else is done by NCCL, or by gloo between CPU processes.
 """
 
