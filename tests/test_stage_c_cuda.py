@@ -16,6 +16,8 @@ from labs import native
 from stage_c_fused_mlp.extension import CSRC, SOURCES
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, swiglu_mlp_reference
 from stage_c_fused_mlp.layernorm_mlp import fused_ln_mlp, ln_mlp_reference
+from stage_d_paged.config import ModelConfig
+from stage_f_graph_tp.megakernel.kernel import shape_macros
 
 pytestmark = pytest.mark.compiler
 
@@ -29,6 +31,8 @@ SIZES = [(1, 8, 8), (2, 64, 176), (3, 104, 328), (16, 256, 136), (17, 72, 200), 
 KERNEL_SOURCES = [source for sources in SOURCES.values() for source in sources if source.endswith(".cu")]
 # An older architecture for the kernel that has nothing to run there, and must compile all the same.
 COMPILATIONS = [*((source, "90") for source in KERNEL_SOURCES), ("stage_c/mlp_fused.cu", "80")]
+QWEN = ModelConfig(151936, 896, 4864, 24, 14, 2, 64, 1e-6, 8192, 1e6, None, True, False, True)
+MACROS = {"stage_f/launch.cu": shape_macros(QWEN, torch.bfloat16, 132)}  # it is compiled for one model
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -36,6 +40,7 @@ COMPILATIONS = [*((source, "90") for source in KERNEL_SOURCES), ("stage_c/mlp_fu
 def test_nvcc_alone_compiles_the_kernels(source, architecture, tmp_path):
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     options = ["-std=c++17", target, "-Xptxas", "-O1", f"-I{CSRC}", "-c", "-o", str(tmp_path / "kernel.o")]
+    options += [f"-D{macro}" for macro in MACROS.get(source, ())]
     result = subprocess.run(["nvcc", *options, str(CSRC / source)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -1,4 +1,4 @@
-"""The persistent megakernel without a GPU: what is compiled for which model, the fallback, what C++ and Python share."""
+"""The megakernel without a GPU: what is compiled for which model, the fallback, what C++ and Python share."""
 
 from __future__ import annotations
 

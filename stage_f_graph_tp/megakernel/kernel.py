@@ -56,17 +56,21 @@ def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *
     Raises:
         ExtensionError: it cannot be built here.
     """
+    extension = load_extension("megakernel_of_shape", defines=shape_macros(config, dtype, multiprocessors, trace))
+    library = ctypes.CDLL(str(extension.library))
+    library.decode_workspace_bytes.restype = ctypes.c_int64
+    return library
+
+
+def shape_macros(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, trace: bool = False) -> tuple[str, ...]:
+    """Return the macros that `csrc/stage_f/shape.cuh` takes the kernel's sizes from; arguments as of `load_kernel`."""
     sizes = {
         "LAYERS": config.num_layers, "HIDDEN": config.hidden_size, "INTERMEDIATE": config.intermediate_size,
         "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads, "HEAD_DIM": config.head_dim,
         "VOCAB": config.vocab_size, "GRID": min(multiprocessors, MAX_BLOCKS, config.intermediate_size // 2),
     }  # fmt: skip
     defines = [f"SIX_{name}={size}" for name, size in sizes.items()]
-    defines += ["SIX_HALF"] * (dtype == torch.float16) + ["SIX_TRACE"] * trace
-    extension = load_extension("megakernel_of_shape", defines=tuple(defines))
-    library = ctypes.CDLL(str(extension.library))
-    library.decode_workspace_bytes.restype = ctypes.c_int64
-    return library
+    return *defines, *["SIX_HALF"] * (dtype == torch.float16), *["SIX_TRACE"] * trace
 
 
 def why_unsupported(
