@@ -259,6 +259,12 @@ def test_interpreted_attention_is_the_reference(batch, heads, name):
 
 
 @interpreted
+@pytest.mark.parametrize("heads", [(12, 1, 20), (3, 3, 16)], ids=str)
+def test_interpreted_attention_of_groups_wider_than_a_tile_and_of_single_heads_is_the_reference(heads):
+    check_attention(BATCHES["mixed"], *heads, "int8", 32, CPU, F32)
+
+
+@interpreted
 @pytest.mark.parametrize(("heads", "norm"), [(0, False), (4, False), (6, True)])
 def test_interpreted_store_is_the_reference(heads, norm):
     """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""

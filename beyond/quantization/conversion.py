@@ -15,7 +15,8 @@ def to_16_bits(x, dtype: tl.constexpr):
 
     The compiler converts int8 to bfloat16 by moving bits, two instructions per number. For e4m3 it uses the conversion
     unit, which takes one number where the rest of the chip takes eight. Bits can be moved there, too: the sign, then
-    the 7 bits of exponent and mantissa below bfloat16's high bits, which is the number times 2^-120.
+    the 7 bits of exponent and mantissa below bfloat16's high bits, which is the number times 2^-120. (e4m3's NaN, which
+    no finite number is stored as, becomes 480.)
     """
     if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

@@ -4,9 +4,10 @@
     more tokens   product with larger tiles
     many tokens   dequantise the matrix into scratch memory, then the library's product
 
-A decode step's products cost what reading the weights costs, so half the bytes are nearly half the time. With many
-tokens the arithmetic is the cost, which stays the same: the weights are multiplied in the model's dtype. There the
-library's product is the fastest, and writing the matrix once more is a small part of it.
+A decode step's large products cost what reading the weights costs, so half the bytes are nearly half the time. Small
+ones are bound by latency: they have too few programs to keep the memory busy. With many tokens the arithmetic is the
+cost, which stays the same: the weights are multiplied in the model's dtype. There the library's product is the fastest,
+and writing the matrix once more is a small part of it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Tiles:
 
     Attributes:
         rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
-        columns: of a tile; with a scale per group, the group's.
+        columns: of a tile; with a scale per group, those of a group for each slice.
         warps, stages: of a program; stages are tiles whose loads are in flight together.
         splits: split-K, parts that the weight's columns are cut into, where a product can (`product_add`).
         slices: 1, or the number of warps: each has its own part of a tile's columns.

@@ -2,8 +2,8 @@
 
 A prefill reads every key once for each tile of queries, hundreds of times for a long prompt. What is converted when it
 is read is converted as often, and Hopper's copy engine cannot fetch it into the operands of the product. So a layer's
-keys and values, of the sequences that have several queries, are written to scratch memory in 16 bits first, which is a
-hundredth of the work.
+keys and values, of the sequences that have several queries, are written to scratch memory in 16 bits first, a small
+part of the work of a long prompt. (A few queries behind a long context lose by it: they would read a key about once.)
 
 Scratch memory has room for every entry of the block tables. Where that is more than `SCRATCH_BYTES` (many sequences
 beside the prompt), `quantized_prefill_kernel` reads 8 bits instead: stage D's loop, with scales on scores and weights.
