@@ -1,14 +1,14 @@
 """Decode steps that are a single launch: what the CPU does around the persistent megakernel.
 
-As a graph such a step was five small things beside one long: a copy of the input, a gather of the tokens, two sampler
-kernels, two copies to the host. Each took the device a microsecond or two, and each border between copies and kernels
-two to three more. Here two are left, the copy of the input and the kernel:
+A step is a copy of the input and one kernel. Around stage D's layers there would be more: a gather of the tokens, the
+sampler's kernels, copies to the host, and the GPU loses time at every border between a copy and a kernel. Here the
+kernel does all that:
 
-* The kernel finds its tokens itself, in `last_tokens`, and leaves there what it has sampled.
-* It writes them to the host's memory too, over the bus, with the word that says whether the step is valid.
+* It reads each row's token from `last_tokens`, and writes there the token that it has sampled.
+* It writes the tokens to the host's memory too, over the bus, with the word that says whether the step is valid.
 
-A single kernel needs no graph: launching it is one call, and its arguments may be other ones each time. But the GPU may
-be waiting for that call, so all that can be made once is: memory, its views, events.
+A single kernel needs no CUDA graph: launching it is one call, with other arguments each time if need be. But the GPU may
+be waiting for that call, so whatever is the same in every step is made once: memory, its views, events.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves behind. The host's part is there once `arrived` has come."""
+    """A step's results. What is on the host may be read once the event `arrived` has happened."""
 
     logits: Tensor  # float32 [rows, vocab], on the device
     result: Tensor  # int64 [rows + 1], on the host: the next two together
     ids: Tensor  # int64 [rows]: the tokens
-    failure: Tensor  # int64 []: what `Megakernel.check` wants
+    failure: Tensor  # int64 []: for `Megakernel.check`
     arrived: torch.cuda.Event | None  # None on a CPU
 
 
@@ -37,8 +37,8 @@ class MegakernelSteps:
     """Launches decode steps of the megakernel, of up to `MEGAKERNEL_ROWS` requests. At most two may be under way.
 
     Args:
-        kernel: of the whole model.
-        kv_cache: the pool.
+        kernel: the model's megakernel.
+        kv_cache: the pool of keys and values.
         last_tokens: int64 [batch slots], each slot's last sampled token.
     """
 
@@ -46,7 +46,7 @@ class MegakernelSteps:
         self.kernel = kernel
         self._kv_cache, self._last_tokens = kv_cache, last_tokens
         logits = kernel.make_logits(MEGAKERNEL_ROWS)
-        # Two, used in turn: while a step runs, the host reads the tokens of the one before. By number of rows.
+        # By number of rows, and two of each, used in turn: while a step runs, the host reads the tokens of the last one.
         self._outputs = [self._make_outputs(logits) for _ in range(2)]
 
     def _make_outputs(self, logits: Tensor) -> dict[int, StepOutput]:

@@ -1,9 +1,9 @@
 // Attention of one decode step: a block takes (row, KV head, part of the cached tokens), its warps a chunk of 16 tokens
 // each in turn, up to 8 query heads at once (flash attention's running maximum and sum, Dao et al. 2022).
 //
-// The warps' results are merged in shared memory. What a block publishes is normalised, with the logarithm of the sum
-// that it was divided by, and the readers, which multiply with it, merge the few parts themselves (flash-decoding): one
-// hand-off instead of two.
+// The warps' results are merged in shared memory. A block publishes its part normalised, with the logarithm of the sum
+// that it was divided by. Every warp that multiplies with the result in the output projection merges the up to four
+// parts itself (merge_parts in hand_off.cuh; flash-decoding): one hand-off instead of two.
 #pragma once
 
 #include "stage_f/attention_chunk.cuh"

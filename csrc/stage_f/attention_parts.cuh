@@ -11,7 +11,7 @@ struct AttentionItem {
   long long cell;  // of the warp's first chunk, see chunk_cell
 };
 
-// Per row in shared memory: context length (0 for a padding row), chunks a part, parts.
+// Per row in shared memory: context length (0 for a padding row), chunks per part, parts.
 template <typename W>
 __device__ __forceinline__ const int* row_table(const W& w) { return w.template shared<int>(W::At::kRowsAt); }
 

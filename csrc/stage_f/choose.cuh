@@ -1,9 +1,9 @@
-// The token of each row, chosen where the logits are made: an argmax, found in parts and by the lanes that have them.
+// The token of each row, chosen where the logits are made: an argmax in parts, by the lanes that hold the logits.
 //
 // At temperature 0 a token is the argmax of the logits, otherwise of logit / temperature + noise (Gumbel-max). The
 // noise is stage A's: a hash of the row's key and the token's id, so every lane makes its own. A lane keeps the best of
-// its logits, a warp of its lanes, a block of its warps; the blocks' go to block 0 in flag-in-data words, as activations
-// travel between blocks, and the row's token comes out. Of equal scores the smallest id wins.
+// its logits, a warp of its lanes, a block of its warps; the blocks' go to block 0 in flag-in-data words, as
+// activations travel between blocks, and the row's token comes out. Of equal scores the smallest id wins.
 #pragma once
 
 #include "stage_f/worker.cuh"
@@ -95,8 +95,8 @@ __device__ __forceinline__ bool best_of_blocks(W& w, const Choice& choice, const
   return __all_sync(kAllLanes, w.waits);
 }
 
-// One warp per row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token of
-// such a step is kept.
+// One warp per row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token
+// of such a step is kept.
 template <typename W>
 __device__ __forceinline__ void choose_tokens(W& w) {
   const DecodeStep& s = w.step;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void choose_tokens(W& w) {
   }
 }
 
-// Closes the step, once block 0 has heard from all blocks: they have read the step's number by then.
+// Closes the step, in block 0. It has received words of all blocks (or given up): they have read the step's number.
 template <typename W>
 __device__ __forceinline__ void close_step(const W& w, unsigned step_number) {
   volatile unsigned* words = w.control();

@@ -1,7 +1,8 @@
 // A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
 //
-// Plain C++ (no torch, no CUDA types), for there are two libraries: the operator, which knows torch (decode_step.cpp),
-// and the kernel, which is compiled for the shape of one model (shape.cuh). Every pointer is a device pointer; every
+// Plain C++ (no torch, no CUDA types), because there are two libraries: the operator, which knows torch
+// (decode_step.cpp), and the kernel, which is compiled for the shape of one model (shape.cuh, launch.cu). Every pointer
+// is a device pointer (`result` may be page-locked memory of the host, which has the same address on the device). Every
 // value that changes from step to step (tokens, positions, block tables, context lengths) is read from device memory by
 // the kernel, so one captured CUDA graph serves all steps.
 #pragma once
@@ -10,13 +11,13 @@
 
 namespace six_engines {
 
-constexpr int kMaxDecodeRows = 8;         // requests a launch can serve: the n of the m16n8k16 matrix instruction
-constexpr int kMaxBlocks = 160;           // of the grid; there are no GPUs with more multiprocessors
+constexpr int kMaxDecodeRows = 8;         // requests per launch: 2 sets of 4, a matrix instruction for each (gemv.cuh)
+constexpr int kMaxBlocks = 160;           // of the grid; more multiprocessors than that would have nothing to do
 constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
 
-// Bits of `flags`. What a measurement may leave out (the result is then wrong; only the time means something), and for
-// the test of giving up a launch that does not promise that all blocks run at once.
-constexpr int kSkipStreaming = 1;         // weights are not fetched: what remains is the chain of hand-offs
+// Bits of `flags`. The first two leave something out for a measurement: the result is then wrong, only the time means
+// something. The third is for the test of giving up: a launch that does not promise that all blocks run at once.
+constexpr int kSkipStreaming = 1;         // weights are not fetched, products read what the ring has: hand-offs remain
 constexpr int kSkipWaiting = 2;           // no block waits for another: what remains is streaming and arithmetic
 constexpr int kPlainLaunch = 4;           // ordinary instead of cooperative launch
 
@@ -54,7 +55,7 @@ struct DecodeStep {
   long long workspace_bytes;
   long long* trace;                     // null, or with SIX_TRACE: [blocks, kLayerMarks * layers + kEndMarks]
   int flags;
-  long long timeout_ns;                 // a wait longer than this gives up and leaves its place in the workspace
+  long long timeout_ns;                 // a wait longer than this gives up and writes its place into the workspace
 };
 
 // Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of the phases of each layer, of the

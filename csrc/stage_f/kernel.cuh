@@ -1,25 +1,28 @@
 // A persistent megakernel, one launch per decode step: embedding, every layer, LM head, tokens.
 //
 // Why: at one row a step is 988 MB of weights (Qwen2.5-0.5B) and next to no arithmetic, 0.23 ms at the memory's speed.
-// As ordinary kernels, even in a CUDA graph, every layer is a handful of launches that each start with an empty pipe
-// and end with a drained one. Here one block a multiprocessor stays for the whole step and does two things that
-// separate kernels cannot:
+// As ordinary kernels, even in a CUDA graph, every layer is a handful of launches. Each begins with no load under way,
+// and ends with none. Here one block per multiprocessor stays for the whole step and does two things that separate
+// kernels cannot:
 //   * weights never stop flowing: they do not depend on activations, so one warp streams them through a ring of
-//     about 200 KB a multiprocessor (26 MB together, almost a layer) however long the others wait (stream.cuh);
-//   * no barrier over the grid: every value that crosses multiprocessors is handed off through L2 in an 8-byte word
-//     beside a flag (step and layer), and its reader polls the word until the flag is right (primitives.cuh).
+//     about 200 KB per multiprocessor (26 MB together, almost a layer) however long the others wait (stream.cuh);
+//   * no barrier over the grid: every value that crosses multiprocessors is handed off through L2 in a word beside a
+//     flag (step and layer), and its reader polls the word until it has the flag that it expects (primitives.cuh).
 //
 // One layer is five hand-offs: hidden -> QKV -> parts of the attention -> hidden -> MLP activation -> hidden.
 //
-// What it costs is neither arithmetic nor, with small models, bandwidth, but the length of one warp's path through a
-// layer: instructions that wait for each other, and five hand-offs, each a store to L2 and a load from there. Hence
-// every size is a constant (shape.cuh), products are straight lines of few instructions, with weights and activations
-// in registers (gemv.cuh), and few warps have many registers each (plan.cuh).
+// With small models the time of a layer is neither arithmetic nor bandwidth. It is the length of one warp's path
+// through it: instructions that wait for each other, and five hand-offs, each a store to L2 and a load from there.
+// Hence every size is a constant (shape.cuh), products are straight lines of few instructions, with weights and
+// activations in registers (gemv.cuh), and few warps have many registers each (plan.cuh).
 //
-// Why a reader never finds a word that is already overwritten: handed-off vectors alternate between two copies, by
-// layer parity, and before a block writes layer l + 2 into a copy it has read the MLP activation of layer l + 1, of
-// which every block owns a part and publishes it only after it has read everything of layer l. (The parts of the
-// attention have one copy, for the same reason.)
+// Why a reader never finds a word that is already overwritten: handed-off vectors alternate between two copies, for
+// even and odd layers. Before a block writes layer l + 2 into a copy, it has read the hidden state that layer l + 1
+// ends with. That is made of the whole MLP activation of layer l + 1. Every block owns a part of this activation, and
+// publishes it only after it has read everything of layer l. So no block still reads layer l. For the parts of an
+// attention one copy is enough: a block writes those of layer l + 1 after it has read that layer's QKV, which is made
+// of the whole MLP activation of layer l, and a block publishes its part of that after it has read layer l's parts.
+// The next step is another launch, and begins when all blocks of this one have ended.
 //
 // Launch: cooperative, because blocks wait for each other and must all be resident. One block fills a multiprocessor's
 // shared memory, the grid is at most the number of multiprocessors, and a cooperative launch can be captured in a
@@ -157,7 +160,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
     if (w.streams) stream_step(w, table);
     drain_copies(w);
   } else {
-    // Flags: of the embedding, of each layer, of the LM head; 0 is none.
+    // A step has layers + 2 flags: of the embedding, of each layer, of the LM head. 0 is no value; the host makes the
+    // workspace as new before 32 bits have been counted through.
     consume<W, kSets>(w, table, step_number * (kLayers + 2) + 1);
   }
   if (__syncthreads_and(w.waits) && w.warp < kWarps) choose_tokens(w);

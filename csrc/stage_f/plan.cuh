@@ -19,7 +19,7 @@ constexpr int kWarps = 7;
 constexpr int kWorkers = kWarps * 32;
 constexpr int kThreads = kWorkers + 32;
 constexpr int kStepColumns = 32;              // columns a warp takes in one step: one matrix instruction
-constexpr int kTileRows = 8;                  // and 4 requests: one output a lane
+constexpr int kTileRows = 8;                  // and 4 requests: one output per lane
 constexpr int kAttentionChunk = 16;           // tokens a warp attends to at once
 constexpr int kSharedBytes = 232448;          // of a block, compute capability 9.0
 constexpr int kGroupTiles = 10;               // tiles that a warp multiplies before it adds up
@@ -94,8 +94,9 @@ struct alignas(16) Slice {
   int first, count, tiles, slots;
 };
 
-// Words are laid out for kMaxDecodeRows whatever the launch's rows, so that every row count can share one workspace.
-// A vector is [2: even and odd layers][rows][length]; a kind's is what it publishes, kQkv's is for attention.
+// Words are laid out for kMaxDecodeRows, so that launches of any number of rows share one workspace. A vector is
+// [2: even and odd layers][rows][length] and named after the product that publishes it: kQkv's goes to attention,
+// kGateUp's (the MLP activation) to kDown; kOut's and kDown's are the hidden state.
 constexpr unsigned vector_length(int kind) {
   return kind == kQkv ? kQkvRows / 2 : kind == kGateUp ? kIntermediate / 2 : kHidden;
 }

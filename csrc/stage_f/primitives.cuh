@@ -95,10 +95,10 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// ---- flag-in-data words: the value and the proof that it is this layer's, in one 8-byte store -----------------------
+// ---- flag-in-data words: a value, and the flag of the step and layer that it belongs to, in one 8-byte store --------
 // (NCCL's LL protocol.) A barrier would cost a fence, an atomic, a poll, and then the read of the data; such a word
 // costs the store and the poll, which is already the read. No fence is needed, because nothing else is published by it,
-// and 8-byte stores are never torn.
+// and 8-byte stores are never torn. Flags count steps and layers (kernel.cuh).
 
 using Word = unsigned long long;
 

@@ -1,5 +1,5 @@
 // The producer: one warp of a block copies the block's slices of all matrices, in the order in which they will be used,
-// into a ring of shared-memory slots. It knows no activations and so never waits for another block, only for a free
+// into a ring of shared-memory slots. It needs no activations, and so never waits for another block, only for a free
 // slot.
 #pragma once
 

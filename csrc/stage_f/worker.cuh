@@ -30,9 +30,9 @@ struct RingPosition {
 };
 
 // What a thread needs everywhere. `waits` and `streams` are cleared once a wait has outlasted the limit, in this thread
-// or in any other of the grid: the thread then waits for nothing any more, so that a broken step ends with an error in
-// the workspace instead of a hung GPU. The error stays there, and ends the steps behind it early too, until the host
-// has seen it and made the workspace as new.
+// or in any other of the grid. From then on the thread waits for nothing (the producer: for nothing but its own copies,
+// see drain_copies), so that a broken step ends with an error in the workspace instead of a hung GPU. The error stays
+// there, and ends the steps behind it early too, until the host has seen it and made the workspace as new.
 template <int kSets>
 struct Worker {
   using At = Layout<kSets>;
@@ -45,7 +45,7 @@ struct Worker {
   uint32_t flag;               // of the step and layer, in every word that is handed off
   int parity;                  // of the layer
   int warp, lane, thread;
-  int place;                   // where we are, for the error report: layer * 16 + phase
+  int place;                   // for error reports: layer * 16 + phase: a Kind (kOut: attention too), or 15: producer
   bool waits, streams;         // false: do not wait for words, for weights
   long long* trace;
 
