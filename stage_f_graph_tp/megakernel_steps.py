@@ -7,8 +7,8 @@ kernel does all that:
 * It reads each row's token from `last_tokens`, and writes there the token that it has sampled.
 * It writes the tokens to the host's memory too, over the bus, with the word that says whether the step is valid.
 
-A single kernel needs no CUDA graph: launching it is one call, with other arguments each time if need be. But the GPU may
-be waiting for that call, so whatever is the same in every step is made once: memory, its views, events.
+A single kernel needs no CUDA graph: launching it is one call, whose arguments may change from step to step. But the GPU
+may be waiting for that call, so whatever is the same in every step is made once: memory, its views, events.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MegakernelSteps:
         self.kernel = kernel
         self._kv_cache, self._last_tokens = kv_cache, last_tokens
         logits = kernel.make_logits(MEGAKERNEL_ROWS)
-        # By number of rows, and two of each, used in turn: while a step runs, the host reads the tokens of the last one.
+        # By number of rows, and twice, used in turn: while a step runs, the host reads the tokens of the one before.
         self._outputs = [self._make_outputs(logits) for _ in range(2)]
 
     def _make_outputs(self, logits: Tensor) -> dict[int, StepOutput]:
