@@ -424,6 +424,42 @@ class TestRankSum:
                     f"{results[i][:4].tolist()}…, expected {expected[:4].tolist()}…"
                 )
 
+    def alone(self, monkeypatch, ranks: int, x: Tensor, stop: int = 0, note: int = 0) -> tuple[int, int, int]:
+        """One call of rank 0, whom nobody answers: how often it looked, the number of calls after it, the note."""
+        monkeypatch.setattr(rank_sum, "SPINS", tl.constexpr(4))
+        original, looks, sent = rank_sum._look, [], x[:4].tolist()
+
+        def look(*places):
+            looks.append(places)
+            if len(looks) > 100:
+                pytest.fail(f"still waits after 100 looks; ranks: {ranks}, stop word: {stop}, numbers sent: {sent}")
+            return original(*places)
+
+        monkeypatch.setattr(rank_sum, "_look", look)
+        size = 2 * ranks * rank_sum.PROGRAMS.value * rank_sum.SLOT.value
+        mailboxes = [torch.full((size,), 255, dtype=torch.uint8) for _ in range(ranks)]
+        counts = torch.full((rank_sum.PROGRAMS.value,), 5, dtype=torch.int32)
+        words = [torch.tensor([word], dtype=torch.int32) for word in (stop, note)]
+        peers = torch.tensor([tensor.data_ptr() for tensor in (*mailboxes, counts, *words)])
+        all_reduce._all_reduce_kernel[(1,)](
+            x, x, peers, x.numel(), RANK=0, RANKS=ranks, BLOCK=8, ONTO=False, PDL=False
+        )  # fmt: skip
+        return len(looks), int(counts[0]), int(words[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_a_nan_with_the_bits_of_an_empty_place_arrives(self, dtype: torch.dtype, monkeypatch):
+        x = torch.full((8 * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype)
+        _, calls, _ = self.alone(monkeypatch, 1, x)
+        assert x.isnan().all() and calls == 6, f"a NaN with all bits set: got {x.tolist()}, {calls} calls instead of 6"
+
+    def test_a_wait_ends_when_the_stop_word_is_set_and_the_next_does_not_begin(self, monkeypatch):
+        looks, calls, note = self.alone(monkeypatch, 2, torch.zeros(8), stop=1)
+        assert looks and (calls, note) == (5, 1), (
+            f"a stopped call: {calls - 5} calls were counted, expected 0; the note is {note}, expected 1"
+        )
+        looks, calls, _ = self.alone(monkeypatch, 2, torch.zeros(8), note=1)
+        assert (looks, calls) == (0, 5), f"with the note of an earlier call: {looks} looks, {calls - 5} calls counted"
+
 
 class TestBreakIt:
     def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
