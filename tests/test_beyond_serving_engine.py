@@ -209,9 +209,10 @@ def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back
     assert client.post("/v1/completions", json=ask | {"n": 9}).status_code == 400  # will never fit
 
 
-def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch, capsys):
+def fail_after(num_steps: int, llm, monkeypatch, times: int = 1) -> None:
+    """Let the device run this many steps more, and then fail for some."""
     name = "launch" if hasattr(llm.runner, "launch") else "run"
-    works, left = getattr(llm.runner, name), [3, 2]  # steps until it fails, and times
+    works, left = getattr(llm.runner, name), [num_steps, times]
 
     def fails(step):
         left[0] -= 1
@@ -221,6 +222,10 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
         return works(step)
 
     monkeypatch.setattr(llm.runner, name, fails)
+
+
+def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch, capsys):
+    fail_after(3, llm, monkeypatch, times=2)
     response = client.post("/v1/completions", json=LONG)
     *tokens, error, done, _ = response.text.split("\n\n")
     assert tokens and done == "data: [DONE]"
@@ -273,6 +278,23 @@ def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
         assert many.num_unfinished == 0
         await asyncio.sleep(0.01)  # and now it comes in
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 1
+        await many.close()
+
+    asyncio.run(use())
+
+
+def test_a_slow_reader_gets_the_tokens_before_the_error(llm, monkeypatch):
+    """They wait in one list when the reader comes."""
+    fail_after(3, llm, monkeypatch)
+
+    async def use() -> None:
+        many, read = AsyncLLM(llm), []
+        with many.submit(llm.requests([QUESTION], replace(GREEDY, max_tokens=2000, ignore_eos=True))) as stream:
+            wait_until(lambda: many.engine_loop.failure)
+            with pytest.raises(RuntimeError, match="on fire"):
+                async for news in stream:
+                    read += [token for _, event in news for token in event.tokens]
+        assert len(read) >= 2
         await many.close()
 
     asyncio.run(use())

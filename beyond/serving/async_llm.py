@@ -64,16 +64,16 @@ class Stream(Call):
         return self
 
     async def __anext__(self) -> list[tuple[Request, Event]]:
-        """The next events. Raises what ended a request."""
+        """Return the next events; those before an error first. Raises what ended a request."""
         if not self._news and not self.num_unfinished:
             raise StopAsyncIteration
         if not self._news:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
-        news, self._news = self._news, []
-        for _, event in news:
-            if event.error is not None:
-                raise event.error
+        num_good = next((i for i, (_, event) in enumerate(self._news) if event.error is not None), len(self._news))
+        if num_good == 0:
+            raise self._news[0][1].error
+        news, self._news = self._news[:num_good], self._news[num_good:]
         return news
 
 
