@@ -1,8 +1,8 @@
 """Stage F's persistent megakernel: time of a decode step by rows and context, and where it goes (GPU).
 
-A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random, of the real
-shapes, and nearly a gigabyte: no cache can flatter. Where the time goes: leaving out the streaming of weights, the
-waiting for one another, or both (what does not get faster was hidden behind the rest). `decode_trace` has the clocks.
+A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random and of the real
+shapes, about a gigabyte or more, far more than L2 holds. To see where the time goes, steps are also timed without the
+streaming of weights, without waiting for other blocks, or without both. `decode_trace` has the clocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSki
 
 
 def measure(models: tuple[str, ...] = MODELS) -> dict:
-    """Everything about these models."""
+    """Time the steps of these models, by rows and context, and with parts left out."""
     rows = []
     for name in models:
         kernel = Megakernel(make_model(name))
@@ -57,7 +57,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
 
 
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
-    """The real shape with random weights, scaled so that activations keep their size."""
+    """Make a model of the real shape with random weights, scaled so that activations keep their size."""
     config = ModelConfig.from_hf(preset_config(name))
     model = DecoderModel(config, backend, max(CONTEXTS) + 1, torch.bfloat16, torch.device("cuda"))
     for parameter in model.parameters():

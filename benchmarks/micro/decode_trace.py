@@ -1,7 +1,7 @@
 """Where a step of stage F's persistent megakernel goes, by the clock of every multiprocessor (GPU).
 
-A second kernel, compiled with a trace, writes down the clock at the end of each phase of each layer. One row at a
-context of 640 tokens, timed as in `decode_step`.
+A kernel that is compiled with a trace writes down the clock of every multiprocessor at the end of each phase of each
+layer. One row at a context of 640 tokens, timed as in `decode_step`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ END_MARKS = 7  # kEndMarks in csrc/stage_f/decode_step.h
 
 
 def measure(models: tuple[str, ...] = MODELS) -> dict:
-    """The trace of a step of each model."""
+    """Trace a step of each model."""
     rows = []
     for name in models:
         rows.append({"model": name} | trace_step(Megakernel(make_model(name), trace=True)))
@@ -41,7 +41,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
 
 
 def trace_step(kernel: Megakernel) -> dict:
-    """Where a step of one row goes.
+    """Measure where the time of a step of one row goes.
 
     Returns:
         `phases`: of each phase (of a layer: of the inner ones) `median` and `p95` of all multiprocessors and layers,

@@ -16,7 +16,7 @@ __all__ = ["MEGAKERNEL_ROWS", "Megakernel", "choose_decode_step"]
 
 
 def choose_decode_step(runtime: Runtime) -> Megakernel | None:
-    """The megakernel for this model and GPU, built if need be; None if it cannot run, with one line that says why."""
+    """Return the megakernel for this model and GPU, compiled if need be; or say why it is not used, and return None."""
     capability = torch.cuda.get_device_capability(runtime.device)
     reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, MEGAKERNEL_ROWS, capability)
     if not reason:

@@ -31,7 +31,7 @@ MAX_BLOCKS = 160  # kMaxBlocks in csrc/stage_f/decode_step.h
 
 @functools.cache
 def load_operator() -> None:
-    """Load `torch.ops.six_engines.decode_step`; where it cannot run, nothing is built.
+    """Load `torch.ops.six_engines.decode_step`, building it if need be; where it cannot run, build nothing.
 
     Raises:
         ExtensionError: it cannot be built here, or not with CUDA.
@@ -106,8 +106,8 @@ def why_unsupported(
 class Megakernel:
     """One decode step of a stage D model in one launch, for 1 to 8 requests.
 
-    Holds references to the model's weights (their addresses are in a table on the device), not copies: a weight that is
-    replaced, not overwritten, needs a new `Megakernel`.
+    Holds references to the model's weights (their addresses are in a table on the device), not copies. After a weight
+    tensor is replaced by another (overwriting its values is fine), make a new `Megakernel`.
 
     Args:
         model: on a CUDA device, loaded, not sharded.
@@ -141,18 +141,18 @@ class Megakernel:
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
         # A step counts its flags up by layers + 2, in 32 bits. They must not come to 0 again: it means "no value yet".
         self.max_steps = self._steps_left = 2**31 // (config.num_layers + 2)
-        # What is the same in every step is looked up once: the GPU may be waiting for the launch.
+        # What is the same in every step is looked up once: the GPU may be waiting for the next launch.
         self._launch = torch.ops.six_engines.decode_step.default
         self._weights = (self.layer_table, weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin)
         self._sizes = (config.num_heads, config.intermediate_size, config.rms_norm_eps)
         self._kernel = ctypes.cast(self._library.launch_decode_step, ctypes.c_void_p).value  # its address
 
     def make_logits(self, rows: int) -> Tensor:
-        """A buffer for `step`: `[rows, vocab]` float32."""
+        """Make a buffer for `step`: `[rows, vocab]` float32, not initialised."""
         return torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=self.workspace.device)
 
     def make_result(self, rows: int) -> Tensor:
-        """A buffer for `step`: int64 `[rows + 1]` in the host's memory, where the kernel writes over the bus."""
+        """Make a buffer for `step`: int64 `[rows + 1]` in pinned host memory, which the kernel writes over the bus."""
         return torch.zeros(rows + 1, dtype=torch.int64, pin_memory=self.workspace.is_cuda)
 
     def step(
@@ -194,7 +194,7 @@ class Megakernel:
         return self.workspace[4:8].view(torch.int32)
 
     def check(self, failure: Tensor | None = None) -> None:
-        """Refuse the results of a step that gave up a wait.
+        """Raise an error if a step gave up a wait; its results are invalid.
 
         The steps behind it are invalid too, because they began with its tokens. So this waits until the device has
         ended them, and then makes the workspace as new for the next step.
