@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import assert_idle, running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from benchmarks.pictures import browser  # noqa: E402
+from benchmarks.pictures.served import CHROMIUM  # noqa: E402
 from beyond.serving import live_view, step_log  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
@@ -45,12 +45,17 @@ def runs_and_is_idle(server, llm):
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory):
-    if browser.PROGRAM is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    with browser.open_tab(tmp_path_factory.mktemp("chromium")) as tab:
-        yield tab
-        assert tab.errors == []
+def page():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium, or no Playwright to drive it: apt-get install chromium; pip install playwright")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver, driver.chromium.launch(executable_path=CHROMIUM) as browser:
+        page, errors = browser.new_page(), []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        yield page
+        assert errors == []
 
 
 def pictures(response):
@@ -70,57 +75,63 @@ def submit(server, llm, n: int = 1, **params: object):
     return server.server._loop.call_soon_threadsafe(server.llm.submit, requests)
 
 
-def number(tab, selector: str) -> int:
-    return int(tab.text(selector))
+def wait(page, selector: str, text: str) -> None:
+    """Wait until an element has a text in it."""
+    page.locator(selector).filter(has_text=text).wait_for()
 
 
-def test_a_question_is_answered_and_its_request_is_listed(server, llm, tab):
+def number(page, selector: str) -> int:
+    return int(page.inner_text(selector))
+
+
+def test_a_question_is_answered_and_its_request_is_listed(server, llm, page):
     [expected] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=12))
-    tab.open(f"{server.url}/")
-    tab.wait("document.querySelector('#status').textContent == 'idle'")
-    assert (tab.text("#model"), tab.text("#engine")) == ("tutor", "stage_e_batching")
-    tab.fill("#question", QUESTION)
-    tab.fill("#most-tokens", 12)
-    tab.click("#send")
-    tab.wait("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
-    assert tab.text(".assistant") == expected["text"].strip()
-    tab.wait("document.querySelector('#ended tr')")
-    cells = tab.run("[...document.querySelector('#ended tr').children].map((cell) => cell.textContent)")
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    assert (page.inner_text("#model"), page.inner_text("#engine")) == ("tutor", "stage_e_batching")
+    page.fill("#question", QUESTION)
+    page.fill("#most-tokens", "12")
+    page.click("#send")
+    page.wait_for_selector("#ended tr")
+    page.wait_for_selector("#send:enabled")
+    assert page.inner_text(".assistant").strip() == expected["text"].strip()
+    cells = page.locator("#ended tr").first.locator("td").all_inner_texts()
     assert cells[3] == "12" and float(cells[4]) > 0 and float(cells[5]) > 0 and cells[6] == "length"
 
 
-def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm, tab):
-    tab.open(f"{server.url}/")
-    tab.wait("document.querySelector('#status').textContent == 'idle'")
-    tab.click("#pause")
-    tab.wait("document.querySelector('#status').textContent == 'paused'")
-    tab.fill("#question", QUESTION * 6)
-    tab.fill("#answers", 6)
-    tab.fill("#most-tokens", 40)
-    tab.click("#send")
-    tab.wait("document.querySelectorAll('#waiting .chip').length == 6")
-    assert number(tab, "#owned") == number(tab, "#shared") == 0
+def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm, page):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.click("#pause")
+    wait(page, "#status", "paused")
+    page.fill("#question", QUESTION * 6)
+    page.fill("#answers", "6")
+    page.fill("#most-tokens", "40")
+    page.click("#send")
+    page.wait_for_selector("#waiting .chip:nth-child(6)")
+    assert number(page, "#owned") == number(page, "#shared") == 0
 
     before = llm.engine.counters.num_steps
     for i in range(4):
-        tab.click("#step")
-        tab.wait(f"document.querySelector('#num-steps').textContent.includes('of {before + i + 1} steps')")
+        page.click("#step")
+        wait(page, "#num-steps", f"of {before + i + 1} steps")
     assert llm.engine.counters.num_steps == before + 4
-    assert tab.run("document.querySelectorAll('#running .running').length") == 4  # as many as there are batch slots
-    assert tab.run("document.querySelectorAll('#waiting .chip').length") == 2
-    drawn = {kind: tab.run(f"document.querySelectorAll('#pool .block.{kind}').length") for kind in ("owned", "shared")}
+    assert page.locator("#running .running").count() == 4  # as many as there are batch slots
+    assert page.locator("#waiting .chip").count() == 2
+    drawn = {kind: page.locator(f"#pool .block.{kind}").count() for kind in ("owned", "shared")}
     used = llm.engine.stats()["num_used_blocks"]
     assert drawn["shared"] > 0 and drawn["owned"] + drawn["shared"] == used
-    assert [number(tab, f"#{kind}") for kind in drawn] == list(drawn.values())
-    colours = tab.run("[...document.querySelectorAll('#pool .owned')].map((block) => block.style.backgroundColor)")
-    chips = tab.run("[...document.querySelectorAll('#running .chip')].map((chip) => chip.style.background)")
-    assert set(colours) <= set(chips)
+    assert [number(page, f"#{kind}") for kind in drawn] == list(drawn.values())
+    colours = page.evaluate("[...document.querySelectorAll('#pool .owned')].map((box) => box.style.backgroundColor)")
+    chips = page.evaluate("[...document.querySelectorAll('#running .chip')].map((box) => box.style.background)")
+    assert colours and set(colours) <= set(chips)
 
-    tab.click("#abort")  # the connection ends, and the requests with it: also while the engine is paused
-    tab.wait("!document.querySelector('#running .running') && !document.querySelector('#waiting .chip')")
-    assert number(tab, "#owned") == number(tab, "#shared") == 0 and number(tab, "#cached") > 0
-    tab.click("#pause")
-    tab.wait("document.querySelector('#status').textContent == 'idle'")
+    page.click("#abort")  # the connection ends, and the requests with it: also while the engine is paused
+    for gone in ("#running .running", "#waiting .chip"):
+        page.locator(gone).first.wait_for(state="detached")
+    assert number(page, "#owned") == number(page, "#shared") == 0 and number(page, "#cached") > 0
+    page.click("#pause")
+    wait(page, "#status", "idle")
 
 
 def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, llm):
