@@ -214,6 +214,14 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart() -> None:
     assert found["between kernels"] == pytest.approx(sum(found.values()) - 1.5 * 5 - 5 - 3 - 1.5 - 3.5 - 1.5)
 
 
+def test_stage_cs_operator_counts_as_the_mlp_and_a_flip_as_rotation() -> None:
+    names = ["Memcpy HtoD", "nvjet_qkv", "index_elementwise_kernel<flip_kernel_impl>", "decode_kernel", "nvjet_output"]
+    names += ["void six_engines::(anonymous namespace)::fused_kernel<__nv_bfloat16, 8>", "nvjet_lm_head"]
+    found = kernel_spans.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
+    for part in ("QKV", "norm, rotation, SiLU", "attention", "output", "gate-up", "LM head", "copies"):
+        assert found[part] == 3.0, part
+
+
 def test_what_lies_between_two_steps_is_told_by_kind() -> None:
     step = [("Memcpy HtoD", 40.0, 1.0), ("gather_kernel", 44.0, 2.0), ("qkv_rotate_kernel", 46.5, 3.0),
             ("gather_kernel", 50.0, 5.0), ("nvjet_lm_head", 56.0, 60.0), ("_best_of_row_kernel", 116.5, 2.0),

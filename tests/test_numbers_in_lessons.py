@@ -307,8 +307,8 @@ ROUGH = {
         lambda: 2 * hidden_state_bytes() / bytes_between_hosts("PP 2"), 0.8, 1,
     ),
     "kernels: small ones": (
-        KERNELS, "The small kernels (pink) are a quarter of a step",
-        lambda: part(D32, "norm, rotation, SiLU"), 0.22, 0.28,
+        KERNELS, "The small kernels (pink) are more than a quarter of a step",
+        lambda: part(D32, "norm, rotation, SiLU"), 0.25, 0.32,
     ),
     "kernels: idle": (
         KERNELS, "the idle time (grey) shrinks to a quarter",

@@ -81,7 +81,7 @@ GROUPS = {
     "idle": ("between kernels", "waiting for the CPU"),
 }
 DRAWN = {
-    "stage F, graphs only": "1 request,\nstage D's layers",
+    "stage F, graphs only": "1 request, stage\nD's, C's MLP",
     "stage F": "1 request,\nmegakernel",
     "stage F, graphs only, 32 requests": "32 requests,\nstage D's layers",
     "stage F, 32 requests": "32 requests,\nskinny GEMM",
@@ -140,6 +140,9 @@ def _parts(spans: list[Span]) -> list[str]:
                 found[products[-1]] = "QKV"  # the last product before attention
             products = []
             found.append("attention")
+        elif "::fused_kernel" in name:  # stage C's operator: gate-up, down and what is around them
+            products += [i, i]
+            found.append("gate-up")
         elif any(word in name for word in _PRODUCTS):
             products.append(i)
             found.append(("output", "gate-up", "down", "LM head")[min(len(products), 4) - 1])
@@ -150,7 +153,8 @@ def _parts(spans: list[Span]) -> list[str]:
         elif any(word in name for word in _SAMPLING):
             found.append("sampling")
         else:
-            found.append("copies" if any(word in name for word in _COPIES) else "norm, rotation, SiLU")
+            moves = any(word in name for word in _COPIES) and "flip" not in name  # `flip` belongs to the rotation
+            found.append("copies" if moves else "norm, rotation, SiLU")
     return found
 
 
