@@ -6,6 +6,7 @@ In the pool, the scale of every slot that no sequence owns is NaN, so a kernel t
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,16 +225,21 @@ def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matri
 
 @interpreted
 @pytest.mark.parametrize(
-    ("preset", "options"),
+    ("preset", "options", "is_share"),
     [
-        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}),
-        ("qwen3-tiny", {"kv_cache_dtype": "int8"}),
-        ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}),
+        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, False),
+        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True),
+        ("qwen3-tiny", {"kv_cache_dtype": "int8"}, False),
+        ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False),
     ],
 )
-def test_interpreted_whole_models_give_the_references_tokens(preset, options, monkeypatch, draw_norm_weights):
+def test_interpreted_whole_models_give_the_references_tokens(
+    preset, options, is_share, monkeypatch, draw_norm_weights
+):
+    """`is_share`: as a rank's share whose sum over the ranks is its own part."""
     import beyond.quantization
     from beyond.quantization import SamplingParams, fused_layers
+    from beyond.quantization.ranks import QuantizedRowParallelLinear
 
     prompts, params = [[5, 6, 7] * 3, [9, 10]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     options |= {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 4}
@@ -245,9 +251,15 @@ def test_interpreted_whole_models_give_the_references_tokens(preset, options, mo
     for limit in "SKINNY_MAX_TOKENS", "SKINNY_GEMM_MAX_TOKENS":
         monkeypatch.setattr(fused_layers, limit, 8)  # a prompt is more than few tokens
     fused_layers.use_kernels(model)
+    sums = []
+    group = SimpleNamespace(all_reduce=lambda x, residual: sums.append(x) or residual.add_(x))
+    for layer in model.layers if is_share else []:
+        layer.self_attn.o_proj = QuantizedRowParallelLinear(layer.self_attn.o_proj, group)
+        layer.mlp.down_proj = QuantizedRowParallelLinear(layer.mlp.down_proj, group)
     fused_layers.fuse_layers(model, model.layers[0].self_attn.backend)
     found = llm.generate(prompts, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
+    assert bool(sums) == is_share
 
 
 @interpreted
