@@ -31,7 +31,7 @@ from stage_e_batching.engine import Sampled
 from stage_e_batching.model_runner import RANDOM
 from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.async_runner import InFlight
-from stage_f_graph_tp.cuda_graph import Body, DecodeGraphs
+from stage_f_graph_tp.cuda_graph import Body, Recorder, StepGraphs
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
@@ -233,10 +233,13 @@ class RankRunner(GraphModelRunner):
         super().release()
         self.group.wait_released(RELEASE_SECONDS)
 
-    def _decode_body(self, graphs: DecodeGraphs, shape: StepShape) -> Body:
-        if self.workers is not None:
-            self.workers.check()  # recording takes seconds, and a rank that died does not end it
-        return super()._decode_body(graphs, shape)
+    def _capture(self, record: Recorder, graphs: StepGraphs, name: str, body_of: Callable[[StepShape], Body]) -> None:
+        def checked(shape: StepShape) -> Body:
+            if self.workers is not None:
+                self.workers.check()  # recording takes seconds, and a rank that died does not end it
+            return body_of(shape)
+
+        super()._capture(record, graphs, name, checked)
 
     def _report(self, line: str) -> None:
         if self.group.rank == 0:

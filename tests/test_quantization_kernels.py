@@ -277,6 +277,27 @@ def test_interpreted_attention_of_groups_wider_than_a_tile_and_of_single_heads_i
 
 
 @interpreted
+def test_interpreted_prefill_copies_a_context_that_fits_into_scratch_memory_and_no_other(monkeypatch):
+    from beyond.quantization.attention import triton_prefill
+
+    query, *caches, metadata = make_batch(*BATCHES["no decode"], 4, 2, 16, "int8", 4, CPU, F32)
+    copy, sizes = triton_prefill.dequantize_blocks, []
+
+    def measured_copy(*args):
+        copies = copy(*args)
+        sizes.append(copies[0].nbytes + copies[1].nbytes)
+        return copies
+
+    monkeypatch.setattr(triton_prefill, "dequantize_blocks", measured_copy)
+    triton_prefill.prefill(query, *caches, metadata, 0.2, torch.empty_like(query))
+    [needed] = sizes
+    for limit in needed, needed - 1:
+        monkeypatch.setattr(triton_prefill, "SCRATCH_BYTES", limit)
+        triton_prefill.prefill(query, *caches, metadata, 0.2, torch.empty_like(query))
+    assert sizes == [needed] * 2
+
+
+@interpreted
 @pytest.mark.parametrize(("heads", "norm"), [(0, False), (4, False), (6, True)])
 def test_interpreted_store_is_the_reference(heads, norm):
     """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""

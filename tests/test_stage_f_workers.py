@@ -27,6 +27,7 @@ import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import rank_runner
+from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight, build_rank
 from stage_f_graph_tp.step_input import StepShape
@@ -353,6 +354,12 @@ def test_the_rank_that_died_is_named_though_others_notice_first(puppets):
     assert raised_by(ranks).startswith("rank 3 of 4 died (SIGKILL)")
 
 
+def test_a_rank_that_dies_is_noticed_though_a_child_of_it_keeps_its_connection_open(puppets):
+    ranks = puppets(3)
+    ranks.send(f"if rank == 1 and os.fork(): {DIE}".encode())  # the child waits for the next message
+    assert raised_by(ranks).startswith("rank 1 of 3 died (SIGKILL)")
+
+
 def test_a_rank_that_exits_is_named_with_its_code_also_where_it_broke_a_collective(puppets):
     ranks = puppets(3)
     with pytest.raises(WorkerError, match=r"rank 2 of 3 died \(exit code 7\)"), ranks.needed():
@@ -401,6 +408,17 @@ def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
         step.wait()
 
 
+def test_a_step_that_will_not_arrive_because_a_rank_died_is_not_waited_for(puppets):
+    workers, asked = puppets(2), []
+    workers.send(DIE.encode())
+    workers._failing.wait(SECONDS)
+    late = SimpleNamespace(query=lambda: asked.append(None) or len(asked) > 1, synchronize=lambda: None)
+    step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), late, workers)
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        step.wait()
+    assert len(asked) == 1
+
+
 def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
     monkeypatch.setattr(rank_runner, "STEP_SECONDS", 0.0)
     never = SimpleNamespace(query=lambda: False)
@@ -416,6 +434,36 @@ def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error(pupp
         runner._sampling_failed = True
         runner.workers._failing.wait(SECONDS)
         raise ZeroDivisionError
+
+
+def test_a_step_that_broke_because_a_rank_died_is_the_ranks_error(puppets, monkeypatch):
+    runner = object.__new__(RankRunner)
+    workers = runner.workers = puppets(2)
+
+    def explain() -> None:  # the death comes to light behind the step's own error
+        workers.send(DIE.encode())
+        workers._failing.wait(SECONDS)
+        workers.check()
+
+    monkeypatch.setattr(workers, "explain", explain)
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"), runner.in_step(b"pass"):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(puppets):
+    runner = object.__new__(RankRunner)
+    runner.workers, runner.device, runner._is_cuda = puppets(2), torch.device("cpu"), False
+    recorded = []
+
+    def record(body: int) -> None:
+        recorded.append(body)
+        if body == 2:
+            runner.workers.send(DIE.encode())
+            runner.workers._failing.wait(SECONDS)
+
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        runner._capture(record, StepGraphs([1, 2, 3]), "prefill", lambda shape: shape)
+    assert recorded == [3, 2]
 
 
 def test_only_rank_0_reports(capsys):
