@@ -67,6 +67,15 @@ def test_the_handout_explains_the_exercise(exercise):
     assert "Every exercise fails at first" in handout
 
 
+@every_exercise
+def test_the_handout_says_how_long_an_exercise_takes_and_gives_an_example(exercise):
+    handout = (LABS / f"lab_{exercise.lab}.md").read_text(encoding="utf-8")
+    text = re.search(rf"^### {re.escape(exercise.id)} .*?(?=^##)", handout, flags=re.DOTALL | re.MULTILINE)[0]
+    assert f"({exercise.points} points)" in text
+    assert f"*About {exercise.minutes} minutes. Read: " in text
+    assert "**Example.** " in text and "**By hand, before code.** " in text
+
+
 def test_no_function_of_an_exercise_needs_its_class_by_super():
     for exercise in all_exercises():  # a method compiled for another class could not call super()
         if exercise.is_python:
