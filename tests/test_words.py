@@ -112,7 +112,7 @@ def read(path: Path) -> str:
 
 def about_the_web(path: Path) -> bool:
     """Whether a page is a web page there."""
-    return path.parent == ROOT / "beyond" / "serving" or path.name in ("browser.py", "live_page.py")
+    return path.parent == ROOT / "beyond" / "serving" or path.name == "served.py"
 
 
 def avoided_words(text: str) -> list[str]:
