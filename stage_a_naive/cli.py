@@ -152,8 +152,6 @@ def _explain_unknown(question: str) -> None:
 
 def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
     """The figures of one request, as the command line prints them."""
-    from stage_a_naive.floor import against_floor  # here: it imports PyTorch
-
     m = output["metrics"]
     generated = m["num_generated_tokens"]
     prefill_rate = m["num_prompt_tokens"] / m["prefill_time"] if m["prefill_time"] else 0.0
@@ -162,7 +160,7 @@ def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
         ("build", f"{llm.build_time:9.3f} s"),
         ("prefill", f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} tokens   {prefill_rate:9.1f} tokens/s"),
         ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms per token"),
-        ("memory", against_floor(llm.model_bytes, llm.device, m)),
+        ("memory", llm.memory_line(m)),
         ("total", f"{m['tokens_per_sec']:.1f} generated tokens/s, finished by {output['finish_reason']!r}"),
     ]
     return "\n".join(["", "[performance]"] + [f"{name:8s} {text}" for name, text in rows if text])

@@ -20,7 +20,7 @@ import torch
 from stage_a_naive.chat import Message, render_chat
 from stage_a_naive.errors import shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.outputs import GenerationOutput, Request, SamplingFunction
+from stage_a_naive.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.params import SamplingParams, as_integer
 from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
 
@@ -68,6 +68,12 @@ class Frontend:
         from stage_a_naive.floor import ModelBytes  # here: only a summary needs it
 
         return ModelBytes(self.source.config, self.dtype.itemsize)
+
+    def memory_line(self, metrics: Metrics) -> str:
+        """Say for a summary what a token read, and how far its time is from the floor; empty without a decode step."""
+        from stage_a_naive.floor import against_floor  # here: only a summary needs it
+
+        return against_floor(self.model_bytes, self.device, metrics)
 
     def generate(
         self,

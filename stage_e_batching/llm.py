@@ -64,7 +64,7 @@ class LLM(Frontend):
         super().__init__(model, device, dtype, seed)
         self.runtime, self.runner = self._build(seed)
         for note in self.runtime.notes:
-            print(f"[{type(self).__module__.split('.')[0]}] {note}", file=sys.stderr)
+            print(f"[{type(self).__module__.removesuffix('.llm')}] {note}", file=sys.stderr)
         self.vocab_size = self.runtime.config.vocab_size
         self.max_model_len = self.runtime.max_model_len
         self.kv_cache = self.runner.kv_cache

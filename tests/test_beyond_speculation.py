@@ -41,6 +41,7 @@ from beyond.speculation.runner import DraftBatch, verification_sizes
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import FIRST_PAUSE, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
+from stage_a_naive.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.config import ModelConfig
 from stage_e_batching.engine import Sampled
@@ -628,6 +629,15 @@ def test_the_tutors_draft_model_knows_most_of_its_answers():
     assert ids(llm.generate(questions, params, False)) == ids(stage_e.generate(questions, params, False))
     counters = llm.engine.counters
     assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
+
+
+def test_the_summary_counts_steps_and_right_guesses():
+    llm = LLM("tutor", device="cpu", speculation="model")
+    [output] = llm.generate(["What is a KV cache?"], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    count = llm.engine.counters
+    guesses = f"{count.num_accepted_tokens} of {count.num_draft_tokens} guesses right"
+    assert f"{count.num_steps} steps for 20 tokens, {guesses}" in performance_summary(llm, output)
+    assert count.num_steps + count.num_accepted_tokens >= 20
 
 
 @pytest.mark.parametrize(("asked", "given"), [(-1, 30), (40, 40)])

@@ -21,6 +21,7 @@ from beyond.speculation.runner import DraftBatch, SpeculativeRunner
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.loading import ModelSource, resolve
+from stage_a_naive.outputs import Metrics
 from stage_a_naive.tutor import TUTOR_PATH
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
@@ -77,6 +78,17 @@ class LLM(stage_f.LLM):
         """Whether the device guesses, so that no step waits for the one before."""
         options = self.options
         return self._overlaps and options.speculation == "ngram" and options.tensor_parallel_size == 1
+
+    def memory_line(self, metrics: Metrics) -> str:
+        """Say for a summary how many steps read the weights, and how many guesses were right, since the start."""
+        if self.options.speculation == "off":
+            return super().memory_line(metrics)
+        found = self.engine.stats()
+        return (
+            f"{self.model_bytes.weight_bytes / 1e6:9.1f} MB of weights read per step; {found['num_steps']} steps for "
+            f"{found['num_generated_tokens']} tokens, {found['num_accepted_tokens']} of {found['num_draft_tokens']} "
+            "guesses right"
+        )
 
     def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         options, length = self.options, self.options.num_speculative_tokens
