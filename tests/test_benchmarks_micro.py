@@ -19,7 +19,6 @@ from benchmarks.micro import (
     kernel_spans,
     layers,
     quantized_bytes,
-    quantized_kernels,
     quantized_step,
     scheduling,
     step_cost,
@@ -297,16 +296,3 @@ def test_a_step_in_8_bits_is_shown_with_the_floor_of_its_own_bytes() -> None:
     tables = quantized_step.table([result])
     assert [line for line in tables["quantized-step"] if "3.000" in line] == ["| m, 1 | – | – | 3.000 (3.00 ×) | – |"]
     assert sum("3.000 (3.00 ×)" in line for line in tables["quantized-step-all"]) == 2
-
-
-@pytest.mark.parametrize("tokens", quantized_kernels.TOKENS[:3])  # with more, the library multiplies
-def test_a_search_tries_the_tiles_that_are_chosen(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = pytest.importorskip("beyond.quantization.tiles")
-    monkeypatch.setattr(tiles, "_chip", lambda device: (132, 233472))  # an H200
-    device, fused = torch.device("cuda"), tokens <= 32
-    for matrix in quantized_kernels.MATRICES:
-        height = 2 if fused and matrix.kind == "gate_up" else 1
-        chosen = tiles.choose_tiles.__wrapped__(
-            matrix.rows // height, matrix.columns, tokens, 2, 0, device, height, fused and matrix.kind == "add"
-        )
-        assert chosen in quantized_kernels.tile_candidates(matrix, tokens)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stage_f_graph_tp.megakernel as megakernel
-from benchmarks.micro import decode_step, decode_trace
+from benchmarks.micro import decode_step
 from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import ModelConfig
 from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step, kernel
@@ -70,7 +70,7 @@ def test_what_python_repeats_of_the_header_is_what_it_says():
     header = (CSRC / "decode_step.h").read_text()
     constants = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+)[,;]", header)}
     assert (constants["kMaxDecodeRows"], constants["kMaxBlocks"]) == (kernel.MAX_ROWS, kernel.MAX_BLOCKS)
-    assert (len(decode_trace.LAYER), decode_trace.END_MARKS) == (constants["kLayerMarks"], constants["kEndMarks"])
+    assert (len(decode_step.LAYER), decode_step.END_MARKS) == (constants["kLayerMarks"], constants["kEndMarks"])
     without = (constants["kSkipStreaming"], constants["kSkipWaiting"])
     assert list(decode_step.WITHOUT.values()) == [0, *without, sum(without)]
     layer = re.search(r"struct LayerWeights \{.*?\n\};", header, re.DOTALL)[0]

@@ -11,11 +11,19 @@ measures on an NVIDIA GPU alone; one with `draw(results)` has pictures. Files of
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import TypeVar
+
+import torch
 
 from benchmarks.results import ResultsError, few_repeats
+
+Found = TypeVar("Found")
 
 
 def names() -> list[str]:
@@ -32,6 +40,36 @@ def study(name: str) -> ModuleType:
     if name not in names():
         raise ResultsError(f"there is no study {name!r}; there are: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def timed(samples: list[float], **what: object) -> dict:
+    """A row of the file. It is printed with its shortest time, which shows how far a study has come."""
+    print(f"{', '.join(map(str, what.values()))}: {1e6 * min(samples):.1f} µs", flush=True)
+    return what | {"samples": samples}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch computes on one thread of the CPU; `@one_thread()` above a `measure` is enough."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: object, **options: object) -> Found:
+    """`work(llm)` with an engine that is gone afterwards: the next one needs its memory."""
+    llm = engine(*arguments, **options)
+    try:
+        return work(llm)
+    finally:
+        getattr(llm, "close", lambda: None)()
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def caption(result: dict, *more: str) -> str:

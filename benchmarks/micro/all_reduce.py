@@ -1,8 +1,7 @@
-"""How long the ranks take to add up a tensor: what tensor parallelism pays twice per layer.
+"""How long the ranks take to add up a tensor: what tensor parallelism pays twice per layer (GPUs).
 
-The all-reduce is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step; on GPUs also NCCL's,
-for comparison, and the product of a layer's `down` with the sum over the ranks inside it. On a CPU, without a graph,
-between processes. `ranks=2` or `ranks=2,4`.
+The all-reduce of `[rows, hidden]` is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step;
+beside it NCCL's, and the product of a layer's `down` with the sum over the ranks inside it. `ranks=2` or `ranks=2,4`.
 """
 
 from __future__ import annotations
@@ -18,57 +17,45 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown, medians
-from benchmarks.timing import call_seconds, graph_seconds
+from benchmarks.text import grid, medians
+from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-README, MARKERS = "stage_f_graph_tp/tensor_parallel", ("all-reduce",)
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/tensor_parallel", ("all-reduce",), True
 ROWS, PRODUCT_ROWS, CALLS, SAMPLES, REPLAYS = (1, 8, 32, 256), (1, 8, 32), 100, 10, 10
 WEIGHT_BYTES = 2**28  # of different weights in a graph of products: more than the L2 cache holds
 
 
-def measure(
-    ranks: tuple[int, ...] = (2,),
-    model: str = "qwen2.5-0.5b",
-    device: str = "cuda" if torch.cuda.is_available() else "cpu",
-) -> dict:
-    """Median seconds of the all-reduce of `[rows, hidden]`; in processes of its own, one per rank."""
-    config, rows = preset_config(model), []
-    if device == "cuda" and torch.cuda.device_count() < max(ranks):
+def measure(ranks: tuple[int, ...] = (2,), model: str = "qwen2.5-0.5b") -> dict:
+    """Each number of ranks in processes of its own, one per rank: with our kernel, and with NCCL alone."""
+    if torch.cuda.device_count() < max(ranks):
         raise ValueError(f"{max(ranks)} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
+    rows = []
     for size in ranks:
-        for library in (False, True) if device == "cuda" else (False,):
+        for library in False, True:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "result.json"
-                mp.spawn(_measure_rank, (size, store.port, config, device, library, str(out)), nprocs=size)
+                mp.spawn(_measure_rank, (size, store.port, preset_config(model), library, str(out)), nprocs=size)
                 rows += json.loads(out.read_text())
     return {"rows": rows, "model": model}
 
 
-def _measure_rank(
-    rank: int, size: int, port: int, config: PretrainedConfig, kind: str, library: bool, out: str
-) -> None:
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+def _measure_rank(rank: int, size: int, port: int, config: PretrainedConfig, library: bool, out: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), rank, size), device)
     group.connect()
-    if library:  # by NCCL alone
+    if library:
         group.one_shot = None
     found = []
     for rows in ROWS:
-        x = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
-        if kind == "cuda":
-            samples = graph_seconds([lambda x=x: group.all_reduce(x)] * CALLS, SAMPLES, REPLAYS)
-        else:
-            samples = call_seconds(lambda x=x: [group.all_reduce(x) for _ in range(CALLS)], device, SAMPLES)
-            samples = [seconds / CALLS for seconds in samples]
+        x = torch.zeros(rows, config.hidden_size, dtype=torch.bfloat16, device=device)
+        samples = graph_seconds([lambda x=x: group.all_reduce(x)] * CALLS, SAMPLES, REPLAYS)
         found.append({"ranks": size, "rows": rows, "library": library, "samples": samples})
     if group.one_shot is not None:
         with torch.inference_mode():
@@ -99,25 +86,15 @@ def _measure_products(rows: int, group: RankGroup, config: PretrainedConfig, dev
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per number of ranks and implementation, one column per number of rows; then the products."""
+    """For each model: a line per number of ranks and implementation, a column per number of rows; then the products."""
     lines = []
     for result in results:
-        sums = [row for row in result["rows"] if "library" in row]
-        found, body, rows = medians(sums, "ranks", "library", "rows"), [], sorted({row["rows"] for row in sums})
-        for ranks, library in dict.fromkeys(key[:2] for key in found):
-            times = [f"{found[ranks, library, count] * 1e6:.1f}" for count in rows]
-            body.append([f"{ranks}, {'NCCL' if library else 'ours'}", *times])
-        heads = ["ranks, by", *(f"{count} row{'s' * (count > 1)}, µs" for count in rows)]
-        lines += [f"**{result['model']}**", "", *markdown(heads, body), "", *_product_table(result)]
+        lines += [f"**{result['model']}**", ""]
+        for key, corner in ("library", "ranks, by"), ("product", "ranks, product of `down`"):
+            found = medians([row for row in result["rows"] if key in row], "ranks", key, "rows")
+            names = {False: "ours", True: "NCCL"}
+            cells = {(f"{n}, {names.get(how, how)}", rows): f"{1e6 * t:.1f}" for (n, how, rows), t in found.items()}
+            heads = {rows: f"{rows} row{'s' * (rows > 1)}, µs" for rows in sorted({rows for *_, rows in found})}
+            lines += [*grid(corner, cells, heads), ""] if cells else []
         lines += [caption(result), ""]
     return {"all-reduce": lines[:-1]}
-
-
-def _product_table(result: dict) -> list[str]:
-    found = medians([row for row in result["rows"] if "product" in row], "ranks", "product", "rows")
-    body = [
-        [f"{ranks}, {product}", *(f"{found[ranks, product, rows] * 1e6:.1f}" for rows in PRODUCT_ROWS)]
-        for ranks, product in dict.fromkeys(key[:2] for key in found)
-    ]
-    heads = ["ranks, product of `down`", *(f"{rows} row{'s' * (rows > 1)}, µs" for rows in PRODUCT_ROWS)]
-    return [*markdown(heads, body), ""] if body else []

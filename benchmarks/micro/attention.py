@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.micro import caption
-from benchmarks.text import markdown, number, times
+from benchmarks.micro import caption, timed
+from benchmarks.text import grid, number, times
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
 
@@ -101,7 +101,6 @@ def measure() -> dict:
             if name == "triton" and case.name.startswith(BLOCK_STUDY):
                 sizes.update(BLOCK_SIZES)
             rows += [measure_case(case, backend, size) for size in sorted(sizes)]
-            print(f"{case.name:40} {name:9}: {min(rows[-1]['samples']) * 1e6:9.1f} µs", flush=True)
             torch.cuda.empty_cache()
     return {"rows": rows, "skipped": skipped}
 
@@ -117,9 +116,8 @@ def measure_case(case: Case, backend: AttentionBackend, block_size: int) -> dict
     launches = [lambda a=a: backend.attend(*a, scale) for a in arguments]
     capture = backend.name != "reference"  # it asks the device for the longest context
     samples = graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
-    preferred = block_size == backend.preferred_block_size
-    return {"case": case.name, "backend": backend.name, "block_size": block_size, "preferred": preferred,
-            "relative_error": error, "samples": samples}  # fmt: skip
+    row = {"case": case.name, "backend": backend.name, "block_size": block_size}
+    return timed(samples, **row, preferred=block_size == backend.preferred_block_size, relative_error=error)
 
 
 def arguments_of(case: Case, block_size: int) -> list[tuple]:
@@ -148,55 +146,38 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Every case by every backend, then Triton's block sizes; and the few cases of the lesson with their floor."""
     result, top = results[0], results[0]["ceilings"]
     found = {(row["case"], row["backend"]): rate_of(row, top) for row in result["rows"] if row["preferred"]}
-    backends = [name for name in BACKENDS if any(backend == name for _, backend in found)]
-    names = [name for name in CASES if any((name, backend) in found for backend in backends)]
-    lines = markdown(["case", *backends], [
-        [name, *(f"{r.micros:.1f} µs, {r}" if (r := found.get((name, backend))) else "–" for backend in backends)]
-        for name in names
-    ])  # fmt: skip
-    by_size = {(r["case"], r["block_size"]): rate_of(r, top) for r in result["rows"] if r["backend"] == "triton"}
-    studied = [name for name, count in Counter(name for name, _ in by_size).items() if count > 1]
-    sizes = sorted({size for name, size in by_size if name in studied})
-    body = [[name, *(by_size.get((name, size), "–") for size in sizes)] for name in studied]
+    full = {key: f"{rate.micros:.1f} µs, {rate.text}" for key, rate in found.items()}
+    short = {(case, "floor"): number(r.micros * r.share) for case in SHORT if (r := found.get((case, "triton")))}
+    short |= {key: f"{number(r.micros)}, {times(1 / r.share)}" for key, r in found.items() if key[0] in SHORT}
+    by_size = {(r["case"], r["block_size"]): rate_of(r, top).text for r in result["rows"] if r["backend"] == "triton"}
+    sizes_of = Counter(case for case, _ in by_size)
+    studied = {key: text for key, text in by_size.items() if sizes_of[key[0]] > 1}
     note = (
         f"100 % of copy is {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, 100 % of matmul "
         f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
         "in a CUDA graph (the reference: eager); a decode only reads and a copy also writes, so a decode can pass 100 %"
     )
-    short = [
-        [name, number(found[name, "triton"].floor_micros),
-         *(f"{number(r.micros)}, {times(1 / r.share)}" if (r := found.get((name, backend))) else "–"
-           for backend in BACKENDS)]
-        for name in SHORT if (name, "triton") in found
-    ]  # fmt: skip
-    heads = ["case", "floor, µs", *(f"`{backend}`, µs, × the floor" for backend in BACKENDS)]
-    blocks = markdown(["Triton, block size", *map(str, sizes)], body)
+    cases = grid("case", full, [name for name in BACKENDS if any(name == own for _, own in found)])
+    blocks = grid("Triton, block size", studied, sorted({size for _, size in studied}))
+    heads = {"floor": "floor, µs"} | {backend: f"`{backend}`, µs, × the floor" for backend in BACKENDS}
     return {
-        "attention-table": [*lines, "", *blocks, "", caption(result, note)],
-        "attention-short": [*markdown(heads, short), "", caption(result)],
+        "attention-table": [*cases, "", *blocks, "", caption(result, note)],
+        "attention-short": [*grid("case", short, heads), "", caption(result)],
     }
 
 
 class Rate(NamedTuple):
-    """What a backend reached in a case: bandwidth in a decode, arithmetic otherwise."""
+    """What a backend reached in a case."""
 
     micros: float
-    achieved: float  # TB/s or TFLOP/s
-    share: float  # of what the device does at best
-    is_decode: bool
-
-    @property
-    def floor_micros(self) -> float:
-        return self.micros * self.share
-
-    def __str__(self) -> str:
-        if self.is_decode:
-            return f"{self.achieved:.2f} TB/s ({self.share:.0%} of copy)"
-        return f"{self.achieved:.0f} TFLOP/s ({self.share:.0%} of matmul)"
+    share: float  # of what the device does at best: bandwidth in a decode, arithmetic otherwise
+    text: str
 
 
 def rate_of(row: dict, ceilings: dict) -> Rate:
     case, seconds = CASES[row["case"]], statistics.median(row["samples"])
-    work = case.bytes_moved if case.is_decode else case.operations
-    top = ceilings["copy_bytes_per_s" if case.is_decode else "matmul_operations_per_s"]
-    return Rate(1e6 * seconds, work / seconds / 1e12, work / seconds / top, case.is_decode)
+    if case.is_decode:
+        share = case.bytes_moved / seconds / ceilings["copy_bytes_per_s"]
+        return Rate(1e6 * seconds, share, f"{case.bytes_moved / seconds / 1e12:.2f} TB/s ({share:.0%} of copy)")
+    share = case.operations / seconds / ceilings["matmul_operations_per_s"]
+    return Rate(1e6 * seconds, share, f"{case.operations / seconds / 1e12:.0f} TFLOP/s ({share:.0%} of matmul)")

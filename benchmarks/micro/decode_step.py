@@ -2,7 +2,8 @@
 
 A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random and of the real
 shapes, about a gigabyte or more, far more than L2 holds. To see where the time goes, steps are also timed without the
-streaming of weights, without waiting for other blocks, or without both. `decode_trace` has the clocks.
+streaming of weights, without waiting for other blocks, or without both; and a kernel that is compiled with a trace
+writes down the clock of every multiprocessor at the end of each phase of each layer.
 """
 
 from __future__ import annotations
@@ -15,44 +16,40 @@ import torch
 from torch import Tensor
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption
-from benchmarks.text import markdown, medians
+from benchmarks.micro import caption, timed
+from benchmarks.text import grid, markdown, medians, sections
 from benchmarks.timing import graph_seconds
 from stage_a_naive.presets import preset_config
-from stage_d_paged.attention import AttentionBackend
+from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/megakernel", ("decode-kernel", "decode-kernel-all"), True
+README, NEEDS_GPU = "stage_f_graph_tp/megakernel", True
+MARKERS = ("decode-kernel", "decode-kernel-all", "decode-trace", "decode-trace-all")
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
-ROWS = (1, 2, 4, 8)
-CONTEXTS = (128, 640, 4096)
+ROWS, CONTEXTS, CONTEXT = (1, 2, 4, 8), (128, 640, 4096), 640
 BLOCK_SIZE, STEPS, REPEATS = 256, 20, 15
 WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/stage_f/decode_step.h
+PRODUCTS, PARTS = ("QKV", "output", "gate-up", "down"), ("wait", "multiply", "other warps", "add up")
+LAYER = [f"{product}: {part}" for product in PRODUCTS for part in PARTS]
+LAYER.insert(len(PARTS), "attention")  # the marks of csrc/stage_f/kernel.cuh, in their order
+LAST = ("LM head: wait", "LM head", "token")
+END_MARKS = 7  # kEndMarks in csrc/stage_f/decode_step.h
 
 
 def measure(models: tuple[str, ...] = MODELS) -> dict:
-    """Time the steps of these models, by rows and context, and with parts left out."""
+    """Time the steps of these models, by rows and context, and with parts left out; trace one."""
     rows = []
     for name in models:
         kernel = Megakernel(make_model(name))
-
-        def add(what: str, variant: str, count: int, context: int, kernel=kernel, name=name) -> float:
-            samples = time_steps(kernel, step_arguments(kernel.config, count, context))
-            rows.append({"model": name, "what": what, "variant": variant, "rows": count, "context": context,
-                         "samples": samples})  # fmt: skip
-            print(
-                f"{name:14} {what} {variant} {count} rows, context {context}: {min(samples) * 1e6:.1f} µs", flush=True
-            )
-            return statistics.median(samples)
-
-        for count in ROWS:
-            for context in CONTEXTS:
-                add("step", "", count, context)
-        for label, flags in WITHOUT.items():
+        cases = [("step", "", 0, count, context) for count in ROWS for context in CONTEXTS]
+        cases += [("without", label, flags, 1, CONTEXT) for label, flags in WITHOUT.items()]
+        for what, variant, flags, count, context in cases:
             kernel.flags = flags
-            add("without", label, 1, 640)
+            samples = time_steps(kernel, step_arguments(kernel.config, count, context))
+            rows.append(timed(samples, model=name, what=what, variant=variant, rows=count, context=context))
+        rows.append({"model": name, "what": "trace"} | trace_step(Megakernel(make_model(name), trace=True)))
     return {"rows": rows}
 
 
@@ -91,12 +88,52 @@ def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None
     )  # fmt: skip
 
 
+def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, longest: int) -> Callable[[], Tensor]:
+    """The same step layer by layer, up to the logits; `cache` has the pool of the arguments, or one like it."""
+    ids, positions, slots, tables, lengths, _ = arguments
+    starts = torch.arange(len(ids) + 1, dtype=torch.int32, device="cuda")
+    metadata = AttentionMetadata(starts, lengths, slots, tables, 1, longest)
+    return lambda: model.compute_logits(model(ids, positions, cache, metadata))
+
+
 def time_steps(kernel: Megakernel, arguments: list[Tensor]) -> list[float]:
     """Seconds per step."""
     kernel.reset()
     samples = graph_seconds([launch_of(kernel, arguments)] * STEPS, REPEATS)
     kernel.check()
     return samples
+
+
+def trace_step(kernel: Megakernel) -> dict:
+    """Measure where the time of a step of one row goes.
+
+    Returns:
+        `phases`: of each phase (of a layer: of the inner ones) `median` and `p95` of all multiprocessors and layers,
+        and `slowest`: the slowest multiprocessor of each layer, on average; seconds. `seconds`: of a step, by the clock
+        outside. `explained`: the share of it that lies between the first and the last mark.
+    """
+    layers, width = kernel.config.num_layers, len(LAYER)
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    trace = torch.zeros(blocks, width * layers + END_MARKS, dtype=torch.int64, device="cuda")
+    launch = partial(launch_of(kernel, step_arguments(kernel.config, 1, CONTEXT)), trace=trace)
+    seconds = statistics.median(graph_seconds([launch] * STEPS, REPEATS))
+    kernel.check()
+    marks = trace[trace[:, 0] > 0].cpu()
+    clocks = marks[:, 1:-1]  # between nanoseconds at the start and at the end
+    tick = ((marks[:, -1] - marks[:, 0]).double() / (clocks[:, -1] - clocks[:, 0])).median() * 1e-9
+    spans = clocks.diff(dim=1) * tick
+    inner = spans[:, 1 : 1 + width * layers].view(-1, layers, width)[:, 1:]  # the first layer waits for its weights
+    phases = {"prologue": _spread(spans[:, :1])}
+    phases |= {name: _spread(inner[:, :, i]) for i, name in enumerate(LAYER)}
+    phases["a layer"] = _spread(inner.sum(dim=2))
+    phases |= {name: _spread(spans[:, -len(LAST) + i, None]) for i, name in enumerate(LAST)}
+    return {"phases": phases, "seconds": seconds, "explained": (spans.sum(dim=1).mean() / seconds).item()}
+
+
+def _spread(seconds: Tensor) -> dict[str, float]:
+    """Of `[multiprocessors, layers]`."""
+    return {"median": seconds.median().item(), "p95": seconds.flatten().quantile(0.95).item(),
+            "slowest": seconds.amax(dim=0).mean().item()}  # fmt: skip
 
 
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
@@ -108,27 +145,53 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The lesson's account of a step of one row, and in a file of its own all numbers of rows and contexts."""
     result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
-    steps = medians(result["rows"], "model", "variant", "rows", "context")
-    models = list(dict.fromkeys(model for model, *_ in steps))
-    floors = [floor_seconds(model, 1, 640, copy) for model in models]
-    by_variant = {variant: [steps[model, variant, 1, 640] for model in models] for variant in WITHOUT}
-    account = [["floor: the bytes at the speed of a copy", *map(_micros, floors)]]
-    account += [[variant, *map(_micros, seconds)] for variant, seconds in by_variant.items()]
-    ratios = [a / b for a, b in zip(by_variant["whole"], floors, strict=True)]
-    account.append(["whole, × the floor", *(f"{ratio:.2f} ×" for ratio in ratios)])
-    short = markdown(["µs per step", *models], account)
+    steps = medians([r for r in result["rows"] if r["what"] != "trace"], "model", "variant", "rows", "context")
+    floors = {model: floor_seconds(model, 1, CONTEXT, copy) for model, *_ in steps}
+    account = {("floor: the bytes at the speed of a copy", model): _micros(floor) for model, floor in floors.items()}
+    every = {f"**{model}**": [] for model in floors}
+    for (model, variant, rows, context), seconds in steps.items():
+        floor = floor_seconds(model, rows, context, copy)
+        if variant:
+            account[variant, model] = _micros(seconds)
+        else:
+            cells = rows, context, _micros(seconds), _micros(floor), f"{seconds / floor:.2f} ×"
+            every[f"**{model}**"].append(cells)
+    for model, floor in floors.items():
+        account["whole, × the floor", model] = f"{steps[model, 'whole', 1, CONTEXT] / floor:.2f} ×"
+    heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
+    tables = {heading: markdown(heads, body) for heading, body in every.items()}
     below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
-    every: list[str] = []
-    for model in models:
-        body = []
-        for (name, variant, rows, context), seconds in steps.items():
-            if name == model and not variant:
-                floor = floor_seconds(model, rows, context, copy)
-                body.append([rows, context, _micros(seconds), _micros(floor), f"{seconds / floor:.2f} ×"])
-        heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
-        every += [f"**{model}**", "", *markdown(heads, body), ""]
-    return {"decode-kernel": [*short, "", below], "decode-kernel-all": [*every, below]}
+    return {
+        "decode-kernel": [*grid("µs per step", account), "", below],
+        "decode-kernel-all": [*sections(tables), below],
+        **trace_tables(result, copy),
+    }
 
 
 def _micros(seconds: float) -> str:
     return f"{seconds * 1e6:.0f}"
+
+
+def trace_tables(result: dict, copy: float) -> dict[str, list[str]]:
+    """The lesson's medians by phase, and in a file of its own the spread over multiprocessors."""
+    rows = [row for row in result["rows"] if row["what"] == "trace"]
+    if not rows:
+        return {}
+    costs = [ModelCost(preset_config(row["model"]), 2) for row in rows]
+    phases = {name: [row["phases"][name]["median"] for row in rows] for name in (*LAYER, "a layer")}
+    phases["floor of a layer's weights"] = [
+        2 * cost.matmul_parameters[0] / cost.config.num_hidden_layers / copy for cost in costs
+    ]
+    phases["LM head"] = [row["phases"]["LM head"]["median"] for row in rows]
+    phases["floor of the LM head's weights"] = [2 * cost.matmul_parameters[1] / copy for cost in costs]
+    kinds, every = ("median", "p95", "slowest"), {}
+    for row in rows:
+        spreads = [[name, *(f"{1e6 * of[kind]:.2f}" for kind in kinds)] for name, of in row["phases"].items()]
+        share = f"First to last mark: {row['explained']:.1%} of the {row['seconds'] * 1e6:.0f} µs from step to step."
+        every[f"**{row['model']}**"] = [*markdown(["µs", *kinds], spreads), "", share]
+    body = [[name, *(f"{1e6 * value:.2f}" for value in seconds)] for name, seconds in phases.items()]
+    below = caption(result, f"one row, context {CONTEXT}, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
+    return {
+        "decode-trace": [*markdown(["µs, by phase of a layer", *(row["model"] for row in rows)], body), "", below],
+        "decode-trace-all": [*sections(every), below],
+    }

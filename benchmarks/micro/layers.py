@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks.micro import caption
-from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments
+from benchmarks.micro import caption, timed
+from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments, step_by_layers
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, draw_lines, finish, new_panel
-from benchmarks.text import markdown, medians
+from benchmarks.text import grid, medians, sections
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
-from stage_d_paged.attention import AttentionMetadata, pick_backend
+from stage_d_paged.attention import pick_backend
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
@@ -36,8 +36,8 @@ KINDS = {  # by their names in the files of results
     "five": "skinny GEMM",
     "one": "persistent megakernel",
 }
-SHORT_KINDS, SHORT_ROWS = ("stage D", "nine", "five", "one"), (1, 8, 32, 64, 96)  # in the lesson
 COLUMNS = KINDS | {"floor": "floor"}
+SHORT_KINDS, SHORT_ROWS = ("stage D", "nine", "five", "one"), (1, 8, 32, 64, 96)  # in the lesson
 
 
 @torch.inference_mode()
@@ -56,40 +56,34 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
             if kind in ("nine", "five"):
                 fuse_layers(model, skinny_max_tokens=0 if kind == "nine" else max(ROWS))
             for rows in (rows for rows in ROWS if kind != "one" or rows <= MAX_ROWS):
-                samples = graph_seconds([(one_launch if kind == "one" else step_of)(model, rows)], REPEATS, REPLAYS)
-                found.append({"model": name, "kind": kind, "rows": rows, "samples": samples})
-                print(f"{name:14} {kind:9} {rows:4} rows: {min(samples) * 1e6:7.1f} µs", flush=True)
+                samples = graph_seconds([step_of(model, kind, rows)], REPEATS, REPLAYS)
+                found.append(timed(samples, model=name, kind=kind, rows=rows))
     return {"rows": found}
 
 
-def step_of(model: DecoderModel, rows: int) -> Callable[[], torch.Tensor]:
-    """A decode step of `rows` requests on any layers."""
-    ids, positions, slots, tables, lengths, pool = step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE)
-    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-    metadata = AttentionMetadata(starts, lengths, slots, tables, 1, LONGEST)
-    config, blocks = model.config, pool.shape[2]
+def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
+    """A decode step of `rows` requests."""
+    arguments, config = step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE), model.config
+    if kind == "one":
+        return launch_of(Megakernel(model), arguments)
+    pool = arguments[-1]
     cache = KVCache(
-        config.num_layers, blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, pool.dtype, pool.device
+        config.num_layers, pool.shape[2], BLOCK_SIZE, config.num_kv_heads, config.head_dim, pool.dtype, pool.device
     )
     cache.tensor.copy_(pool)
-    return lambda: model.compute_logits(model(ids, positions, cache, metadata))
-
-
-def one_launch(model: DecoderModel, rows: int) -> Callable[[], None]:
-    """The same step as one kernel."""
-    return launch_of(Megakernel(model), step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE))
+    return step_by_layers(model, arguments, cache, LONGEST)
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per number of rows, the fastest kind in bold: for the lesson the first model's, and everything."""
-    result, models = results[0], models_of(results[0])
-    copy = result["ceilings"]["copy_bytes_per_s"]
-    every = [[f"**{name}**, µs per step", "", *model_table(result, name, COLUMNS, ROWS), ""] for name in models]
-    picture = f"![The time of a decode step of {models[0]} by the number of rows, for each kind of layers](layers.png)"
-    short = [picture, "", *model_table(result, models[0], SHORT_KINDS, SHORT_ROWS), ""]
+    result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
+    first, *_ = models = models_of(result)
+    every = {f"**{name}**, µs per step": model_table(result, name, COLUMNS, ROWS) for name in models}
+    picture = f"![The time of a decode step of {first} by the number of rows, for each kind of layers](layers.png)"
+    short = [picture, "", *model_table(result, first, SHORT_KINDS, SHORT_ROWS), ""]
     samples = f"medians of {REPEATS} samples of {REPLAYS} replays"
     below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; {samples}")
-    return {"layer-kernels": [*sum(every, []), below], "layer-kernels-short": [*short, below]}
+    return {"layer-kernels": [*sections(every), below], "layer-kernels-short": [*short, below]}
 
 
 def models_of(result: dict) -> list[str]:
@@ -104,15 +98,14 @@ def micros(result: dict, model: str) -> dict[tuple[int, str], float]:
     return {key: 1e6 * seconds for key, seconds in found.items()}
 
 
-def model_table(result: dict, model: str, columns: Iterable[str], shown: tuple[int, ...]) -> list[str]:
-    """µs per step by number of rows; a column per kind of layers, the fastest in bold, and one for the floor."""
-    found, body = micros(result, model), []
-    for rows in (rows for rows in dict.fromkeys(rows for rows, _ in found) if rows in shown):
-        own = {kind: found[rows, kind] for kind in columns if (rows, kind) in found}
-        fastest = min(own.keys() - {"floor"}, key=own.get)
-        cells = {kind: f"**{time:.0f}**" if kind == fastest else f"{time:.0f}" for kind, time in own.items()}
-        body.append([rows, *(cells.get(kind, "–") for kind in columns)])
-    return markdown(["rows", *(COLUMNS[column] for column in columns)], body)
+def model_table(result: dict, model: str, kinds: Iterable[str], shown: tuple[int, ...]) -> list[str]:
+    """µs per step by number of rows; a column per kind of layers, the fastest in bold."""
+    found = {key: time for key, time in micros(result, model).items() if key[0] in shown and key[1] in kinds}
+    cells = {key: f"{time:.0f}" for key, time in found.items()}
+    for rows in {rows for rows, _ in found}:
+        fastest = min((key for key in found if key[0] == rows and key[1] != "floor"), key=found.get)
+        cells[fastest] = f"**{cells[fastest]}**"
+    return grid("rows", cells, {kind: COLUMNS[kind] for kind in kinds})
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.micro import caption
+from benchmarks.micro import caption, timed
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, finish, new_panel, new_panels
-from benchmarks.text import markdown, medians, number
+from benchmarks.text import grid, medians, number, sections
 from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference
@@ -25,7 +25,7 @@ README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("kernel-table", "kernel-table
 EPS, REPEATS, REPLAYS = 1e-6, 20, 10
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
-VARIANTS = ("naive", "library", "warp", "fused")
+VARIANTS = {"naive": "naive", "library": "library (unfused)", "warp": "warp", "fused": "fused"}  # and their names
 NAIVE_ROWS = (1, 16)  # it needs milliseconds, and one row says what there is to say
 MOST_ERROR = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
@@ -49,9 +49,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
         for count in ROWS:
             for variant in VARIANTS:
                 if variant != "naive" or count in NAIVE_ROWS:
-                    samples = time_block(layers, count, variant)
-                    rows.append({"model": model, "rows": count, "variant": variant, "samples": samples})
-                    print(f"{model:14} {count:3} rows  {variant:8} {min(samples) * 1e6:9.2f} µs", flush=True)
+                    rows.append(timed(time_block(layers, count, variant), model=model, rows=count, variant=variant))
         del layers
     return {"rows": rows}
 
@@ -98,29 +96,28 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
 def table(results: list[dict]) -> dict[str, list[str]]:
     """For the lesson: the first model, a few numbers of rows. For the list of all kernels: everything."""
     result = results[0]
-    copy = result["ceilings"]["copy_bytes_per_s"]
-    models = dict.fromkeys(row["model"] for row in result["rows"])
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     note = (
-        f"µs per layer and × the floor, at the copy bandwidth measured in the same run ({copy / 1e12:.2f} TB/s); "
-        f"bfloat16, one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples"
+        "µs per layer and × the floor, at the copy bandwidth measured in the same run "
+        f"({result['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s); bfloat16, one call per layer in a CUDA graph, "
+        f"weights of all layers in turn; median of {REPEATS} samples"
     )
-    every = [line for model in models for line in [*model_table(result, model), ""]]
-    few = model_table(result, next(iter(models)), (1, 4, 16, 64))
-    return {"kernel-table": [*few, "", caption(result, note)], "kernel-table-all": [*every, caption(result, note)]}
+    few, every = model_tables(result, models[:1], (1, 4, 16, 64)), model_tables(result, models, ROWS)
+    return {"kernel-table": [*few, caption(result, note)], "kernel-table-all": [*every, caption(result, note)]}
 
 
-def model_table(result: dict, model: str, shown: tuple[int, ...] = ()) -> list[str]:
-    """Time per layer by number of rows and kernel variant; all rows, or those in `shown`."""
-    hidden, inter, _, num_bytes = sizes(model)
-    floor = num_bytes / result["ceilings"]["copy_bytes_per_s"]
-    found = medians([row for row in result["rows"] if row["model"] == model], "rows", "variant")
-    body = []
-    for rows in sorted({rows for rows, _ in found if not shown or rows in shown}):
-        times = [found.get((rows, variant)) for variant in VARIANTS]
-        body.append([rows, *(f"{t * 1e6:.1f}, {number(t / floor)} ×" if t else "–" for t in times)])
-    heads = ["rows", *(f"{'library (unfused)' if name == 'library' else name}: µs, × floor" for name in VARIANTS)]
-    size = f"hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor {floor * 1e6:.1f} µs"
-    return [f"**{model}**: {size}", "", *markdown(heads, body)]
+def model_tables(result: dict, models: Sequence[str], shown: Sequence[int]) -> list[str]:
+    """Time per layer by number of rows and kernel variant, for each model."""
+    found, tables = medians(result["rows"], "model", "rows", "variant"), {}
+    for model in models:
+        hidden, inter, _, num_bytes = sizes(model)
+        floor = num_bytes / result["ceilings"]["copy_bytes_per_s"]
+        size = f"hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor {floor * 1e6:.1f} µs"
+        tables[f"**{model}**: {size}"] = grid("rows", {
+            (rows, variant): f"{seconds * 1e6:.1f}, {number(seconds / floor)} ×"
+            for (own, rows, variant), seconds in found.items() if own == model and rows in shown
+        }, {key: f"{name}: µs, × floor" for key, name in VARIANTS.items()})  # fmt: skip
+    return sections(tables)
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
@@ -136,7 +133,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     )  # fmt: skip
     for axes, (model, floor) in zip(panels, floors.items(), strict=True):
         draw_lines(axes, [
-            ("library (unfused)" if name == "library" else name,
+            (VARIANTS[name],
              {rows: 1e6 * time for (*of, rows), time in times.items() if of == [model, name]}, colour, look)
             for name, colour, look in (("library", ORANGE, "s-"), ("warp", GREEN, "^-"), ("fused", BLUE, "o-"))
         ])  # fmt: skip

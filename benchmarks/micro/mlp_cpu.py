@@ -8,15 +8,14 @@ flatter. What is compared is the least of the samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.micro import caption
-from benchmarks.micro.mlp import random_layer
-from benchmarks.text import markdown
+from benchmarks.micro import caption, one_thread, timed
+from benchmarks.micro.mlp import EPS, random_layer
+from benchmarks.text import grid
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
 
@@ -24,7 +23,7 @@ README, MARKERS = "stage_c_fused_mlp", ("cpu-table",)
 MODELS = ("qwen2-tiny", "qwen2.5-0.5b", "qwen3-0.6b")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-EPS, REPEATS, MOST_BYTES, MOST_LAYERS = 1e-6, 15, 200e6, 12
+REPEATS, MOST_BYTES, MOST_LAYERS = 15, 200e6, 12
 
 
 def by_pytorch(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -40,27 +39,22 @@ def by_operator(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tenso
     return fused_swiglu_mlp(x, norm, gate_up, down, x, EPS, "fused")
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"pytorch": by_pytorch, "operator": by_operator}
+WAYS = {"pytorch": by_pytorch, "operator": by_operator}
 
 
+@one_thread()
 @torch.inference_mode()
 def measure(models: tuple[str, ...] = MODELS, repeats: int = REPEATS) -> dict:
     """Seconds of CPU time per call by model, dtype, rows and way."""
     load_operators()
-    threads, found = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for model in models:
-            config = preset_config(model)
-            for name, dtype in DTYPES.items():
-                layers = random_layers(config.hidden_size, config.intermediate_size, dtype)
-                for rows in ROWS:
-                    times = time_ways(layers, rows, repeats)
-                    found += [{"model": model, "dtype": name, "rows": rows, "way": way, "samples": samples}
-                              for way, samples in times.items()]  # fmt: skip
-                    print(f"{model:14} {name:9} {rows:3} rows: {min(times['operator']) / min(times['pytorch']):.2f}")
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for model in models:
+        config = preset_config(model)
+        for name, dtype in DTYPES.items():
+            layers = random_layers(config.hidden_size, config.intermediate_size, dtype)
+            for rows in ROWS:
+                for way, samples in time_ways(layers, rows, repeats).items():
+                    found.append(timed(samples, model=model, dtype=name, rows=rows, way=way))
     return {"rows": found}
 
 
@@ -87,16 +81,13 @@ def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The operator's time over PyTorch's, one line per number of rows."""
-    result = results[0]
-    least = {(r["model"], r["dtype"], r["rows"], r["way"]): min(r["samples"]) for r in result["rows"]}
-    columns = list(dict.fromkeys((model, dtype) for model, dtype, *_ in least))
-    body = [
-        [rows, *(f"{least[*column, rows, 'operator'] / least[*column, rows, 'pytorch']:.2f} ×" for column in columns)]
-        for rows in dict.fromkeys(row["rows"] for row in result["rows"])
-    ]
+    least = {(r["rows"], r["model"], r["dtype"], r["way"]): min(r["samples"]) for r in results[0]["rows"]}
+    cells = {
+        (rows, f"{model}, {dtype}"): f"{seconds / least[rows, model, dtype, 'pytorch']:.2f} ×"
+        for (rows, model, dtype, way), seconds in least.items() if way == "operator"
+    }  # fmt: skip
     note = (
         "the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of "
         f"{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows"
     )
-    heads = ["rows", *(f"{model}, {dtype}" for model, dtype in columns)]
-    return {"cpu-table": [*markdown(heads, body), "", caption(result, note)]}
+    return {"cpu-table": [*grid("rows", cells), "", caption(results[0], note)]}

@@ -6,16 +6,15 @@ return. Beside it: what one launch costs the CPU when it comes from PyTorch, fro
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.micro import caption
-from benchmarks.text import markdown, medians
+from benchmarks.micro import caption, timed, with_engine
+from benchmarks.text import grid, markdown, medians
 from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
@@ -29,23 +28,14 @@ LAUNCHES = 1000
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     """One prompt of each length through two engines, and the cost of launches."""
     rows = []
+    options = {"device": "cuda", "max_model_len": LENGTHS[-1] + 1, "enable_prefix_caching": False}
     for graphs in (False, True):
-        start = time.perf_counter()
-        llm = LLM(
-            model, device="cuda", max_model_len=LENGTHS[-1] + 1, enable_prefix_caching=False, prefill_graphs=graphs
-        )
-        torch.cuda.synchronize()
-        ready = time.perf_counter() - start
-        for length in LENGTHS:
-            rows.append({"graphs": graphs, "tokens": length, "samples": _time_to_first_token(llm, length)})
-            print(f"graphs={graphs} {length} tokens: {1e3 * statistics.median(rows[-1]['samples']):.2f} ms")
-        rows[-1]["ready"] = ready
-        print(f"graphs={graphs}: ready after {ready:.1f} s")
-        llm.close()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
+        rows += with_engine(partial(prefill_rows, graphs), LLM, model, prefill_graphs=graphs, **options)
     return {"model": model, "rows": rows, "launches": launch_costs()}
+
+
+def prefill_rows(graphs: bool, llm: LLM) -> list[dict]:
+    return [timed(_time_to_first_token(llm, length), graphs=graphs, tokens=length) for length in LENGTHS]
 
 
 def _time_to_first_token(llm: LLM, length: int) -> list[float]:
@@ -77,15 +67,14 @@ def launch_costs() -> dict[str, float]:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Milliseconds by length, a pair of columns per model; and the cost of a launch."""
-    heads, columns = ["tokens of the prompt"], []
+    cells = {}
     for result in results:
-        found = medians(result["rows"], "graphs", "tokens")
-        for graphs, name in ((False, "eager"), (True, "graphs")):
-            heads.append(f"{result['model'].removeprefix('random:')}, {name}, ms")
-            columns.append([f"{1e3 * found[graphs, length]:.2f}" for length in LENGTHS])
-    body = [[f"{length:,}", *cells] for length, *cells in zip(LENGTHS, *columns, strict=True)]
+        for (tokens, graphs), seconds in medians(result["rows"], "tokens", "graphs").items():
+            column = f"{result['model'].removeprefix('random:')}, {'graphs' if graphs else 'eager'}, ms"
+            cells[f"{tokens:,}", column] = f"{1e3 * seconds:.2f}"
     launches = [[name, f"{1e6 * seconds:.2f}"] for name, seconds in results[0]["launches"].items()]
+    note = caption(results[0], f"medians of {REPEATS}")
     return {
-        "prefill": [*markdown(heads, body), "", caption(results[0], f"medians of {REPEATS}")],
+        "prefill": [*grid("tokens of the prompt", cells), "", note],
         "launches": [*markdown(["launched from", "CPU time per kernel, µs"], launches), "", caption(results[0])],
     }

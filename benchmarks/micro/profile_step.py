@@ -1,8 +1,8 @@
 """A decode step of stage D under `torch.profiler`: which operators take its time.
 
-The tutor on the CPU with one thread, one request past a prompt of 128 tokens. An operator's own time leaves out the
-operators that it calls. What a step takes beside its operators is Python: the engine, and the model's `forward`.
-Recording makes each operator slower, so shares mean more than microseconds.
+The tutor on the CPU with one thread, one request past its prompt. An operator's own time leaves out the operators that
+it calls. What a step takes beside its operators is Python: the engine, and the model's `forward`. Recording makes each
+operator slower, so shares mean more than microseconds.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.micro import caption
+from benchmarks.micro import caption, one_thread
 from benchmarks.text import markdown
 from stage_d_paged import LLM, SamplingParams
 
 README, MARKERS = "stage_d_paged", ("decode-profile",)
-STEPS, PROMPT, SHOWN = 8, 128, 8
+STEPS, PROMPT, SHOWN, REPEATS = 8, 128, 8, 3
 
 
-def measure(repeats: int = 3) -> dict:
+@one_thread()
+def measure() -> dict:
     """Operators by their own time; of several recordings the fastest."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        llm = LLM("tutor", device="cpu")
-        llm.add_request(list(range(1, PROMPT + 1)), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
-        for _ in range(STEPS):
-            llm.step()
-        return min((record(llm) for _ in range(repeats)), key=lambda found: found["step_us"])
-    finally:
-        torch.set_num_threads(threads)
+    llm = LLM("tutor", device="cpu")
+    llm.add_request(list(range(1, PROMPT + 1)), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+    for _ in range(STEPS):
+        llm.step()
+    return min((record(llm) for _ in range(REPEATS)), key=lambda found: found["step_us"])
 
 
 def record(llm: LLM) -> dict:
@@ -40,14 +36,11 @@ def record(llm: LLM) -> dict:
                 llm.step()
     averages = sorted(profiler.key_averages(), key=lambda average: -average.self_cpu_time_total)
     [steps] = [a for a in averages if a.key == "step"]
-    averages = [a for a in averages if a.key.startswith(("aten::", "six_engines::"))]
-    return {
-        "step_us": steps.cpu_time_total / STEPS,
-        "rows": [
-            {"name": a.key.removeprefix("aten::"), "calls": a.count / STEPS, "self_us": a.self_cpu_time_total / STEPS}
-            for a in averages
-        ],
-    }
+    rows = [
+        {"name": a.key.removeprefix("aten::"), "calls": a.count / STEPS, "self_us": a.self_cpu_time_total / STEPS}
+        for a in averages if a.key.startswith(("aten::", "six_engines::"))
+    ]  # fmt: skip
+    return {"step_us": steps.cpu_time_total / STEPS, "rows": rows}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
