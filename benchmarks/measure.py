@@ -7,12 +7,10 @@ to first token, waiting included; TPOT the time per output token after the first
 from __future__ import annotations
 
 import gc
-import json
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ import torch
 from benchmarks.engines import Engine
 from benchmarks.results import environment
 from benchmarks.timing import launch_seconds, launches_per_step, measure_ceilings
-from benchmarks.workloads import Call, Workload, make_workload
+from benchmarks.workloads import Call, Workload
 from stage_a_naive.chat import render_chat
 from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import synchronized_time
@@ -29,16 +27,16 @@ from stage_a_naive.sampling import SamplingParams
 PARITY_QUESTIONS = (
     "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "Who are you?", "What is a KV cache?", "What is prefill?",
 )  # fmt: skip
-PARITY_TOKENS = 48
+PARITY_PARAMS = SamplingParams(temperature=0.0, max_tokens=48)
 SHORT_TOKENS = 5  # of the short run that tells a workload's pace
 SHORT_REQUESTS = 2  # of the short run of an engine that serves one request after another
 PERCENTILES = (50, 99)
 
 
-def look(job: dict, write: Path) -> dict:
+def look(job: dict) -> Iterator[dict]:
     """The machine (environment, ceilings, cost of a launch), and each engine's answers to a few questions.
 
-    The engines answer one after another in this process; what has been found is written before each of them.
+    The engines answer one after another in this process; what has been found is yielded before each of them.
     """
     device = pick_device(job["device"])
     dtype = pick_dtype(job["dtype"], device)
@@ -52,17 +50,16 @@ def look(job: dict, write: Path) -> dict:
     tokenizer = load_tokenizer(resolve(job["model"]))
     chats = [render_chat(tokenizer, [{"role": "user", "content": question}]) for question in PARITY_QUESTIONS]
     prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
-    params = [SamplingParams(temperature=0.0, max_tokens=PARITY_TOKENS)] * len(prompts)
     for engine in (Engine(**fields) for fields in job["engines"]):
-        write.write_text(json.dumps(found))
+        yield found
         small = replace(engine, options={**engine.small, **engine.options})
         llm = small.build(job["model"], job["device"], job["dtype"])
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, [PARITY_PARAMS] * len(prompts), use_tqdm=False)
         found["answers"][engine.name] = [list(output["token_ids"]) for output in outputs]
         close(llm)
         del llm
         gc.collect()
-    return found
+    yield found
 
 
 def close(llm: object) -> None:
@@ -70,24 +67,8 @@ def close(llm: object) -> None:
         llm.close()
 
 
-def measured_or_error(llm: object, engine: Engine, name: str, job: dict) -> dict:
-    """`run_workload`, or the error: one workload's failure must not cost the others."""
-    try:
-        workload, device = make_workload(name, job["size"]), pick_device(job["device"])
-        return run_workload(llm, engine, workload, device, job["round_seconds"], job["max_seconds"], job["count"])
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
 def run_workload(
-    llm: object,
-    engine: Engine,
-    workload: Workload,
-    device: torch.device,
-    round_seconds: float,
-    max_seconds: float,
-    count: bool = False,
+    llm: object, engine: Engine, workload: Workload, device: str, round_seconds: float, max_seconds: float, count: bool
 ) -> dict:
     """Warm up, then time rounds: one at least, more while less than `round_seconds` have gone by.
 
@@ -103,49 +84,56 @@ def run_workload(
         `samples` (a dict of figures per round); of `single` also `first_prefill_ms` (of the process's first call),
         `first_visit` (figures) and, where counted, `launches`; or `not_run` with the reason.
     """
+    device = pick_device(device)
+    warm_up, is_single, found = workload.warm_up_round(), workload.name == "single", {}
 
-    def time_call(call: Call) -> TimedCall:
-        return timed_call(llm, workload, call, device)
+    def timed(calls: Sequence[Call]) -> list[TimedCall]:
+        return [timed_call(llm, workload, call, device) for call in calls]
 
-    found: dict = {}
-    if workload.name == "single":
-        found["first_prefill_ms"] = 1e3 * time_call(workload.warm_up_round()[0]).seconds
-    expected = expected_seconds(time_call, workload, engine.one_at_a_time)
+    if is_single:
+        found["first_prefill_ms"] = 1e3 * timed(warm_up[:1])[0].seconds
+    expected = expected_seconds(timed, workload, engine.one_at_a_time)
     if expected > max_seconds:
         how = ", serving one request at a time" if engine.one_at_a_time else ""
         return {"not_run": f"would take about {expected:.0f} s{how}; the limit was {max_seconds:.0f} s"}
-    if workload.name == "single":
-        found["first_visit"] = figures(workload, [time_call(call) for call in workload.warm_up_round()])
+    if is_single:
+        found["first_visit"] = figures(workload, timed(warm_up))
     elif expected <= round_seconds:
-        for call in workload.warm_up_round():
-            time_call(call)
+        timed(warm_up)
     gc.collect()
-    samples: list[dict[str, float]] = []
-    start = time.perf_counter()
+    samples, start = [], time.perf_counter()
     for calls in workload.rounds:
-        if samples and time.perf_counter() - start > round_seconds:
-            break
-        samples.append(figures(workload, [time_call(call) for call in calls]))
+        if not samples or time.perf_counter() - start <= round_seconds:
+            samples.append(figures(workload, timed(calls)))
     found["samples"] = samples
-    if count and workload.name == "single" and device.type == "cuda":
+    if count and is_single and device.type == "cuda":
         found["launches"] = launches_per_step(llm)
     return found
 
 
-def expected_seconds(time_call: Callable[[Call], TimedCall], workload: Workload, one_at_a_time: bool) -> float:
+class TimedCall(NamedTuple):
+    """A call, the time it took from outside, and what each request said about itself (`Metrics`, or nothing)."""
+
+    call: Call
+    seconds: float
+    metrics: list[dict[str, float]]
+
+
+def expected_seconds(
+    timed: Callable[[Sequence[Call]], list[TimedCall]], workload: Workload, one_at_a_time: bool
+) -> float:
     """Run a short version of one round, twice; returns about how many seconds a whole round would take."""
     seconds = 0.0
     for whole in workload.warm_up_round():
         count = SHORT_REQUESTS if one_at_a_time else len(whole.prompts)
         outputs = tuple(min(n, SHORT_TOKENS) for n in whole.max_tokens[:count])
         short = Call(whole.tag, whole.prompts[:count], outputs)
-        time_call(short)
-        timed = time_call(short)
+        _, again = timed([short, short])
         # The fastest request tells the pace of decoding: the others also waited for each other's prefill.
-        paces = [m["tpot"] for m in timed.metrics if m["tpot"] > 0]
-        pace = min(paces) if paces else timed.seconds / max(timed.call.max_tokens)
+        paces = [m["tpot"] for m in again.metrics if m["tpot"] > 0]
+        pace = min(paces) if paces else again.seconds / max(outputs)
         share = whole.prompt_tokens / short.prompt_tokens if one_at_a_time else 1.0
-        seconds += timed.seconds * share + max(whole.steps(one_at_a_time) - SHORT_TOKENS, 0) * pace
+        seconds += again.seconds * share + max(whole.steps(one_at_a_time) - SHORT_TOKENS, 0) * pace
     return seconds
 
 
@@ -166,28 +154,23 @@ def timed_call(llm: object, workload: Workload, call: Call, device: torch.device
     return TimedCall(call, seconds, [dict(output["metrics"]) for output in outputs if "metrics" in output])
 
 
-@dataclass(frozen=True)
-class TimedCall:
-    """A call, the time it took from outside, and what each request said about itself (`Metrics`, or nothing)."""
-
-    call: Call
-    seconds: float
-    metrics: list[dict[str, float]]
-
-
 def figures(workload: Workload, timed: Sequence[TimedCall]) -> dict[str, float]:
-    """One round's figures."""
+    """One round's figures.
+
+    A decode step is one more token for every request of a call: (T(n) - T(1)) / (n - 1). What happens once cancels out.
+    """
     by_tag = {t.call.tag: t for t in timed}
     if workload.name == "ttft":
         return {f"ttft_{tag}_ms": 1e3 * t.seconds for tag, t in by_tag.items()}
     whole = by_tag["all"]
     rate = whole.call.output_tokens / whole.seconds
+    if "first" in by_tag:
+        step_ms = 1e3 * (whole.seconds - by_tag["first"].seconds) / (max(whole.call.max_tokens) - 1)
     if workload.name == "single":
-        step = step_ms(by_tag["first"], whole)
-        return {"prefill_ms": 1e3 * by_tag["first"].seconds, "tpot_ms": step, "output_tokens_per_s": rate}
+        return {"prefill_ms": 1e3 * by_tag["first"].seconds, "tpot_ms": step_ms, "output_tokens_per_s": rate}
     found = {"seconds": whole.seconds, "output_tokens_per_s": rate}
     if workload.name == "decode32":
-        found["step_ms"] = step_ms(by_tag["first"], whole)
+        found["step_ms"] = step_ms
     if whole.metrics:
         if workload.name == "prefix":
             cached = sum(m["num_cached_tokens"] for m in whole.metrics)
@@ -196,8 +179,3 @@ def figures(workload: Workload, timed: Sequence[TimedCall]) -> dict[str, float]:
             values = [1e3 * m[name] for m in whole.metrics]
             found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in PERCENTILES}
     return found
-
-
-def step_ms(first: TimedCall, whole: TimedCall) -> float:
-    """Time of one more token for every request of the call: (T(n) - T(1)) / (n - 1); what happens once cancels out."""
-    return 1e3 * (whole.seconds - first.seconds) / (max(whole.call.max_tokens) - 1)

@@ -17,17 +17,13 @@ from pathlib import Path
 
 from benchmarks.engines import STUDIES, select, study_engines
 from benchmarks.groups import group_results
-from benchmarks.measurement import Measurement, look
+from benchmarks.measurement import Measurement
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
 from benchmarks.tables import overview_columns, table
 from benchmarks.workloads import SIZES, workload_names
 
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
-LIMITS = {  # size: seconds of --round-seconds, --max-seconds, --timeout
-    "cpu": (1.0, 60.0, 400.0),
-    "gpu": (3.0, 60.0, 400.0),
-    "tiny": (0.0, 30.0, 120.0),
-}
+ROUND_SECONDS = {"cpu": 1.0, "gpu": 3.0, "tiny": 0.0}  # no further round of a workload begins after this long
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,9 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
     parser.add_argument("--gpus", nargs="+", default=[None], metavar="N",
                         help="as many engines side by side, each on one of these GPUs alone")  # fmt: skip
-    parser.add_argument("--round-seconds", type=float, help="start no further round of a workload after this long")
-    parser.add_argument("--max-seconds", type=float, help="a round that would take longer is not run")
-    parser.add_argument("--timeout", type=float, help="a process that takes longer is stopped")
+    parser.add_argument("--max-seconds", type=float, default=60.0,
+                        help="a round that would take longer is not run (default: %(default)s)")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
     parser.add_argument("--publish", metavar="NAME", help="also write benchmarks/results/NAME.json")
     return parser
@@ -56,28 +51,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns 1 where an engine failed or answered differently, 2 where the arguments are wrong."""
-    args = build_parser().parse_args(argv)
-    args.model = args.model or MODELS[args.size]
-    for name, default in zip(("round_seconds", "max_seconds", "timeout"), LIMITS[args.size], strict=True):
-        setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
+    args, status = build_parser().parse_args(argv), 0
     try:
         measurement = prepare(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        look(measurement)
+        measurement.look()
         measurement.time_all()
     except KeyboardInterrupt:
         print("interrupted; this is what was measured", file=sys.stderr)
+        status = 130
+    if measurement.found:
         show(measurement)
-        return 130
-    show(measurement)
-    if args.publish:
+    if args.publish and not status:
         path = RESULTS / f"{args.publish}.json"
         write(measurement.payload(), path)
         print(f"published: {path}")
-    return 1 if measurement.has_failed else 0
+    return status or int(measurement.has_failed)
 
 
 def prepare(args: argparse.Namespace) -> Measurement:
@@ -86,6 +78,8 @@ def prepare(args: argparse.Namespace) -> Measurement:
     Raises:
         ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
     """
+    args.model, args.round_seconds = args.model or MODELS[args.size], ROUND_SECONDS[args.size]
+    args.timeout = 100 + 5 * args.max_seconds  # of a process
     commit, dirty = commit_of_tree() if args.publish else (None, None)
     if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
         raise ValueError(
@@ -97,35 +91,23 @@ def prepare(args: argparse.Namespace) -> Measurement:
     engines = study_engines(args.study) if args.study else select(args.engines)
     if args.gpus != [None] and any(engine.min_gpus > 1 for engine in engines):
         raise ValueError("--gpus gives every engine one GPU, and an engine here needs more; leave it out")
-    return Measurement(args, engines, args.output or LOCAL / f"{file_name(args)}.json")
-
-
-def file_name(args: argparse.Namespace) -> str:
     model = re.sub(r"[^A-Za-z0-9.]+", "-", args.model.removeprefix("random:")).strip("-")
-    return "-".join(filter(None, [args.size, model, args.study]))
+    name = "-".join(filter(None, [args.size, model, args.study]))
+    return Measurement(args, engines, args.output or LOCAL / f"{name}.json")
 
 
 def show(measurement: Measurement) -> None:
     """Print the table of what was measured, and where every sample is."""
-    if not measurement.rows:
-        return
-    payload = measurement.payload()
-    [group] = group_results([payload | {"file": measurement.path.name}])
-    where = payload["environment"]["device"]["name"]
-    print(f"\n{group.model}, size {group.size}, {group.dtype}, {where} (1 × the floor: the hardware's limit)\n")
-    print("\n".join(aligned(table(group, group.engines, overview_columns(group)))))
-    print(f"\nevery sample: {measurement.path}")
-
-
-def aligned(lines: list[str]) -> list[str]:
-    """A Markdown table for a terminal: columns of equal width, no bars."""
+    [group] = group_results([measurement.payload() | {"file": measurement.path.name}])
+    print(f"\n{group.model}, size {group.size}, {group.dtype}, {group.device} (1 × the floor: the hardware's limit)\n")
+    lines = table(group, group.engines, overview_columns(group))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = []
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        text.append("  ".join([first.ljust(widths[0]), *cells]))
-    return text + [line for line in lines if not line.startswith("|")]
+        print("  ".join([first.ljust(widths[0]), *cells]))
+    print(*(line for line in lines if not line.startswith("|")), sep="\n")
+    print(f"\nevery sample: {measurement.path}")
 
 
 if __name__ == "__main__":

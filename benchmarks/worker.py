@@ -1,9 +1,9 @@
 """One engine in one process: the part of the benchmark that holds the model, and how it is started and ended.
 
-`run_jobs` starts `python -m benchmarks.worker JOB.json` afresh for every engine and repeat, so that no engine inherits
-another's memory, compiled programs or caches. The result goes into a JSON file that is rewritten after each workload,
-so that a crash or a timeout costs the rest and not what was already measured. The engine is built before anything else
-is imported: its start-up time holds what the engine imports, and not what the benchmark does.
+`run_jobs` starts `python -m benchmarks.worker FOLDER` afresh for every engine and repeat, so that no engine inherits
+another's memory, compiled programs or caches. The result is written again after each workload, so that a crash or a
+timeout costs the rest and not what was measured. The engine is built before anything else is imported: its start-up
+time holds what the engine imports, and not what the benchmark does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.engines import Engine
@@ -33,31 +34,28 @@ def run_jobs(jobs: Sequence[Mapping[str, object]], timeout: float) -> list[dict]
     Returns:
         What each process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
     """
-    began = time.monotonic()
-    with ExitStack() as stack:
-        started = [stack.enter_context(start(job)) for job in jobs]
-        return [finish(process, Path(folder), began, timeout) for process, folder in started]
+    until, started = time.monotonic() + timeout, []
+    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as parent:
+        try:
+            for i, job in enumerate(jobs):
+                folder = Path(parent) / str(i)
+                started.append((start(job, folder), folder))
+            return [finish(process, folder, max(0.0, until - time.monotonic())) for process, folder in started]
+        finally:
+            for process, _ in started:
+                end(process)
 
 
-@contextmanager
-def start(job: Mapping[str, object]) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A process that does a job, and the folder it writes to; it has ended when the block is left."""
+def start(job: Mapping[str, object], folder: Path) -> subprocess.Popen:
+    """Start a process that does a job; the folder is for its files."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if job.get("gpu"):
         environment["CUDA_VISIBLE_DEVICES"] = job["gpu"]
-    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as folder:
-        job_file = Path(folder) / "job.json"
-        job = {**job, "result": f"{folder}/result.json", "started": time.time()}
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        with open(f"{folder}/log.txt", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", str(job_file)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
-            )  # fmt: skip
-        try:
-            yield process, folder
-        finally:
-            end(process)
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks.worker", str(folder)]
+    with open(folder / "log.txt", "wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -67,51 +65,53 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def finish(process: subprocess.Popen, folder: Path, began: float, timeout: float) -> dict:
-    """Wait for a process of `start`, until `timeout` seconds after `began`; returns its result."""
+def finish(process: subprocess.Popen, folder: Path, timeout: float) -> dict:
+    """Wait for a process of `start`; returns its result."""
     try:
-        how = f"the process ended with exit status {process.wait(max(0.0, began + timeout - time.monotonic()))}"
+        how = f"the process ended with exit status {process.wait(timeout)}"
     except subprocess.TimeoutExpired:
-        how = f"the process was stopped after {timeout:.0f} s"
+        how = "the process took too long and was stopped"
     end(process)
-    result_file = folder / "result.json"
-    result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
+    file = folder / "result.json"
+    result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not result.get("complete"):
         lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
         result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
     return result
 
 
-def timing(job: dict, write: Path) -> dict:
-    """All workloads of the job through one engine, in order."""
+def time_workloads(job: dict) -> Iterator[dict]:
+    """All workloads of the job through one engine, in order; what has been measured, after each of them."""
     engine = Engine(**job["engine"])
     llm = engine.build(job["model"], job["device"], job["dtype"], job["max_model_len"])
     result: dict = {"startup_seconds": time.time() - job["started"], "workloads": {}}
 
-    from benchmarks.measure import close, measured_or_error
+    from benchmarks.measure import close, run_workload
+    from benchmarks.workloads import make_workload
 
     for name in job["workloads"]:
-        result["workloads"][name] = measured_or_error(llm, engine, name, job)
-        write.write_text(json.dumps(result))
-        print(f"{name}: {json.dumps(result['workloads'][name])}", flush=True)
+        try:
+            result["workloads"][name] = run_workload(llm, engine, make_workload(name, job["size"]), **job["limits"])
+        except Exception as error:  # one workload's failure must not cost the others
+            traceback.print_exc()
+            result["workloads"][name] = {"error": f"{type(error).__name__}: {error}"}
+        yield result
     close(llm)
-    return result
 
 
-def main(path: str) -> None:
-    """Do the job in the file and write its result where the job says."""
-    job = json.loads(Path(path).read_text(encoding="utf-8"))
-    write = Path(job["result"])
+def main(folder: Path) -> None:
+    """Do the job in the folder, and write there what is known so far, each time that there is more."""
+    job, file, result = json.loads((folder / "job.json").read_text(encoding="utf-8")), folder / "result.json", {}
     if job["kind"] == "timing":
-        result = timing(job, write)
-    elif job["kind"] == "look":
+        results = time_workloads(job)
+    else:
         from benchmarks.measure import look
 
-        result = look(job, write)
-    else:
-        raise ValueError(f"no job is called {job['kind']!r}")
-    write.write_text(json.dumps({**result, "complete": True}))
+        results = look(job)
+    for result in results:
+        file.write_text(json.dumps(result), encoding="utf-8")
+    file.write_text(json.dumps({**result, "complete": True}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))
