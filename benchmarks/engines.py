@@ -20,29 +20,17 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Engine:
-    """One row.
-
-    Args:
-        name: the row's name.
-        factory: `module:class`, called as `class(model, device=…, dtype=…, **options)`.
-        options: keyword arguments for the class.
-        package: must be importable for the row to exist.
-        one_at_a_time: serves requests one after another, so a workload of many takes the sum of their times.
-        sized: takes `max_model_len`, because it reserves memory or captures graphs by it.
-        small: options that keep its memory small, for the parity gate.
-        needs_compiler: does not work without a C++ compiler.
-        min_gpus: does not work with fewer.
-    """
+    """One row: a class, called as `class(model, device=…, dtype=…, **options)`."""
 
     name: str
-    factory: str
-    package: str
+    factory: str  # `module:class`
+    package: str  # must be importable for the row to exist
     options: Mapping[str, object] = field(default_factory=dict)
-    one_at_a_time: bool = False
-    sized: bool = False
-    small: Mapping[str, object] = field(default_factory=dict)
-    needs_compiler: bool = False
-    min_gpus: int = 0
+    one_at_a_time: bool = False  # serves requests one after another: a workload of many takes the sum of their times
+    sized: bool = False  # takes `max_model_len`, because it reserves memory or captures graphs by it
+    small: Mapping[str, object] = field(default_factory=dict)  # options that keep its memory small, for the parity gate
+    needs_compiler: bool = False  # does not work without a C++ compiler
+    min_gpus: int = 0  # does not work with fewer
 
     def unmet_need(self, num_gpus: int) -> str | None:
         """Why the engine cannot run on this machine, or None where it can."""
@@ -61,37 +49,33 @@ class Engine:
         return getattr(importlib.import_module(module), name)(model, device=device, dtype=dtype, **options)
 
 
-def _single(name: str, package: str, factory: str = "", **properties: object) -> Engine:
-    return Engine(name, factory or f"{package}:LLM", package, one_at_a_time=True, **properties)
+_SINGLE = {"one_at_a_time": True}
+_PAGED = {"sized": True, "small": {"num_kvcache_blocks": 256}}
+_PEER = {"sized": True, "small": {"gpu_memory_utilization": 0.3}, "min_gpus": 1}
 
 
-def _paged(name: str, package: str, options: Mapping[str, object] | None = None, min_gpus: int = 0) -> Engine:
-    small = {"num_kvcache_blocks": 256}
-    return Engine(name, f"{package}:LLM", package, options or {}, sized=True, small=small, min_gpus=min_gpus)
+def _stage(name: str, package: str, factory: str = "", **properties: object) -> Engine:
+    return Engine(name, factory or f"{package}:LLM", package, **properties)
 
 
-def _peer(name: str, package: str, factory: str) -> Engine:
-    return Engine(name, factory, package, sized=True, small={"gpu_memory_utilization": 0.3}, min_gpus=1)
-
-
-_B, _C, _F = "stage_b_decode_step", "stage_c_fused_mlp", "stage_f_graph_tp"
+_A, _B, _C, _F = "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_f_graph_tp"
 ENGINES = (
     Engine("transformers", "benchmarks.peers:TransformersEngine", "transformers"),
-    _single("A", "stage_a_naive"),
-    _single("A, cuDNN SDPA off", "stage_a_naive", "benchmarks.peers:stage_a_without_cudnn", min_gpus=1),
-    _single("B", _B),
-    _single("B compiled", _B, options={"compile": True}, needs_compiler=True),
-    _single("C", _C, needs_compiler=True),
-    _single("C compiled", _C, options={"compile": True}, needs_compiler=True),
-    _paged("D", "stage_d_paged"),
-    _paged("E", "stage_e_batching"),
-    _paged("F eager", _F, {"enforce_eager": True}),
-    _paged("F", _F),
-    _paged("F, 2 GPUs", _F, {"tensor_parallel_size": 2}, min_gpus=2),
-    _paged("F, 4 GPUs", _F, {"tensor_parallel_size": 4}, min_gpus=4),
-    _peer("nano-vllm", "nanovllm", "benchmarks.peers:NanoVLLMEngine"),
-    _peer("mini-sglang", "minisgl", "benchmarks.peers:MiniSGLEngine"),
-    _peer("vllm", "vllm", "benchmarks.peers:VLLMEngine"),
+    _stage("A", _A, **_SINGLE),
+    _stage("A, cuDNN SDPA off", _A, "benchmarks.peers:stage_a_without_cudnn", min_gpus=1, **_SINGLE),
+    _stage("B", _B, **_SINGLE),
+    _stage("B compiled", _B, options={"compile": True}, needs_compiler=True, **_SINGLE),
+    _stage("C", _C, needs_compiler=True, **_SINGLE),
+    _stage("C compiled", _C, options={"compile": True}, needs_compiler=True, **_SINGLE),
+    _stage("D", "stage_d_paged", **_PAGED),
+    _stage("E", "stage_e_batching", **_PAGED),
+    _stage("F eager", _F, options={"enforce_eager": True}, **_PAGED),
+    _stage("F", _F, **_PAGED),
+    _stage("F, 2 GPUs", _F, options={"tensor_parallel_size": 2}, min_gpus=2, **_PAGED),
+    _stage("F, 4 GPUs", _F, options={"tensor_parallel_size": 4}, min_gpus=4, **_PAGED),
+    Engine("nano-vllm", "benchmarks.peers:NanoVLLMEngine", "nanovllm", **_PEER),
+    Engine("mini-sglang", "benchmarks.peers:MiniSGLEngine", "minisgl", **_PEER),
+    Engine("vllm", "benchmarks.peers:VLLMEngine", "vllm", **_PEER),
 )
 REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the parity gate compares with its tokens
 
@@ -149,9 +133,8 @@ def select(specifications: Sequence[str]) -> list[Engine]:
 
 def study_engines(study: str) -> list[Engine]:
     """The rows of a study, in its order; those that are not installed here left out."""
-    by_name = installed_engines()
-    rows = {name: text for name, text in STUDIES[study].items() if text.partition("[")[0] in by_name}
-    return [replace(_read(text, by_name), name=name) for name, text in rows.items()]
+    by_name, rows = installed_engines(), STUDIES[study].items()
+    return [replace(_read(text, by_name), name=name) for name, text in rows if text.partition("[")[0] in by_name]
 
 
 def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
@@ -160,9 +143,10 @@ def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
         raise ValueError(f"engine {text!r} is not of the form NAME, NAME=module:Class or NAME[option=value,...]")
     name, factory, options = match.groups()
     if factory:
-        if find_spec(factory.partition(".")[0].partition(":")[0]) is None:
-            raise ValueError(f"engine {name!r}: no module {factory.partition(':')[0]!r}; run where it can be imported")
-        engine = Engine(name, factory, factory.partition(":")[0])
+        module = factory.partition(":")[0]
+        if find_spec(module.partition(".")[0]) is None:
+            raise ValueError(f"engine {name!r}: no module {module!r}; run where it can be imported")
+        engine = Engine(name, factory, module)
     elif name in by_name:
         engine = by_name[name]
     else:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,19 +103,12 @@ def _record_once(run: Callable[[], object], device: torch.device) -> list[Span]:
 def _innermost(events: list[dict]) -> list[dict]:
     """Operators that compute something and call no other such operator."""
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].split("::")[-1] not in NO_WORK]
-    operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
-    outer: set[int] = set()
-    open_ones: list[int] = []
-    for i, event in enumerate(operators):
-        while open_ones and not _contains(operators[open_ones[-1]], event):
-            open_ones.pop()
-        outer.update(open_ones)
-        open_ones.append(i)
-    return [event for i, event in enumerate(operators) if i not in outer]
-
-
-def _contains(outer: dict, inner: dict) -> bool:
-    return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
+    operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))  # an operator is followed by the first that it calls
+    return [
+        event
+        for event, after in zip_longest(operators, operators[1:])
+        if not after or after["tid"] != event["tid"] or after["ts"] >= event["ts"] + event["dur"]
+    ]
 
 
 def to_rows(recordings: list[Recording]) -> list[dict]:
@@ -129,7 +123,5 @@ def to_rows(recordings: list[Recording]) -> list[dict]:
 
 def from_rows(rows: list[dict]) -> list[Recording]:
     """The recordings of a results file."""
-    return [
-        Recording(row["name"], row["steps"], [Span(row["names"][n], *times) for n, *times in row["spans"]])
-        for row in rows
-    ]
+    spans = [[Span(row["names"][number], *times) for number, *times in row["spans"]] for row in rows]
+    return [Recording(row["name"], row["steps"], own) for row, own in zip(rows, spans, strict=True)]

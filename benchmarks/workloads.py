@@ -27,12 +27,9 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `generate`: requests that arrive together.
+    """One call of `generate`: requests that arrive together."""
 
-    `tag` says what the call is for; the figures are computed by it.
-    """
-
-    tag: str
+    tag: str  # what the call is for; the figures are computed by it
     prompts: tuple[Ids, ...]
     max_tokens: tuple[int, ...]  # one a prompt
 
@@ -60,7 +57,6 @@ class Workload:
     """Work with a name; see the module's docstring."""
 
     name: str
-    size: str
     description: str
     num_ids: int  # prompts hold ids in [0, num_ids)
     rounds: tuple[tuple[Call, ...], ...]
@@ -97,30 +93,27 @@ def make_workload(name: str, size: str) -> Workload:
     Raises:
         ValueError: there is no such workload or size.
     """
-    if name not in _MAKERS:
-        raise ValueError(f"no workload {name!r}; there are: {', '.join(_MAKERS)}")
-    if size not in SIZES:
-        raise ValueError(f"no size {size!r}; there are: {', '.join(SIZES)}")
-    make, *sizes = _MAKERS[name]
-    ids = _Ids(random.Random(f"{name}:{size}"), NUM_IDS[size])
-    description, rounds = make(ids, *sizes[SIZES.index(size)])
-    temperature = 0.6 if name == "mixed" else 0.0
-    return Workload(name, size, description, ids.count, tuple(rounds), temperature)
+    if name not in _MAKERS or size not in SIZES:
+        raise ValueError(f"no workload {name!r} of size {size!r}; there are: {', '.join(_MAKERS)}; {', '.join(SIZES)}")
+    make, *arguments = _MAKERS[name]
+    description, rounds = make(_Ids(name, size), *arguments[SIZES.index(size)])
+    return Workload(name, description, NUM_IDS[size], tuple(rounds), 0.6 if name == "mixed" else 0.0)
 
 
 def workload_names() -> list[str]:
     return list(_MAKERS)
 
 
-@dataclass
-class _Ids:
-    """Random token ids below `count`."""
+class _Ids(random.Random):
+    """A generator of random token ids, seeded by the workload."""
 
-    rng: random.Random
-    count: int
+    def __init__(self, name: str, size: str) -> None:
+        # nano-vllm's bench.py to the letter: a length before its ids, prompts before outputs
+        super().__init__(0 if (name, size) == ("mixed", "gpu") else f"{name}:{size}")
+        self.size = size
 
     def take(self, length: int) -> Ids:
-        return tuple(self.rng.randint(0, self.count - 1) for _ in range(length))
+        return tuple(self.randint(0, NUM_IDS[self.size] - 1) for _ in range(length))
 
 
 Made = tuple[str, list[tuple[Call, ...]]]  # a description, and rounds
@@ -137,27 +130,22 @@ def _batch(ids: _Ids, requests: int, prompt: int, output: int, rounds: int) -> M
 
 
 def _mixed(ids: _Ids, requests: int, least_in: int, most_in: int, least_out: int, most_out: int) -> Made:
-    as_published = ids.count == NUM_IDS["gpu"]
-    if as_published:  # nano-vllm's bench.py to the letter: a length before its ids, prompts before outputs
-        ids.rng = random.Random(0)
-    rng = ids.rng
-    prompts = tuple(ids.take(rng.randint(least_in, most_in)) for _ in range(requests))
-    if as_published:
-        outputs = tuple(rng.randint(least_out, most_out) for _ in range(requests))
+    prompts = tuple(ids.take(ids.randint(least_in, most_in)) for _ in range(requests))
+    if ids.size == "gpu":
+        outputs = tuple(ids.randint(least_out, most_out) for _ in range(requests))
     else:  # most answers are short and a few are long, as people's are: evenly spread logarithms
-        spread = (rng.uniform(math.log(least_out), math.log(most_out)) for _ in range(requests))
+        spread = (ids.uniform(math.log(least_out), math.log(most_out)) for _ in range(requests))
         outputs = tuple(round(math.exp(x)) for x in spread)
     text = f"{requests} requests, {least_in}-{most_in} in / {least_out}-{most_out} out, temperature 0.6"
     return text, [(Call("all", prompts, outputs),)]
 
 
 def _prefix(ids: _Ids, requests: int, shared: int, own: int, output: int, rounds: int) -> Made:
-    def call() -> Call:
+    made = []
+    for _ in range(rounds):
         prefix = ids.take(shared)
-        return Call("all", tuple(prefix + ids.take(own) for _ in range(requests)), (output,) * requests)
-
-    text = f"{requests} requests that share {shared} tokens, {own} of their own / {output} out, greedy"
-    return text, [(call(),) for _ in range(rounds)]
+        made.append((Call("all", tuple(prefix + ids.take(own) for _ in range(requests)), (output,) * requests),))
+    return f"{requests} requests that share {shared} tokens, {own} of their own / {output} out, greedy", made
 
 
 def _ttft(ids: _Ids, short: int, long: int, rounds: int) -> Made:

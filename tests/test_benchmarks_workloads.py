@@ -82,9 +82,9 @@ def test_small_sizes_stay_inside_the_tutors_vocabulary_and_positions() -> None:
 
 
 def test_unknown_workload_and_size_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="no workload 'triple'; there are: single"):
+    with pytest.raises(ValueError, match="no workload 'triple' of size 'cpu'; there are: single"):
         make_workload("triple", "cpu")
-    with pytest.raises(ValueError, match="no size 'huge'"):
+    with pytest.raises(ValueError, match="of size 'huge'; there are: .*; cpu, gpu, tiny"):
         make_workload("single", "huge")
 
 
