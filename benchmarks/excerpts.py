@@ -34,12 +34,11 @@ def excerpt(at: str, root: Path = ROOT) -> str:
     source = (root / path).read_text(encoding="utf-8")
     if not name:
         return source.rstrip()
-    node: ast.AST = ast.parse(source)
+    node: ast.AST | None = ast.parse(source)
     for part in name.split("."):
-        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
-        if not found:
+        node = next((child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part), None)
+        if node is None:
             raise LookupError(f"{path} has no {name}")
-        node = found[0]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = source.splitlines()[first - 1 : node.end_lineno]
     return "\n".join(line[node.col_offset :] for line in lines)

@@ -54,26 +54,26 @@ def front_table(group: Group, language: str, folder: str = "") -> list[str]:
     """
     (heads, adds_of), body = FRONT_TEXT[language], []
     for engine in front_rows(group):
-        elsewhere = engine in group.elsewhere
         values = [number(group.median(engine, c.workload, c.figure)) for c in (STEP, LOAD)]
         gains = " · ".join(gain(group, engine, c) for c in (STEP, LOAD)) if engine in BEFORE else ""
-        adds = adds_of["elsewhere" if elsewhere else engine]
         package = group.rows[engine, "single"].get("package", "")
         name = f"[{engine}]({folder}{package}/README.md)" if package.startswith("stage_") else engine
-        body.append([f"*{engine}* †" if elsewhere else name, adds, *values, gains])
+        if engine in group.elsewhere:
+            body.append([f"*{engine}* †", adds_of["elsewhere"], *values, gains])
+        else:
+            body.append([name, adds_of[engine], *values, gains])
     floor = [number(group.floor(c.workload, c.figure)) for c in (STEP, LOAD)]
-    body.append(["*floor*", adds_of["floor"], *floor, ""])
-    lines = markdown(heads, body)
+    first, _, *others = markdown(heads, [*body, ["*floor*", adds_of["floor"], *floor, ""]])
     below = notes(group, front_rows(group), ("single", "mixed"), language)
-    return [lines[0], "|---|---|---:|---:|---:|", *lines[2:], *below]
+    return [first, "|---|---|---:|---:|---:|", *others, *below]
 
 
 def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
     """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
-    lines, shown = [], [group for group in groups if not group.study]
-    for group in shown if readme.parent.name == "benchmarks" else shown[:1]:
-        language, folder = "zh" if "zh" in readme.name else "en", "../" * (readme.parent.name == "benchmarks")
-        lines += [*caption(group), *front_table(group, language, folder), ""]
+    lines, is_front = [], readme.parent.name != "benchmarks"
+    for group in groups[:1] if is_front else groups:
+        table = front_table(group, "zh" if "zh" in readme.name else "en", "" if is_front else "../")
+        lines += [*caption(group), *table, ""]
         for path in (path for path in pictures if path.stem == group.slug):
             link = Path(os.path.relpath(path, readme.parent)).as_posix()
             lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]

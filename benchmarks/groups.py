@@ -6,6 +6,7 @@ commit is one row with the samples of both. Figures measured elsewhere on the sa
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,16 +31,17 @@ class Group:
     @property
     def slug(self) -> str:
         text = f"{self.size}-{self.model.removeprefix('random:')}-{self.device}".lower()
-        return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+        return re.sub("[^a-z0-9.]+", "-", text).strip("-")
 
-    @property
+    @cached_property
     def own(self) -> list[dict]:
         """The files that were measured with this repository."""
         return [file for file in self.files if file["kind"] == "engines"]
 
-    def workload(self, name: str) -> dict | None:
-        """Hash, description and floors of a workload, as the newest file that has it says."""
-        return next((f["workloads"][name] for f in reversed(self.own) if name in f["workloads"]), None)
+    @cached_property
+    def workloads(self) -> dict[str, dict]:
+        """Hash, description and floors of each workload, as the newest file that has it says."""
+        return {name: workload for file in self.own for name, workload in file["workloads"].items()}
 
     @cached_property
     def rows(self) -> dict[tuple[str, str], dict]:
@@ -85,19 +87,17 @@ class Group:
         return statistics.median(values) if values else None
 
     def floor(self, workload: str, figure: str) -> float | None:
-        return (self.workload(workload) or {"floor": {}})["floor"].get(figure)
+        return self.workloads[workload]["floor"].get(figure) if workload in self.workloads else None
 
     @cached_property
     def problem(self) -> str:
         """Why this may not be a table: commits mixed, a changed tree, too few repeats, other work. Empty if it may."""
         found, few = [mixture(self.own)], {}
-        for (engine, name), row in self.rows.items():
+        for (engine, _), row in self.rows.items():
             repeats = len({(sample["file"], sample["repeat"]) for sample in row["samples"] if "repeat" in sample})
             if row["samples"] and repeats < LEAST_REPEATS and engine not in self.elsewhere:
-                few.setdefault(engine, []).append(name)
-        if few:
-            rows = "; ".join(f"{engine} ({', '.join(names)})" for engine, names in few.items())
-            found.append(f"fewer than {LEAST_REPEATS} repeats: {rows}")
+                few[engine] = f"fewer than {LEAST_REPEATS} repeats of {engine}"
+        found += few.values()
         for file in self.own:
             for name, workload in file["workloads"].items():
                 if workload["hash"] != make_workload(name, self.size).hash:
@@ -108,12 +108,10 @@ class Group:
 def group_results(files: Iterable[dict]) -> list[Group]:
     """Groups of the files of the kinds `engines` and `elsewhere`, GPU before CPU, larger tables first."""
     keys: dict[tuple[str, ...], list[dict]] = {}
-    files = (file for file in files if file["kind"] in ("engines", "elsewhere"))
     for payload in sorted(files, key=lambda payload: payload["environment"]["date"]):
-        options = payload["options"]
-        device, study = payload["environment"]["device"]["name"], options.get("study") or ""
-        key = (options["size"], options["model"], device, options["dtype"], study)
-        keys.setdefault(key, []).append(payload)
-    groups = [Group(*key, tuple(found)) for key, found in keys.items()]
-    with_own = [group for group in groups if group.own]
-    return sorted(with_own, key=lambda g: (-SIZES.index(g.size), g.device, g.model, g.study))
+        if payload["kind"] in ("engines", "elsewhere"):
+            options, device = payload["options"], payload["environment"]["device"]["name"]
+            key = (options["size"], options["model"], device, options["dtype"], options.get("study") or "")
+            keys.setdefault(key, []).append(payload)
+    groups = [group for key, found in keys.items() if (group := Group(*key, tuple(found))).own]
+    return sorted(groups, key=lambda g: (-SIZES.index(g.size), g.device, g.model, g.study))

@@ -100,10 +100,10 @@ class Measurement:
                 self.refuse(engine, "error", different)
             else:
                 self.equal.append(engine.name)
-        ceilings = Ceilings(**self.found["ceilings"])
+        device, ceilings = self.found["environment"]["device"]["name"], Ceilings(**self.found["ceilings"])
         self.say(
-            f"{self.found['environment']['device']['name']}: copies {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, "
-            f"multiplies {ceilings.matmul_operations_per_s / 1e12:.2f} TFLOP/s in {self.found['dtype']}; equal answers: "
+            f"{device}: copies {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, multiplies "
+            f"{ceilings.matmul_operations_per_s / 1e12:.2f} TFLOP/s in {self.found['dtype']}; equal answers: "
             f"{', '.join(self.equal) or 'none'}"
         )
 
@@ -125,7 +125,8 @@ class Measurement:
             todo = []
             for (repeat, engine), gpu in zip(runs[number:], args.gpus, strict=False):
                 self.say(f"{engine.name}, repeat {repeat + 1} of {args.repeats}: {process}")
-                names = [name for name in self.workloads if not {"not_run", "error"} & set(self.rows[engine.name, name])]
+                rows = {name: self.rows[engine.name, name] for name in self.workloads}
+                names = [name for name, row in rows.items() if not {"not_run", "error"} & set(row)]
                 job = {"engine": asdict(engine), "repeat": repeat, "workloads": names, "gpu": gpu}
                 if names:
                     todo.append(job | {"limits": limits | {"count": repeat == 0}})

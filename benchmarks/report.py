@@ -41,37 +41,30 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     files = load_all(root / "benchmarks" / "results")
     groups = group_results(files)
     refuse(files, groups)
-    pictures = {root / "benchmarks" / "plots" / f"{g.slug}.png": plot_rates(g) for g in groups if not g.study}
-    for group in [group for group in groups if not group.study][:1]:  # the one that stage A's lesson shows
-        pictures[root / "benchmarks" / "plots" / f"{group.slug}-roof.png"] = draw_roofline(group)
-    soaks = [file for file in files if file["kind"] == "soak"]
-    bodies = engine_tables(groups) | {
-        "soak": soak_table([file for file in soaks if not file["options"].get("http")]),
-        "soak-http": soak_table([file for file in soaks if file["options"].get("http")]),
-    }
+    plain, plots = [group for group in groups if not group.study], root / "benchmarks" / "plots"
+    pictures = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
+    for group in plain[:1]:  # the one that stage A's lesson shows
+        pictures[plots / f"{group.slug}-roof.png"] = draw_roofline(group)
+    bodies = engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
-        results.sort(key=lambda result: result["environment"]["date"], reverse=True)
         bodies |= dict.fromkeys(module.MARKERS, []) | (module.table(results) if results else {})
         if results and hasattr(module, "draw"):
-            drawn = module.draw(results)
-            pictures |= {root / module.README / file: png for file, png in drawn.items()}
-    texts = {}
+            pictures |= {root / module.README / file: png for file, png in module.draw(results).items()}
+    changed = {}
     for readme in readmes(root):
-        front = front_page(groups, [path for path, png in pictures.items() if png], readme)
-        text = excerpts.fill(readme.read_text(encoding="utf-8"), root)
-        texts[readme] = fill(text, bodies | {"bench:table": front}, readme)
-    changed = [readme for readme, text in texts.items() if text != readme.read_text(encoding="utf-8")]
-    for readme in changed if not check else ():
-        readme.write_text(texts[readme], encoding="utf-8")
+        before = readme.read_text(encoding="utf-8")
+        front = front_page(plain, [path for path, png in pictures.items() if png], readme)
+        text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, readme)
+        if text != before:
+            changed[readme] = text.encode()
     for path, png in pictures.items():
-        if not png or (path.is_file() and (check or path.read_bytes() == png)):
-            continue
-        changed.append(path)
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png)
-    return changed
+        if png and not (path.is_file() and (check or path.read_bytes() == png)):
+            changed[path] = png
+    for path, content in changed.items() if not check else ():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return list(changed)
 
 
 def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
@@ -115,7 +108,7 @@ def readmes(root: Path) -> list[Path]:
 def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
     """The tables of engines, by marker."""
     plain = [group for group in groups if not group.study]
-    found = {"bench:details": [line for group in plain for line in [*tables.all_details(group), ""]]}
+    found = {"bench:details": [line for group in plain for line in [*tables.details(group), ""]]}
     for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
         name = "_".join(package.split("_")[:2])
         found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]
@@ -125,29 +118,27 @@ def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
     return found
 
 
-def soak_table(results: list[dict]) -> list[str]:
-    """What the soaks did, and whether anything grew from the first quarter of the time to its end."""
-    body = []
-    if not results:
-        return body
-    for result in results:
-        tally, samples, minutes = result["tally"], result["rows"], result["options"]["minutes"]
+def soak_tables(files: list[dict]) -> dict[str, list[str]]:
+    """What the soaks did, and whether anything grew from the first quarter of the time to its end, by marker."""
+    heads = ["model, device, time", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"]
+    bodies: dict[str, list[list[object]]] = {"soak": [], "soak-http": []}
+    for file in sorted(files, key=lambda file: file["file"]):
+        tally, samples, options = file["tally"], file["rows"], file["options"]
         first, last = samples[len(samples) // 4], samples[-1]
         grown = "; ".join(
             f"{name} {first[key] / 2**20:.1f} → {last[key] / 2**20:.1f}"
             for name, key in (("host", "resident_bytes"), ("device", "device_allocated_bytes")) if last[key]
         )  # fmt: skip
-        if result["options"].get("http"):
-            ends = f"{tally['finished']} answered, {tally['aborted']} left by their client, {tally['refused']} refused"
+        if options.get("http"):
+            ends = "{finished} answered, {aborted} left by their client, {refused} refused"
         else:
-            ends = f"{tally['finished']} finished, {tally['aborted']} aborted"
-            ends += f", {tally['errors']} steps failed on purpose"
-        body.append([
-            f"{result['options']['model']}, {result['options']['device']}, {minutes:g} minutes", ends,
-            f"{tally['different']} of {tally['compared']}", grown, last["used_blocks"],
-        ])  # fmt: skip
-    heads = ["model, device, time", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"]
-    return markdown(heads, body)
+            ends = "{finished} finished, {aborted} aborted, {errors} steps failed on purpose"
+        what = f"{options['model']}, {options['device']}, {options['minutes']:g} minutes"
+        differ = f"{tally['different']} of {tally['compared']}"
+        bodies["soak-http" if options.get("http") else "soak"].append(
+            [what, ends.format(**tally), differ, grown, last["used_blocks"]]
+        )
+    return {marker: markdown(heads, body) if body else [] for marker, body in bodies.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,11 +5,9 @@
     options      what was asked for
     rows         a dict per row, with every sample (`samples`, in seconds where a study times something)
 
-A figure without its environment cannot be repeated. The commit comes from the environment variable
-`BENCH_COMMIT` where it is set (a commit's hash, with `-dirty` after it where the tree differs), else from git.
-
-Committed files are in `results/` and change on purpose alone (`--publish`); a learner's own go to `local/`, which git
-ignores. A table is one commit, clean, and at least three repeats of every row.
+The commit comes from the environment variable `BENCH_COMMIT` where it is set (a hash, with `-dirty` after it where the
+tree differs), else from git. Committed files are in `results/` and change on purpose alone (`--publish`); a learner's
+own go to `local/`, which git ignores. A table is one commit, clean, and at least three repeats of every row.
 """
 
 from __future__ import annotations
@@ -62,8 +60,6 @@ def versions() -> dict[str, str | None]:
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None
 
 
@@ -82,11 +78,8 @@ def device_description() -> dict[str, object]:
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def commit_of_tree() -> tuple[str | None, bool | None]:
@@ -94,7 +87,7 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
     given = os.environ.get("BENCH_COMMIT", "").strip()
     if given:
         return given.removesuffix("-dirty"), given.endswith("-dirty")
-    commit = _output("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() and shutil.which("git") else ""
+    commit = _output("git", "rev-parse", "HEAD") if (ROOT / ".git").exists() else ""
     if not commit:
         return None, None
     # What measuring writes changes nothing about what was measured.
@@ -102,6 +95,9 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
 
 
 def _output(*command: str) -> str:
+    """What a program prints; nothing where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
@@ -115,61 +111,47 @@ def write(payload: dict, path: Path) -> None:
 
 
 def load(path: Path) -> dict:
-    """A results file that says what it was measured with.
+    """A results file that says what it was measured with, and its own name as `file`.
 
     Raises:
-        ResultsError: it is not JSON, or the kind, versions, device, commit or date are missing.
+        ResultsError: it is not JSON, or what is needed to repeat it is missing.
     """
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ResultsError(f"{path.name} is not JSON: {error}") from error
-    wrong = _what_is_missing(payload)
-    if wrong:
-        raise ResultsError(f"{path.name}: {wrong}")
+    where = payload.get("environment") or {}
+    needed = {"kind": payload.get("kind"), "rows": payload.get("rows")}
+    needed |= {name: where.get(name) for name in ("device", "date")}
+    if payload.get("kind") == "elsewhere":
+        needed["source"] = payload.get("source")
+    else:
+        is_commit = re.fullmatch("[0-9a-f]{7,40}", where.get("commit") or "") and where.get("dirty") is not None
+        needed |= {"versions": where.get("versions"), "commit": is_commit}
+    missing = [name for name, value in needed.items() if not value]
+    if missing:
+        raise ResultsError(f"{path.name}: no {', '.join(missing)}; measure in a git tree, or set BENCH_COMMIT")
     return payload | {"file": path.name}
 
 
 def load_all(directory: Path = RESULTS) -> list[dict]:
-    """Every results file of the directory, checked, with its name as `file`."""
-    return [load(path) for path in sorted(directory.glob("*.json"))]
-
-
-def of_kind(kind: str, directory: Path = RESULTS) -> list[dict]:
-    """The results files of one kind, newest first."""
-    found = [payload for payload in load_all(directory) if payload["kind"] == kind]
+    """Every results file of the directory, the newest first."""
+    found = [load(path) for path in sorted(directory.glob("*.json"))]
     return sorted(found, key=lambda payload: payload["environment"]["date"], reverse=True)
 
 
-def _what_is_missing(payload: object) -> str:
-    if not isinstance(payload, dict) or not isinstance(payload.get("kind"), str):
-        return "there is no 'kind'"
-    where = payload.get("environment") or {}
-    if not (where.get("device") or {}).get("name") or not where.get("date"):
-        return "there is no device or no date"
-    if not payload.get("rows"):
-        return "there are no rows"
-    if payload["kind"] == "elsewhere":
-        return "" if payload.get("source") else "there is no source"
-    if not all((where.get("versions") or {}).get(name) for name in ("python", "torch")):
-        return "there are no versions of Python and PyTorch"
-    commit = where.get("commit")
-    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{7,40}", commit) or where.get("dirty") is None:
-        return f"there is no commit (got {commit!r}); measure in a git tree, or set BENCH_COMMIT"
-    return ""
+def of_kind(kind: str) -> list[dict]:
+    """The committed results files of one kind, newest first."""
+    return [payload for payload in load_all() if payload["kind"] == kind]
 
 
 def mixture(payloads: Iterable[dict]) -> str:
     """Why these files may not share one table: several commits, or a changed tree. Empty if they may."""
-    commits = {}
-    for payload in payloads:
-        where = payload["environment"]
-        commits.setdefault(where["commit"][:10] + (" with changes" if where["dirty"] else ""), []).append(
-            payload["file"]
-        )
-    if len(commits) == 1 and not any("changes" in commit for commit in commits):
+    where = {payload["file"]: payload["environment"] for payload in payloads}
+    commits = {file: own["commit"][:10] + " with changes" * own["dirty"] for file, own in where.items()}
+    if len(set(commits.values())) == 1 and not any(own["dirty"] for own in where.values()):
         return ""
-    return "; ".join(f"{', '.join(files)}: commit {commit}" for commit, files in commits.items())
+    return "; ".join(f"{file}: commit {commit}" for file, commit in commits.items())
 
 
 def few_repeats(payload: dict) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.engines import ENGINES
 from benchmarks.groups import Group
 from benchmarks.results import LEAST_REPEATS
 from benchmarks.text import against_floor, markdown, number, spread, times
-from benchmarks.workloads import workload_names
 
 STAGE_PACKAGES = list(dict.fromkeys(e.package for e in ENGINES if e.package.startswith("stage_")))
 
@@ -24,12 +22,11 @@ class Column:
     figure: str
     of_floor: bool = False  # show how far it is from the floor, and not the figure
 
-    def cell(self, group: Group, engine: str, show: Callable[[Sequence[float]], str]) -> str:
-        values = group.values(engine, self.workload, self.figure)
+    def cell(self, group: Group, engine: str, ranges: bool) -> str:
+        median = group.median(engine, self.workload, self.figure)
         if self.of_floor:
-            floor = group.floor(self.workload, self.figure)
-            return against_floor(self.figure, statistics.median(values) if values else None, floor)
-        return show(values)
+            return against_floor(self.figure, median, group.floor(self.workload, self.figure))
+        return spread(group.values(engine, self.workload, self.figure)) if ranges else number(median)
 
 
 # What a table calls a workload.
@@ -68,11 +65,11 @@ BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D"
 
 
 def overview_columns(group: Group) -> list[Column]:
-    """The table that compares the engines at a glance."""
-    ttft = (group.workload("ttft") or {"floor": {}})["floor"]
+    """The columns of the table that compares the engines at a glance."""
+    ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
-    return [column for column in columns if group.workload(column.workload)]
+    return [column for column in columns if column.workload in group.workloads]
 
 
 def overview_table(group: Group) -> list[str]:
@@ -101,8 +98,9 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     ]  # fmt: skip
     if not {package, before} - {None} <= {packages.get(engine) for engine in engines}:
         return []
-    counted = any(group.values(engine, "single", "launches") for engine in engines)  # on a GPU
-    columns = [c for c in STAGE_COLUMNS[package] if group.workload(c.workload) and (counted or c is not LAUNCHES)]
+    columns = [c for c in STAGE_COLUMNS[package] if c.workload in group.workloads]
+    if not any(group.values(engine, LAUNCHES.workload, LAUNCHES.figure) for engine in engines):  # not a GPU
+        columns = [c for c in columns if c is not LAUNCHES]
     engines = [engine for engine in engines if any(group.values(engine, c.workload, c.figure) for c in columns)]
     cost = launch_cost(group) if LAUNCHES in columns else []
     return [*caption(group), *table(group, engines, columns, ranges=True), *cost, ""]
@@ -120,36 +118,30 @@ def launch_cost(group: Group) -> list[str]:
 
 def study_table(group: Group) -> list[str]:
     """The rows of a study in its order, each figure with its factor against the first row."""
-    first, single = group.engines[0], {e: group.rows.get((e, "single"), {}) for e in group.engines}
-    columns = [column for column in (STEP, LOAD) if group.workload(column.workload)]
-    is_counted = any("launches" in row for row in single.values())
-    last = "kernels run, and launches by the CPU, per step" if is_counted else "start-up, s"
-    body = []
+    first, *_ = group.engines
+    columns, body = [column for column in (STEP, LOAD) if column.workload in group.workloads], []
     for engine in group.engines:
-        cells = [engine]
+        cells, single = [engine], group.rows.get((engine, "single"), {})
         for c in columns:
             factor = gain(group, engine, c, first)
             cells.append(spread(group.values(engine, c.workload, c.figure)) + (f", {factor}" if factor != "–" else ""))
         prefill = number(group.median(engine, "single", "prefill_ms"))
-        counts = single[engine].get("launches", {"kernels": 0, "launches": 0})
-        counted = f"{counts['kernels']:.0f}, {counts['launches']:.0f}"
-        started = number(group.median(engine, "single", "startup_seconds"))
-        first_prefill = number(single[engine].get("first_prefill_ms"))
-        body.append([*cells, f"{prefill} ({first_prefill})", counted if is_counted else started])
+        counts = single.get("launches")
+        counted = f"{counts['kernels']:.0f}, {counts['launches']:.0f}" if counts else "–"
+        body.append([*cells, f"{prefill} ({number(single.get('first_prefill_ms'))})", counted])
     heads = ["", *(f"{column.heading}, and × *{first}*" for column in columns)]
-    heads += ["prefill, ms (the process's first)", last]
-    lines = markdown(heads, body) + (launch_cost(group) if is_counted else [])
-    return [*caption(group), *lines, *notes(group, group.engines), ""]
+    heads += ["prefill, ms (the process's first)", "kernels run, and launches by the CPU, per step"]
+    return [*caption(group), *markdown(heads, body), *launch_cost(group), *notes(group, group.engines), ""]
 
 
 def table(group: Group, engines: Sequence[str], columns: Sequence[Column], ranges: bool = False) -> list[str]:
     """One row per engine, the floor first, and below what was not run and what was measured elsewhere."""
-    show = spread if ranges else lambda values: number(statistics.median(values) if values else None)
-    floor = [number(group.floor(c.workload, c.figure)) if not c.of_floor else "1 ×" for c in columns]
-    rows = [["*floor*", *("" if cell == "–" else cell for cell in floor)]]
+    floors = [group.floor(c.workload, c.figure) for c in columns]
+    cells = ["1 ×" if c.of_floor else number(floor) if floor else "" for c, floor in zip(columns, floors, strict=True)]
+    rows = [["*floor*", *cells]]
     for engine in engines:
         name = f"*{engine}* †" if engine in group.elsewhere else engine
-        rows.append([name, *(column.cell(group, engine, show) for column in columns)])
+        rows.append([name, *(column.cell(group, engine, ranges) for column in columns)])
     return markdown(["engine", *(column.heading for column in columns)], rows) + notes(group, engines)
 
 
@@ -158,16 +150,16 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
     words, lines, work = NOTES[language], [], dict(zip(WORDS, NOTES[language]["work"], strict=True))
     reasons: dict[tuple[str, str], list[str]] = {}
     for (engine, name), row in sorted(group.rows.items(), key=lambda item: group.engines.index(item[0][0])):
-        if engine not in engines or name not in (workloads or (name,)):
+        if engine not in engines or name not in (workloads or WORDS):
             continue
         for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
-                reasons.setdefault((engine, f"{words[outcome]}{row[outcome].splitlines()[0]}"), []).append(name)
+                reasons.setdefault((engine, f"{words[outcome]}{row[outcome].splitlines()[0]}"), []).append(work[name])
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
             lines.append("- " + words["first"].format(engine, work[name], number(first), number(again)))
     for (engine, text), names in reasons.items():
-        some = [work[name] for name in names] if set(names) != set(WORDS) else []  # else all of them
+        some = names if len(names) < len(work) else []  # else all of them
         lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
@@ -175,24 +167,26 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
     return ["", *lines] if lines else []
 
 
-def details(group: Group, name: str) -> list[str]:
-    """One workload's every figure: median (least–most), how far from the floor, number of samples."""
-    workload = group.workload(name)
-    found = {e: group.rows[e, name] for e in group.engines if group.rows.get((e, name), {}).get("samples")}
-    figures = dict.fromkeys(figure for row in found.values() for sample in row["samples"] for figure in sample)
-    figures = [figure for figure in figures if figure not in ("repeat", "file")]
-    summary = f"<details><summary>{WORDS[name]} ({name}): {workload['description']}</summary>"
-    lines = [summary, "", f"Hash `{workload['hash'][:12]}`.", ""]
-    heads = ["engine", *map(_heading, figures), "samples"]
-    rows: list[list[object]] = [["*floor*", *(number(group.floor(name, f)) for f in figures), ""]]
-    for engine, row in found.items():
-        cells = []
-        for figure in figures:
-            far = against_floor(figure, group.median(engine, name, figure), group.floor(name, figure))
-            cells.append(spread(group.values(engine, name, figure)) + (f", {far}" if far != "–" else ""))
-        name, count = (f"*{engine}* †", "") if engine in group.elsewhere else (engine, len(row["samples"]))
-        rows.append([name, *cells, count])
-    return lines + markdown(heads, rows) + ["", "</details>", ""]
+def details(group: Group) -> list[str]:
+    """Every workload's table, folded: each figure with its range, how far from the floor, number of samples."""
+    lines = caption(group, full=True)
+    for name in (name for name in WORDS if name in group.workloads):
+        workload = group.workloads[name]
+        found = {e: group.rows[e, name] for e in group.engines if group.rows.get((e, name), {}).get("samples")}
+        figures = dict.fromkeys(figure for row in found.values() for sample in row["samples"] for figure in sample)
+        figures = [figure for figure in figures if figure not in ("repeat", "file")]
+        rows = [["*floor*", *(number(group.floor(name, f)) for f in figures), ""]]
+        for engine, row in found.items():
+            cells = []
+            for figure in figures:
+                far = against_floor(figure, group.median(engine, name, figure), group.floor(name, figure))
+                cells.append(spread(group.values(engine, name, figure)) + (f", {far}" if far != "–" else ""))
+            elsewhere = engine in group.elsewhere
+            rows.append([f"*{engine}* †" if elsewhere else engine, *cells, "" if elsewhere else len(row["samples"])])
+        lines += [f"<details><summary>{WORDS[name]} ({name}): {workload['description']}</summary>", ""]
+        lines += [f"Hash `{workload['hash'][:12]}`.", ""]
+        lines += [*markdown(["engine", *map(_heading, figures), "samples"], rows), "", "</details>", ""]
+    return lines + notes(group, group.engines)
 
 
 def _heading(figure: str) -> str:
@@ -208,17 +202,9 @@ def caption(group: Group, full: bool = False) -> list[str]:
     shown = [f"{name} {v}" for name, v in where["versions"].items() if v and (full or name == "torch")]
     text = f"Commit {commits}, {where['date'][:10]}, {', '.join(shown)}."
     if full:
-        text += (
-            f" Measured there: copies {number(top['copy_bytes_per_s'] / 1e9)} GB/s, matrix products "
-            f"{number(top['matmul_operations_per_s'] / 1e12)} TFLOP/s."
-        )
+        copies, products = number(top["copy_bytes_per_s"] / 1e9), number(top["matmul_operations_per_s"] / 1e12)
+        text += f" Measured there: copies {copies} GB/s, matrix products {products} TFLOP/s."
     if group.problem:
         why = f"commits are mixed, the work has changed since, or rows have fewer than {LEAST_REPEATS} repeats"
         text = f"To be measured again: {why}. {text}"
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", text, ""]
-
-
-def all_details(group: Group) -> list[str]:
-    """Every workload's table, folded."""
-    lines = [line for name in workload_names() if group.workload(name) for line in details(group, name)]
-    return caption(group, full=True) + lines + notes(group, group.engines)

@@ -90,7 +90,7 @@ def test_what_is_committed_is_what_the_report_makes(quick_figures: None) -> None
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("kind", None, "no 'kind'"),
+        ("kind", None, "no kind"),
         ("environment/commit", None, "no commit"),
         ("environment/commit", "main", "no commit"),
         ("environment/dirty", None, "no commit"),
@@ -136,6 +136,8 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     assert "- A, load: not run: would take about 99 s" in text
     assert "0123456789" in text and "torch 2.11.0" in text
     assert "](benchmarks/plots/cpu-tutor-test-cpu.png)" in text
+    details = (tree / "benchmarks" / "README.md").read_text()
+    assert "| A | 42" in details and "| B | 2" in details, "every engine has its figures"
     stage = (tree / "stage_b_decode_step" / "README.md").read_text()
     assert "| A |" in stage and "| B |" in stage and "| B[x=1] |" in stage
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
@@ -162,7 +164,7 @@ def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree: Path
     message = refusal(tree, payload(), other)
     assert "\n" not in message and "0.json: commit 0123456789; 1.json: commit ffffffffff" in message
     assert "commit 0123456789 with changes" in refusal(tree, broken("environment/dirty", True))
-    assert "fewer than 3 repeats: B (single" in refusal(tree, payload(repeats=range(2), engines=("B",)))
+    assert "fewer than 3 repeats of B" in refusal(tree, payload(repeats=range(2), engines=("B",)))
     assert "the work of 'single' is not today's" in refusal(tree, broken("workloads/single/hash", "0" * 64))
     study = {"kind": "step_cost", "environment": ENVIRONMENT, "rows": [{"samples": [1.0] * n} for n in (2, 3)]}
     assert "1 rows with fewer than 3 samples" in refusal(tree, study)
