@@ -107,8 +107,9 @@ def unread(sequence: BatchSequence) -> Event | None:
 
 def unread_tokens(sequence: BatchSequence) -> list[Token]:
     completion, num_prompt_tokens = sequence.completion, sequence.num_prompt_tokens
-    text, ends, logprobs = completion.text, completion.text_ends, completion.logprobs
+    ends, logprobs = completion.text_ends, completion.logprobs
     start, sequence.num_read = sequence.num_read, len(ends)
+    text = completion.text  # after the count: another thread may be giving the request its next token
     return [
         Token(
             completion.all_token_ids[num_prompt_tokens + i],

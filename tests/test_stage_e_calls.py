@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ import stage_d_paged
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.detokenize import IncrementalDecoder
+from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.mailbox import unread
+from stage_e_batching.step import BatchSequence
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50, 21)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -65,6 +69,29 @@ def test_threads_that_generate_stream_and_give_up_are_served_side_by_side(llm, a
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(call, range(24), timeout=120))
+
+
+def test_text_that_another_threads_step_adds_while_it_is_read_is_read_later(llm):
+    class Busy(Completion):
+        """Gets its next token, from another thread's step, as soon as its text has been looked at."""
+
+        late: ClassVar[list[int]] = []
+
+        def __getattribute__(self, name: str) -> object:
+            found = super().__getattribute__(name)
+            if name == "text" and self.late:
+                self.append(self.late.pop())
+            return found
+
+    token_ids = llm.tokenizer.encode("one two three four")
+    request = Request(0, [1], SamplingParams(max_tokens=100), seed=0)
+    sequence = BatchSequence(Busy(request, llm.tokenizer, frozenset(), 4096), streams=True)
+    for token_id in token_ids[:-1]:
+        sequence.completion.append(token_id)
+    Busy.late.append(token_ids[-1])
+    first, second = unread(sequence), unread(sequence)
+    assert [len(event.tokens) for event in (first, second)] == [len(token_ids) - 1, 1]
+    assert first.text + second.text == "one two three four"
 
 
 def test_a_short_call_beside_a_long_one_does_not_wait_for_its_end(llm, alone):
