@@ -111,7 +111,9 @@ def copy_bandwidth(device: torch.device) -> float:
     if name not in known:
         known[name] = measure_copy_bandwidth(device)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(file)  # at once: another process may be reading it
     return known[name]
 
 

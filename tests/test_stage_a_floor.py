@@ -64,6 +64,22 @@ def test_the_bandwidth_is_measured_once_per_device(monkeypatch: pytest.MonkeyPat
     assert len(measured) == len(json.loads(cache_file().read_text())) == 2
 
 
+def test_a_file_of_bandwidths_that_is_half_written_is_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def write_half(path: Path, text: str, **options: str) -> None:
+        write_text(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: 5e9)
+    copy_bandwidth(CPU)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", write_half)
+        copy_bandwidth(CPU)
+    assert copy_bandwidth(CPU) == 5e9 and len(json.loads(cache_file().read_text())) == 2
+
+
 def test_a_copy_takes_time_and_so_has_a_bandwidth() -> None:
     assert 1e7 < floor.measure_copy_bandwidth(CPU, num_bytes=2**22, repeats=2) < 1e13
 
