@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext, suppress
+from itertools import islice
 
 import pytest
-from fake_model import EOS, FakeRunner, FakeTokenizer, LateTokens, answer_alone, completion_of, make_request, run_all
+from fake_model import (
+    EOS,
+    VOCAB,
+    FakeRunner,
+    FakeTokenizer,
+    LateTokens,
+    answer_alone,
+    completion_of,
+    make_request,
+    run_all,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -14,7 +25,9 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from stage_e_batching.engine import Sampled
+from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.step import ScheduledStep
+from stage_e_batching.waiting_order import Priority
 from stage_f_graph_tp.overlap import AheadSequence
 
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -103,6 +116,24 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
                 assert len(scheduler._free_batch_slots) + scheduler.num_running < scheduler.max_num_seqs
     assert held, "no sequence was preempted in flight"
     assert [outputs[i]["token_ids"] for i in range(3)] == [answer_alone(r, 4096)[0] for r in requests]
+
+
+def test_a_sequence_preempted_in_flight_waits_for_its_token_also_where_the_order_takes_it_from_far_behind():
+    engine = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
+    scheduler = engine.scheduler
+    scheduler.watermark = lambda sequence: 0
+    scheduler.order = Priority(len)
+    requests = [make_request(i, [i % VOCAB] * 48, 1) for i in range(LOOKAHEAD)]  # as many tokens as the pool has
+    requests += [make_request(LOOKAHEAD + i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate((22, 9, 22))]
+    for request in requests:
+        engine.add_request(request, streams=False)
+    held = 0
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
+        held += any(sequence.num_in_flight for sequence in islice(scheduler.waiting, LOOKAHEAD, None))
+    assert held, "no sequence was preempted in flight"
+    assert [outputs[r.index]["token_ids"] for r in requests] == [answer_alone(r, 49)[0] for r in requests]
 
 
 def test_chunks_of_a_prompt_are_in_flight_together():

@@ -13,9 +13,7 @@ runs the steps in the order in which they were launched: several chunks of a pro
 
 from __future__ import annotations
 
-from itertools import islice
-
-from stage_e_batching.scheduler import LOOKAHEAD, Scheduler
+from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep, State
 from stage_f_graph_tp.overlap import AheadSequence
 
@@ -55,7 +53,7 @@ class PipelineScheduler(Scheduler):
 
     def _admit(self, step: ScheduledStep, budget: int) -> None:
         """Admit nobody while a preempted sequence's token is in flight: it is recomputed with that token."""
-        if not any(sequence.num_in_flight for sequence in islice(self.waiting, LOOKAHEAD)):
+        if not any(sequence.state is State.WAITING for sequence in self._slots_in_use):
             super()._admit(step, budget)
 
     def _vacate(self, sequence: AheadSequence) -> None:
