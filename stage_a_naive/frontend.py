@@ -230,6 +230,6 @@ def as_list(prompts: Prompts) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
     listed = list(prompts)
-    if listed and not isinstance(listed[0], (str, list)) and as_integer(listed[0]) is not None:
+    if listed and getattr(listed[0], "ndim", 0) == 0 and as_integer(listed[0]) is not None:
         raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
     return listed

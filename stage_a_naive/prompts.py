@@ -34,7 +34,7 @@ def text_or_ids(index: int, prompt: Prompt) -> str | list[int]:
 
 def token_ids(index: int, ids: object) -> list[int]:
     """A list, tuple, array or tensor of token ids as a list of Python integers."""
-    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         hint = "; decode bytes first: prompt.decode('utf-8')" if isinstance(ids, bytes) else ""
         raise ValueError(f"prompt {index}: a prompt is text or a list of token ids, got {shown(ids)}{hint}")
     listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
