@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from labs import similarity
 from labs.exercises import ROOT, Lab, load_labs
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
+from stage_a_naive.errors import one_line
 
 STUDENT_SECONDS = 1800.0
 
@@ -97,10 +99,14 @@ def main(argv: list[str] | None = None) -> int:
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="six-engines-batch-") as folder:
-        found = submissions_in(args.submissions.resolve())
-        works = {student: unpack(path, Path(folder) / student) for student, path in found.items()}
+        works, rows = {}, []
+        for student, path in submissions_in(args.submissions.resolve()).items():
+            try:
+                works[student] = unpack(path, Path(folder) / student)
+            except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+                rows.append({"student": student, "points": 0, "problem": f"cannot be unpacked: {one_line(error)}"})
         with ThreadPoolExecutor(args.jobs) as pool:
-            rows = list(pool.map(lambda s: grade_one(lab, s, works[s], results / f"{s}.json", args), works))
+            rows += pool.map(lambda s: grade_one(lab, s, works[s], results / f"{s}.json", args), works)
         pairs = similarity.similar_pairs(lab, works)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with (results / "summary.csv").open("w", newline="", encoding="utf-8") as file:

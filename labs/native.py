@@ -98,19 +98,21 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
     library = folder.resolve() / "judged.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(launches_for_cpu(text) if name.endswith(".cu") else text)
-        # -I before the learner's other headers: the judged texts first.
-        unfinished = folder / f"judged-{os.getpid()}.so"
-        run = subprocess.run(
-            [*command, f"-I{folder}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if run.returncode:
-            errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr[-300:]]
-            raise NativeError(errors[0].replace(f"{folder}/", "csrc/"))
-        unfinished.rename(library)
+        with tempfile.TemporaryDirectory(dir=folder) as sources:  # one's own: others may compile the same at this time
+            for name, text in texts.items():
+                file = Path(sources, name)
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(launches_for_cpu(text) if name.endswith(".cu") else text)
+            # -I before the learner's other headers: the judged texts first.
+            unfinished = Path(sources, library.name)
+            run = subprocess.run(
+                [*command, f"-I{sources}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if run.returncode:
+                errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr[-300:]]
+                raise NativeError(errors[0].replace(f"{sources}/", "csrc/"))
+            unfinished.rename(library)
     loaded = ctypes.CDLL(str(library))
     for name in ("lab_warp_sum", "lab_mlp", "lab_layernorm_mlp", "lab_normalise", "lab_mlp_cpu"):
         if hasattr(loaded, name):

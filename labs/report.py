@@ -58,7 +58,7 @@ class Report:
 
     @property
     def points(self) -> float:
-        return sum(mark.points for mark in self.marks)
+        return round(sum(mark.points for mark in self.marks), 1)
 
     @property
     def max_points(self) -> int:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from labs import batch, bodies, grade, hint, pack, progress, starter
+from labs import batch, bodies, grade, hint, native, pack, progress, starter
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
-from labs.native import launches_for_cpu
 from labs.recorder import expected_and_got
 from labs.report import Mark, Report
 from labs.submission import read_answer
@@ -151,7 +150,7 @@ def test_the_starter_overwrites_nothing_without_force_and_keeps_the_old_copy_wit
 
 def test_launches_are_rewritten_for_the_cpu():
     text = "k<T, 4><<<a, b, n * sizeof(T), s>>>(p, 1);\nextern __shared__ uint4 m[];"
-    assert launches_for_cpu(text) == (
+    assert native.launches_for_cpu(text) == (
         "cuda_on_cpu::launch([&] { k<T, 4>(p, 1); }, a, b, n * sizeof(T), s);\nextern uint4 m[];"
     )
 
@@ -436,6 +435,8 @@ def test_a_report_has_the_forms_of_gradescope_and_otter():
     assert otter["total"] == 60 and otter["results"]["A.2"]["possible"] == 40 and otter["tests_hash"] == "abc"
     marks[1].partial, marks[1].num_tests, marks[1].num_passed = True, 4, 3
     assert report.points == 90 and report.as_json()["exercises"][1]["points"] == 30
+    thirds = [Mark("A.1", "one", points, num_tests=3, num_passed=2, partial=True) for points in (10, 15, 25, 50)]
+    assert Report("a", "title", thirds).points == 66.7 == round(sum(mark.points for mark in thirds), 9)
 
 
 def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys):
@@ -451,14 +452,39 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     with tarfile.open(students / "cay.tar.gz", "w:gz") as archive:
         archive.add(students / "cay" / "stage_a_naive", "stage_a_naive")
     shutil.rmtree(students / "cay")
+    (students / "dan.tar.gz").write_bytes(b"no archive")
     assert batch.main(["a", str(students), str(tmp_path / "results"), "--form", "gradescope"]) == 0
     with (tmp_path / "results" / "summary.csv").open() as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
     assert [rows[name]["A.5"] for name in ("ada", "bob", "cay")] == ["10", "10", "0"]
     assert float(rows["ada"]["A.5 seconds"]) >= 0
+    assert rows["dan"]["points"] == "0" and "cannot be unpacked" in rows["dan"]["problem"]
     assert json.loads((tmp_path / "results" / "ada.json").read_text())["tests"][4]["score"] == 10
     pairs = (tmp_path / "results" / "similarity.csv").read_text().splitlines()[1:]
     assert len(pairs) == 1 and pairs[0].startswith("A.5,ada,bob,")
+
+
+def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path))
+    monkeypatch.setattr(native, "_compiler", lambda: "c++")
+    monkeypatch.setattr(native.ctypes, "CDLL", Path)
+    sources = []
+
+    def compile_(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        folder = next(Path(part[2:]) for part in command if part.startswith(f"-I{tmp_path}"))
+        sources.append({file for file in folder.rglob("*") if file.is_file()})
+        if len(sources) == 1:
+            native.cuda_library()  # as another process does meanwhile
+        assert all(file.is_file() for file in sources[0])
+        Path(command[command.index("-o") + 1]).write_bytes(b"a library")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(native.subprocess, "run", compile_)
+    library = native.cuda_library()
+    assert library.read_bytes() == b"a library"
+    assert len(sources) == 2 and not sources[0] & sources[1]
+    native.cuda_library()
+    assert len(sources) == 2, "what was compiled is compiled no more"
 
 
 def test_every_student_has_seeds_of_their_own():
