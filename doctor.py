@@ -71,7 +71,7 @@ def look() -> Machine:
         driver=driver_version(),
         compiler=program_version(os.environ.get("CXX", ""), "g++", "c++", "clang++"),
         nvcc=program_version(str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"), "nvcc"),
-        ninja=package_version("ninja"),
+        ninja=package_version("ninja") or program_version("ninja"),
         triton=package_version("triton"),
         flash_attn=package_version("flash-attn"),
         tutor=(ROOT / "models" / "tutor" / "model.safetensors").is_file(),
@@ -178,19 +178,28 @@ def has_kernels(machine: Machine) -> bool:
 def compile_text(machine: Machine) -> str:
     if machine.compiler is None:
         return "--compile does not work (no C++ compiler)"
+    if machine.gpus and not machine.triton:
+        return "--compile does not work (no Triton)"
     if machine.gpus and not machine.can(TRITON):
         return "--compile: not promised (Triton supports compute capability 8.0 and newer)"
     return "--compile works"
 
 
+def missing_tool(machine: Machine) -> str:
+    """The first of the tools that build CUDA kernels that is not here; "" if all are."""
+    tools = {"a C++ compiler": machine.compiler, "ninja": machine.ninja, "nvcc": machine.nvcc}
+    return next((name for name, found in tools.items() if not found), "")
+
+
 def extension_text(machine: Machine) -> str:
     """Stage C's kernels. That they compile for 7.5, and the decode step for 9.0 alone, was tried with nvcc 13.0."""
-    if machine.compiler is None:
-        return "does not build: no C++ compiler"
+    tool = missing_tool(machine)
+    if tool and tool != "nvcc":
+        return f"does not build: it needs {tool}"
     if not machine.gpus:
         return "the C++ extension's CPU version, built at first use"
-    if not machine.nvcc:
-        return "the C++ extension without its CUDA kernels: no nvcc"
+    if tool:
+        return "runs with DEVICE=cpu alone: its CUDA kernels do not build (no nvcc)"
     kernels = "C++ and CUDA kernels, built at first use"
     return kernels if machine.can(BULK_COPY) else f"{kernels}, without `fused` (it needs compute capability 9.0)"
 
@@ -215,12 +224,11 @@ def graph_text(machine: Machine) -> str:
         return "no CUDA graphs (they need a GPU); tensor parallelism over CPU processes"
     if not (machine.triton and machine.can(TRITON)):
         kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
-    elif machine.nvcc and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
+    elif not (tool := missing_tool(machine)) and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
         kernels = "CUDA graphs, fused kernels, the persistent megakernel for up to four requests"
     else:
         lacks = "227 KB of shared memory per block" if machine.can(BULK_COPY) else "compute capability 9.0"
-        lacks = lacks if machine.nvcc else "nvcc"
-        kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {lacks})"
+        kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {tool or lacks})"
     return f"{kernels}; tensor parallelism over up to {len(machine.gpus)} GPUs"
 
 

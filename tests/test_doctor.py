@@ -42,9 +42,37 @@ def test_a_machine_that_has_everything_needs_nothing() -> None:
 
 def test_it_says_what_a_gpu_machine_lacks() -> None:
     machine = replace(H200, nvcc=None, ninja=None, flash_attn=None)
-    assert "no nvcc" in dict(doctor.stage_lines(machine))["stage_c_fused_mlp"]
+    assert "does not build" in dict(doctor.stage_lines(machine))["stage_c_fused_mlp"]
     advice = "\n".join(doctor.advice(machine))
     assert all(word in advice for word in ("nvcc", "ninja", "flash-attn"))
+
+
+@pytest.mark.parametrize(
+    ("gone", "stage", "says"),
+    [
+        ("triton", "stage_b_decode_step", "--compile does not work (no Triton)"),
+        ("compiler", "stage_b_decode_step", "--compile does not work (no C++ compiler)"),
+        ("compiler", "stage_c_fused_mlp", "does not build: it needs a C++ compiler"),
+        ("ninja", "stage_c_fused_mlp", "does not build: it needs ninja"),
+        ("nvcc", "stage_c_fused_mlp", "runs with DEVICE=cpu alone"),
+        ("ninja", "stage_f_graph_tp", "not the persistent megakernel (it needs ninja)"),
+        ("nvcc", "stage_f_graph_tp", "not the persistent megakernel (it needs nvcc)"),
+    ],
+)
+def test_what_does_not_work_without_a_tool_is_not_promised(gone: str, stage: str, says: str) -> None:
+    assert says in dict(doctor.stage_lines(replace(H200, **{gone: None})))[stage]
+
+
+def test_on_a_cpu_stage_c_needs_a_compiler_and_ninja_and_no_nvcc() -> None:
+    cpu = doctor.Machine(compiler="g++", ninja="1.11")
+    assert "CPU version" in doctor.extension_text(cpu)
+    assert "it needs ninja" in doctor.extension_text(replace(cpu, ninja=None))
+
+
+def test_a_ninja_that_is_no_package_of_this_python_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "package_version", lambda name: None)
+    monkeypatch.setattr(doctor, "program_version", lambda *names: "found" if names == ("ninja",) else None)
+    assert doctor.look().ninja == "found" and doctor.look().triton is None
 
 
 def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does_not_serve() -> None:
