@@ -77,6 +77,7 @@ class LLM(Frontend):
             trace=Trace(self.options.trace) if self.options.trace else None,
         )
         self._finished: list[tuple[int, list[int]]] = []  # requests that `step` has not returned yet
+        self._errors: list[Exception] = []  # what ended others, and `step` has not raised yet
         self.build_time = time.perf_counter() - start
 
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
@@ -140,16 +141,16 @@ class LLM(Frontend):
         prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
         events = self.engine.step()
         self._finished += [(event.request_id, event.output["token_ids"]) for event in events if event.output]
-        for event in events:
-            if event.error is not None:
-                raise event.error
+        self._errors += [event.error for event in events if event.error is not None]
+        if self._errors:
+            raise self._errors.pop(0)
         finished, self._finished = self._finished, []
         prefilled = counters.num_run_prefill_tokens - prefilled
         return finished, prefilled or decoded - counters.num_generated_tokens
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added."""
-        return not self._finished and self.engine.is_finished()
+        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        return not self._finished and not self._errors and self.engine.is_finished()
 
     def exit(self) -> None:
         """Close the engine (nano-vllm's name for `close`)."""

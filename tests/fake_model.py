@@ -104,7 +104,7 @@ class FakeRunner:
             if i < step.num_decodes:
                 assert tokens in ([], [self.last_tokens[sequence.batch_slot]])
                 tokens = [self.last_tokens[sequence.batch_slot]]
-            assert len(tokens) == count
+            assert len(tokens) == count > 0
             if len(self.steps) in self._fail_at and i == len(step) // 2:
                 raise RuntimeError("the device failed")
             for offset, token in enumerate(tokens):

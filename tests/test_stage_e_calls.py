@@ -95,20 +95,22 @@ def test_text_that_another_threads_step_adds_while_it_is_read_is_read_later(llm)
 
 
 def test_a_short_call_beside_a_long_one_does_not_wait_for_its_end(llm, alone):
-    long_ended = threading.Event()
-    begun = threading.Event()
+    begun, short_ended = threading.Event(), threading.Event()
+    pieces: list[str] = []
 
-    def long_call() -> None:
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        llm.generate([PROMPTS[0]], params, False, lambda *_: begun.set())
-        long_ended.set()
+    def take(index: int, piece: str) -> None:
+        pieces.append(piece)
+        begun.set()
+        if len(pieces) == 40:
+            assert short_ended.wait(60), "the short call waits for the long one"
 
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(long_call)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        running = threads.submit(llm.generate, [PROMPTS[0]], params, False, take)
         assert begun.wait(60)
         assert ids(llm.generate([PROMPTS[2]], GREEDY, False)) == [alone[2]]
-        assert not long_ended.is_set()
-        running.result(60)
+        short_ended.set()
+        assert running.result(60)[0]["text"] == "".join(pieces) and len(pieces) > 40
 
 
 def test_a_call_that_drives_no_step_still_lets_the_others_through(llm, alone):
@@ -123,13 +125,18 @@ def test_a_call_that_drives_no_step_still_lets_the_others_through(llm, alone):
 
 
 def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm):
-    begun = threading.Event()
+    begun, aborted = threading.Event(), threading.Event()
+
+    def wait_for_the_abort(*_: object) -> None:
+        begun.set()
+        assert aborted.wait(60)
+
     with ThreadPoolExecutor(1) as threads:
-        params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-        call = threads.submit(llm.generate, [PROMPTS[0]], params, False, lambda *_: begun.set())
+        call = threads.submit(llm.generate, [PROMPTS[0]], GREEDY, False, wait_for_the_abort)
         assert begun.wait(60)
         [sequence] = llm.engine.scheduler.unfinished
         assert llm.engine.abort(sequence.request_id)
+        aborted.set()
         with pytest.raises(RuntimeError, match=r"request \d+ was aborted by another call"):
             call.result(60)
 
@@ -184,6 +191,27 @@ def test_a_sampler_that_fails_for_one_request_ends_that_request_alone(llm, alone
     with pytest.raises((LookupError, ValueError), match=errors.get(fault, "must return integer ids")):
         llm.generate([PROMPTS[2], PROMPTS[3]], [GREEDY, SEVENTH], False)
     assert "".join(pieces + [piece for _, piece in good]) == text_of(llm, alone[1])
+
+
+@pytest.mark.parametrize("stage", SIDE_BY_SIDE, ids=lambda stage: stage.__name__)
+def test_two_samplers_that_fail_in_one_step_end_their_requests_and_step_tells_of_both(alone, stage):
+    llm = stage.LLM("random:qwen2-tiny", device="cpu", **POOL)
+    for name in ("one", "two"):
+
+        def sampler(logits: torch.Tensor, params: list[SamplingParams], name: str = name) -> torch.Tensor:
+            raise LookupError(f"sampler {name} fails")
+
+        llm.sampling_fn = sampler
+        llm.add_request(PROMPTS[2], GREEDY)
+    llm.sampling_fn = None
+    kept = llm.add_request(PROMPTS[3], GREEDY)
+    found, errors = [], []
+    while not llm.is_finished():
+        try:
+            found += llm.step()[0]
+        except LookupError as error:
+            errors.append(str(error))
+    assert errors == ["sampler one fails", "sampler two fails"] and found == [(kept, alone[3])]
 
 
 def test_an_error_in_one_requests_text_ends_that_request_alone(llm, alone, monkeypatch):

@@ -211,6 +211,27 @@ def test_penalty_counts_follow_the_tokens_drawn_and_start_again_with_a_new_owner
     assert choose(sampler, [fresh], [2]).ids.tolist() == choose_one_by_one([fresh])
 
 
+def test_penalties_keep_one_row_of_counts_for_each_request_that_has_some():
+    sampler = Sampler(4, VOCAB, torch.device("cpu"))
+    plain = {"params": SamplingParams(temperature=0), "seed": 1, "prompt": [3], "output": []}
+    penalised = plain | {"params": SamplingParams(temperature=0, presence_penalty=1.0)}
+    for slot in (2, 2, 2, 0):
+        admit_all(sampler, [plain], [2])
+        admit_all(sampler, [penalised], [slot])
+        assert len(sampler._penalties._counts) == 1
+
+
+def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_random_ones():
+    sampler = Sampler(2, VOCAB, torch.device("cpu"))
+    row = {"seed": 1, "prompt": [3], "output": [], "logits": [i / VOCAB for i in range(VOCAB)]}
+    random, greedy = (row | {"params": SamplingParams(temperature=t)} for t in (2.0, 0.0))
+    admit_all(sampler, [random, random], [0, 1])
+    admit_all(sampler, [greedy], [0])
+    for num_generated in range(5):
+        batch = [each | {"output": [0] * num_generated} for each in (greedy, random)]
+        assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
+
+
 def test_noise_keys_are_stage_as():
     sampler = Sampler(3, VOCAB, torch.device("cpu"))
     seeds = [0, 2**64 - 1, 12345678901234567]

@@ -530,6 +530,16 @@ def test_a_request_is_aborted_at_any_moment_and_only_once(moment):
     assert engine.stats()["num_aborted"] == 1
 
 
+def test_without_chunking_prompts_are_first_again_after_a_step_of_decodes():
+    engine = make_engine(num_blocks=4000, block_size=4, max_num_seqs=300, max_num_batched_tokens=300)
+    engine.scheduler.enable_chunked_prefill = False
+    for i in range(3 * (MAX_PROMPT_STEPS + 1)):
+        add(engine, 8, 30, phrase=i + 2)
+        engine.step()
+    kinds = "".join("d" if step.num_decodes else "p" for step in engine.runner.steps)
+    assert kinds == ("p" * MAX_PROMPT_STEPS + "d") * 3
+
+
 def test_a_step_that_fails_costs_recomputation_and_no_request():
     engine = make_engine(**ROOMY, fail_at=frozenset({2, 6}))
     requests = [make_request(i, prompt_of(9, i + 1), 12) for i in range(3)]
@@ -556,7 +566,20 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert [p["id"] for record in records for p in record["preempted"]] == [1]
     assert {"id": 0, "reason": "length"} in [f for record in records for f in record["finished"]]
     assert records[0]["sequences"][0] == {"id": 0, "start": 0, "tokens": 12, "samples": True, "blocks": 3}
+    assert not engine.trace._open
     assert timeline.draw(timeline.read_trace(tmp_path / "trace.jsonl")).png.startswith(b"\x89PNG")
+
+
+def test_a_trace_keeps_nothing_of_steps_that_broke_off(tmp_path):
+    engine = make_engine(**ROOMY, fail_at=frozenset({2}))
+    engine.trace = Trace(tmp_path / "trace.jsonl")
+    add(engine, 9, 5)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        run_all(engine)
+    run_all(engine)
+    assert not engine.trace._open
+    numbers = [json.loads(line)["step"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert numbers == [0, *range(2, 2 + len(numbers) - 1)], "the second broke off"
 
 
 def preempt(engine: Engine, request_id: int) -> None:

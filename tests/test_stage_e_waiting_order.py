@@ -34,6 +34,10 @@ def test_each_order_looks_at_the_waiting_in_its_own_way():
     assert ids(Priority(lambda prompt: -len(prompt)), queue) == [0, 2, 1]
     queue[0].times_overtaken = 1
     assert ids(ShortestFirst(tokens_per_overtake=8), queue) == [0, 1, 2], "one overtake is worth 8 tokens"
+    queue[2].times_overtaken = MAX_OVERTAKES - 1
+    assert len(ids(ShortestFirst(0), queue)) == 3
+    queue[2].times_overtaken += 1
+    assert ids(ShortestFirst(0), queue) == [2], "it has been overtaken as often as may be"
 
 
 def test_the_longest_cached_prefix_goes_first():
