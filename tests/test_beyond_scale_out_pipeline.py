@@ -45,7 +45,7 @@ MIXED = [
     SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
     GREEDY,
 ]
-SECONDS = 10
+SECONDS = 30  # an error must come much sooner than the collectives' timeout of a minute
 START_WORKER = workers._start_worker
 TIGHT = {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6}
 
@@ -170,8 +170,8 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
     try:
         for seconds in (0.05, 0.21, 0.4):
             timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
+                timer.start()  # here: outside it would end the tests
                 for _ in range(200):
                     two_stages.generate(PROMPTS, GREEDY, False)
             timer.join()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,16 +94,28 @@ def test_a_closed_engine_refuses_calls_in_the_same_words_and_closes_twice(llm_cl
 
 def test_a_call_that_waited_for_its_turn_while_the_engine_was_closed_is_refused() -> None:
     llm = NaiveLLM(MODEL, device="cpu")
-    waiting = threading.Event()
+    running, waiting = threading.Event(), threading.Event()
+
+    class ToldLock(nullcontext):
+        """The engine's lock, which tells when a second call comes for it."""
+
+        def __enter__(self) -> None:
+            if running.is_set():
+                waiting.set()
+            self.enter_result.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.enter_result.release()
 
     def wait(*_: object) -> None:
-        waiting.set()
-        time.sleep(0.1)  # for the other call to come and wait
+        running.set()
+        assert waiting.wait(60)
         llm.close()
 
+    llm._lock = ToldLock(llm._lock)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(llm.generate, "abc", GREEDY, use_tqdm=False, on_text=wait)
-        assert waiting.wait(60)
+        assert running.wait(60)
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate("abc", GREEDY, use_tqdm=False)
         assert len(first.result(60)[0]["token_ids"]) == 12

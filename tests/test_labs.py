@@ -274,10 +274,11 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
             "return as_strided(numpy.zeros(1), (10**9,), (10**6,)).sum()"  # fmt: skip
     hang = "while True:\n    pass"
     work = submission(tmp_path, "a", chatml=crash, overlap=hang)
-    report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4", "A.5"], seconds=4)
-    assert states(report) == {"A.1": "failed", "A.4": "passed", "A.5": "failed"}
+    report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4"])
+    assert states(report) == {"A.1": "failed", "A.4": "passed"} and report.whole == ""
     assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message"
-    assert "longer than 4 s" in report.marks[2].reason and report.whole == ""
+    report = grade.grade(load_labs()["a"], work, only=["A.5"], seconds=1)
+    assert states(report) == {"A.5": "failed"} and "longer than 1 s" in report.marks[0].reason
 
 
 def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):

@@ -232,6 +232,15 @@ def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_rand
         assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
 
 
+@pytest.mark.parametrize("alone", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.8}])
+def test_each_filter_works_without_the_others(alone):
+    row = {"prompt": [1], "output": [], "logits": [7.0 * i % VOCAB / 20 for i in range(VOCAB)]}
+    free, filtered = ([row | {"params": p, "seed": seed} for seed in range(20)] for p in (
+        SamplingParams(temperature=3.0), SamplingParams(temperature=3.0, **alone)
+    ))  # fmt: skip
+    assert chosen_for(filtered) == choose_one_by_one(filtered) != chosen_for(free)
+
+
 def test_noise_keys_are_stage_as():
     sampler = Sampler(3, VOCAB, torch.device("cpu"))
     seeds = [0, 2**64 - 1, 12345678901234567]
