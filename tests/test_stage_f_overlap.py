@@ -89,6 +89,21 @@ def llm() -> stage_f_graph_tp.LLM:
     return tiny(num_kvcache_blocks=64, kvcache_block_size=4)
 
 
+def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
+    pool = {"num_blocks": 50, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    engine = make_engine(late=True, fail_at=frozenset({2, 3}), **pool)  # 2 when it is waited for, 3 at its launch
+    request = make_request(0, [1, 2, 3], 9, ignore_eos=True)
+    engine.add_request(request, streams=False)
+    errors, outputs = [], []
+    while engine.has_unfinished():
+        try:
+            outputs += [event.output["token_ids"] for event in engine.step() if event.output]
+        except RuntimeError as error:
+            errors.append(error)
+    assert len(errors) == 1 and errors[0].__context__ is None, "the launch's error, not the one that followed"
+    assert outputs == [answer_alone(request, 4096)[0]]
+
+
 def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monkeypatch):
     for overlap, expected in ((True, "L LW LW LW LW W"), (False, "LW LW LW LW LW")):
         llm, log = tiny(overlap=overlap, num_kvcache_blocks=16), []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
-from stage_f_graph_tp.step_input import StepShape
+from stage_f_graph_tp.step_input import StepShape, host_views
 from tests.test_stage_f_graphs import GREEDY, PROMPTS, EagerRecorder, build, ids
 
 SIZES = (4, 16, 32, 64)
@@ -45,6 +46,18 @@ def test_every_mixture_has_room_for_its_sequences_and_one_of_padding():
             assert (padded.num_seqs == 1) == (seqs == 1 and tokens > 1)
             assert padded.num_seqs == 1 or padded.num_seqs > seqs
             assert (padded.table_width, padded.max_context_len) == (6, 64)
+
+
+@pytest.mark.parametrize("seqs", [1, 4, 8])
+def test_padding_is_one_more_sequence_with_the_tokens_that_are_left_and_then_empty_ones(seqs):
+    graphs = PrefillGraphs([16], max_num_seqs=8, table_width=6, max_model_len=64)
+    shape = graphs.padded(StepShape(12, seqs, seqs, 2, seqs - 1, 13 - seqs, 12)._replace(num_seqs=max(seqs, 2)))
+    host = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)  # as an earlier step may have left it
+    ends = [*range(seqs), 12]
+    host.cu_seqlens_q[: seqs + 1] = ends
+    graphs.pad(host, 12, seqs)
+    assert host.cu_seqlens_q.tolist() == ends + [16] * (9 - seqs)
+    assert host.context_lens[seqs:].tolist() == [0] * (9 - seqs) and host.slot_mapping[12:].tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize("overlap", [True, False])
