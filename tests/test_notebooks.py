@@ -168,4 +168,4 @@ def test_a_cell_to_try_does_not_hold_its_answer(path):
 @each_notebook
 def test_committed_outputs_have_no_notes_of_the_engines(path):
     texts = [output.text for cell in code_cells(run.read(path)) for output in cell.outputs if "text" in output]
-    assert not any(line.startswith("[stage_") for text in texts for line in text.splitlines())
+    assert not any(line.startswith(("[stage_", "[beyond")) for text in texts for line in text.splitlines())
