@@ -68,10 +68,10 @@ def job_for(key: str, work: Path, directories: list[Path], seconds: float = TEST
     return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds)
 
 
-def _before_judging(exercise: Exercise, work: Path) -> tuple[str, str]:
+def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
     """State and reason of an exercise whose verdict is clear without running it."""
     try:
-        return ("", "") if read_answer(exercise, work) else ("not started", exercise.message)
+        return ("", "") if read_answer(exercise, work, audited) else ("not started", exercise.message)
     except Unusable as error:
         return "failed", str(error)
 
@@ -179,6 +179,10 @@ def main(argv: list[str] | None = None) -> int:
     link_models(args.work / lab.prefix)
     if args.show:
         [exercise] = [exercise for exercise in lab.exercises if exercise.id in only]
+        state, reason = _before_judging(exercise, args.work, audited=False)
+        if state:
+            print(f"{exercise.id} {state}: {mark_for(exercise).task if state == 'not started' else reason}")
+            return 1
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
     report = grade(lab, args.work, only, args.tests and args.tests.resolve())
     for mark in report.marks:

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from labs.exercises import WORK, all_exercises
+from labs.exercises import WORK, all_exercises, load_labs
 
 FILE = "hints.json"  # how many were given, by exercise
 
@@ -19,7 +19,9 @@ def next_hints(exercise_id: str, work: Path = WORK) -> list[str]:
     """
     exercises = {exercise.id: exercise for exercise in all_exercises()}
     if exercise_id.upper() not in exercises:
-        raise ValueError(f"there is no exercise {exercise_id!r}; say `make hint D.3`, one of {', '.join(exercises)}")
+        labs = (f"{lab.exercises[0].id} to {lab.exercises[-1].id}" for lab in load_labs().values())
+        said = f"there is no exercise {exercise_id!r};" if exercise_id else "no exercise was named;"
+        raise ValueError(f"{said} say `make hint D.3`: there are {', '.join(labs)}")
     exercise = exercises[exercise_id.upper()]
     file = work / FILE
     given = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

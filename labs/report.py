@@ -25,7 +25,7 @@ class Mark:
     state: str = ""
     reason: str = ""
     seconds: float = 0.0
-    place: str = ""  # file and function
+    task: str = ""  # what to write, and where
     hidden: bool = False  # whether hidden tests were among those that judged it
     num_tests: int = 0
     num_passed: int = 0
@@ -94,7 +94,7 @@ class Report:
         """The form of otter-grader's results: one entry per question with score, possible points and visibility."""
         questions = {
             mark.id: {
-                "name": mark.id, "path": mark.place, "score": mark.points, "possible": mark.max_points,
+                "name": mark.id, "path": mark.task, "score": mark.points, "possible": mark.max_points,
                 "hidden": mark.hidden, "incorrect": mark.state != "passed",
                 "test_cases": [{"name": mark.title, "message": mark.reason, "passed": mark.state == "passed",
                                 "hidden": mark.hidden}],
@@ -113,7 +113,7 @@ class Report:
             points = f"{mark.points}/{mark.max_points}"
             lines.append(f"  {mark.id:4} {mark.title:{width}}  {points:>6}  {mark.state}")
             if mark.state == "not started":
-                lines.append(f"       -> write {mark.place}")
+                lines.append(f"       -> {mark.task}")
             elif mark.reason and mark.state != "passed":
                 lines.append(f"       -> {mark.reason}")
         lines += ["", f"  {'':4} {'total':{width}}  {f'{self.points}/{self.max_points}':>6}"]
@@ -125,8 +125,10 @@ class Report:
 
 def mark_for(exercise: Exercise) -> Mark:
     """A mark without a verdict."""
-    place = f"{exercise.name} in {exercise.copy_in(Path('labs/work'))}" if not exercise.slow else "what makes it fast"
-    return Mark(exercise.id, exercise.title, exercise.points, place=place)
+    task = f"write {exercise.name} in {exercise.copy_in(Path('labs/work'))}"
+    if exercise.slow:
+        task = "find and repair in labs/work/slow what makes it slow"
+    return Mark(exercise.id, exercise.title, exercise.points, task=task)
 
 
 def hash_of_tests(directories: list[Path], letter: str) -> str:

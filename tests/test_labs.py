@@ -358,6 +358,16 @@ def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
     assert "here abc" in out and "assert" in out and not (work / progress.FILE).exists()
 
 
+def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
+    starter.write_starter(load_labs()["a"], tmp_path / "new")
+    assert grade.main(["a", "--work", str(tmp_path / "new"), "--only", "A.5", "--show"]) == 1
+    assert capfd.readouterr().out == "A.5 not started: write overlap in labs/work/stage_a_naive/stop_strings.py\n"
+    work = submission(tmp_path / "wrong", "a", overlap="return (")
+    assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
+    printed = capfd.readouterr()
+    assert printed.out.startswith("A.5 failed: ") and not printed.err
+
+
 @pytest.mark.compiler
 def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     work = submission(tmp_path, "c")

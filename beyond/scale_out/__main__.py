@@ -5,7 +5,7 @@ import sys
 from beyond.scale_out.options import add_options
 from stage_a_naive.cli import run
 
-DESCRIPTION = "Beyond: the layers of a model on several GPUs or machines, one after another."
+DESCRIPTION = "Beyond: the layers of a model on several GPUs or machines, on stage F's engine."
 
 
 def main() -> int:

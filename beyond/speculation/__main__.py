@@ -6,4 +6,4 @@ from beyond.speculation.options import add_options
 from stage_a_naive.cli import run
 
 if __name__ == "__main__":
-    sys.exit(run("beyond.speculation", "Speculative decoding on stage F's engine.", add_options))
+    sys.exit(run("beyond.speculation", "Beyond: speculative decoding on stage F's engine.", add_options))
