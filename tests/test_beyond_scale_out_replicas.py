@@ -153,7 +153,8 @@ def test_beyond_the_room_of_all_replicas_a_request_is_sent_away(server):
     assert "Retry-After" in refused.headers
 
 
-def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(server):
+@pytest.mark.parametrize("killed", ["replica", "its engine"])
+def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(server, killed):
     """Long answers that are not streamed: nothing has reached the client when the replica dies."""
     url, _ = server
     answers: list[Future[httpx.Response]] = []
@@ -170,7 +171,9 @@ def test_requests_that_a_killed_replica_had_accepted_are_answered_by_another(ser
 
     with ThreadPoolExecutor(12) as pool:
         wait_for(both_run)
-        os.kill(victim := min(engines()), signal.SIGKILL)
+        victim = min(engines())
+        [engine] = "".join(file.read_text() for file in Path(f"/proc/{victim}/task").glob("*/children")).split()
+        os.kill(victim if killed == "replica" else int(engine), signal.SIGKILL)
         found = [answer.result().json() for answer in answers]
     assert {answer["usage"]["completion_tokens"] for answer in found} == {400}
     wait_for(lambda: len(engines() - {victim}) == 2)

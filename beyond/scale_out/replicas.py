@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import groupby
@@ -54,6 +55,7 @@ class Engine:
     ) -> None:
         llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
+        self.llm.engine_loop.on_death = self._end_with_engine
         self.api = Api(self.llm, llm.source.name, Limits(), api_key)
         self.app = self.api.app()
 
@@ -92,6 +94,14 @@ class Engine:
         await self.llm.works()
         if (failure := self.llm.engine_loop.failure) is not None:
             raise failure
+
+    def _end_with_engine(self) -> None:
+        """End this process, because its engine's has ended. Ray then starts another replica.
+
+        Nobody has been told of the engine's end yet, so the router sends what was not answered to another replica.
+        """
+        print(f"[replicas] {self.llm.engine_loop.failure}; this replica ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
     async def __del__(self) -> None:
         await self.llm.close()
