@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,7 @@ from serving import wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving import wire  # noqa: E402
-from beyond.serving.engine_loop import Call  # noqa: E402
+from beyond.serving.engine_loop import Call, EngineClosed  # noqa: E402
 from beyond.serving.engine_process import EngineProcess  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
 from beyond.serving.server import serve  # noqa: E402
@@ -197,12 +198,19 @@ def test_news_are_read_as_they_were_written_wherever_the_pipe_cuts_them():
     assert repr(failed.error) == "KeyError('why')"
 
 
-def test_an_error_that_cannot_be_made_again_crosses_as_text():
+def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(monkeypatch):
     class Odd(Exception):
         def __init__(self, number: int, word: str) -> None:
             super().__init__(f"{number} {word}")
 
-    assert str(wire.portable(Odd(3, "times"))) == "Odd: 3 times"
+    plain = type("Plain", (Exception,), {"__module__": "made_by_an_engine"})
+    monkeypatch.setitem(sys.modules, "made_by_an_engine", SimpleNamespace(Plain=plain))  # here it can be pickled
+    undecodable = UnicodeDecodeError("utf-8", b"?", 0, 1, "why")
+    assert repr(wire.portable(Odd(3, "times"))) == "RuntimeError('Odd: 3 times')"
+    assert repr(wire.portable(plain("word"))) == "RuntimeError('Plain: word')"
+    assert str(wire.portable(ValueError(sys))).startswith("ValueError: <module 'sys'")
+    assert repr(wire.portable(undecodable)) == repr(undecodable)
+    assert type(wire.portable(EngineClosed("soon"))) is EngineClosed
 
 
 # ---- the end of either ----------------------------------------------------------------------------------------------

@@ -15,15 +15,16 @@ import struct
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from beyond.serving.engine_loop import EngineClosed, News
 from stage_e_batching.mailbox import Event, Token
 
 if TYPE_CHECKING:
-    from beyond.serving.engine_loop import News
     from stage_e_batching.llm import LLM
 
 HEAD = struct.Struct("!i")
@@ -103,10 +104,14 @@ def pack_result(number: int, done: Future) -> bytes:
 
 
 def portable(error: BaseException) -> BaseException:
-    """An error as the other process can raise and log it: with its traceback as a note, or as text if need be."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # some classes cannot be made again from their message
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    """An error as the other process can raise and log it, with its traceback as a note.
+
+    An error of any class but Python's own and `EngineClosed` crosses as text: the other process might not be able to
+    import the class, and could not read on.
+    """
+    copy: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
+    if type(error).__module__ == "builtins" or isinstance(error, EngineClosed):
+        with suppress(Exception):  # it may hold what cannot be pickled
+            copy = pickle.loads(pickle.dumps(error))
     copy.add_note("in the engine's process:\n" + "".join(traceback.format_exception(error)))
     return copy
