@@ -230,6 +230,16 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served):
     assert served.llm.num_unfinished == 0
 
 
+def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
+    process = EngineProcess("stage_e_batching:LLM", OPTIONS)
+    RemoteLLM(process)
+    process.news.close()
+    process.commands.send(("pause",))
+    process.commands.send(("submit", [Request(0, [1], SamplingParams(), 0)]))
+    process.commands.close()  # it then says that the request will not be answered, and nobody reads that
+    assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err
+
+
 def test_a_server_that_is_killed_leaves_no_process_behind_even_while_it_loads():
     command = [sys.executable, "-m", "beyond.serving", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:

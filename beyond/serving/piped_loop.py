@@ -11,6 +11,7 @@ import select
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
@@ -69,7 +70,7 @@ class PipedLoop(EngineLoop):
         super().__init__(engine, self._write, PipeInbox(commands, self._do))
 
     def _write(self, now: float, news: News) -> None:
-        self._news.send_bytes(pack_news(now, self.failure, news))
+        self._send(pack_news(now, self.failure, news))
 
     def _do(self, name: str, *arguments: object) -> None:
         if name == "submit":
@@ -86,4 +87,8 @@ class PipedLoop(EngineLoop):
             getattr(self, name)()
 
     def _answer(self, number: int, done: Future) -> None:
-        self._news.send_bytes(pack_result(number, done))
+        self._send(pack_result(number, done))
+
+    def _send(self, message: bytes) -> None:
+        with suppress(BrokenPipeError):  # the other process has ended; the inbox says so
+            self._news.send_bytes(message)
