@@ -24,10 +24,11 @@ from serving import wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving import wire  # noqa: E402
+from beyond.serving.__main__ import main, parse, serve_process  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed  # noqa: E402
 from beyond.serving.engine_process import EngineProcess  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
-from beyond.serving.server import serve  # noqa: E402
+from beyond.serving.server import listen, serve  # noqa: E402
 from stage_a_naive.outputs import Request  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 from stage_e_batching.mailbox import Event, Token  # noqa: E402
@@ -216,7 +217,7 @@ def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(monkey
 # ---- the end of either ----------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served):
+def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, capsys):
     """The last test that uses the server."""
     with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=60) as response:
         lines = (line for line in response.iter_lines() if line)
@@ -228,6 +229,7 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served):
     assert "died (SIGKILL)" in str(served.error)
     assert not asyncio.run(served.llm.works())  # which is what /health says
     assert served.llm.num_unfinished == 0
+    assert "ending" not in capsys.readouterr().out  # as if somebody had asked it to
 
 
 def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
@@ -251,12 +253,21 @@ def test_a_server_that_is_killed_leaves_no_process_behind_even_while_it_loads():
     wait_until(lambda: not is_alive(engine))
 
 
-def test_an_engine_that_dies_while_it_loads_is_no_mystery():
+def test_an_engine_that_dies_while_it_loads_is_no_mystery(capsys):
     process = EngineProcess("stage_e_batching:LLM", OPTIONS)
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EngineDied, match=r"while it was loading the model \(SIGKILL\)"):
-        RemoteLLM(process)
+    assert serve_process(process, parse(["--port", "0"])[0]) == 1
+    assert "while it was loading the model (SIGKILL); read what it printed" in capsys.readouterr().err
     process.close()
+
+
+def test_no_model_is_loaded_for_a_port_that_is_taken(monkeypatch, capsys):
+    monkeypatch.setattr("beyond.serving.remote_engine.RemoteLLM", lambda _: pytest.fail("it waits for the model"))
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port), "--device", "cpu"]) == 2
+    told = f"error: cannot listen on host 127.0.0.1, port {port}: Address already in use; choose others\n"
+    assert capsys.readouterr().err == told
 
 
 def test_an_engine_that_does_not_end_is_killed():

@@ -89,11 +89,14 @@ def _options_module(chosen: argparse.Namespace) -> str:
 def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
     """Serve the engine that a process is loading; returns the exit code."""
     from beyond.serving.remote_engine import EngineDied, RemoteLLM  # here: the process imports PyTorch meanwhile
+    from beyond.serving.server import listen
 
+    listen(options.host, options.port).close()  # a port that is taken is told before the model is loaded
     try:
         serve_llm(RemoteLLM(process), process.engine, options)
     except EngineDied as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        hint = "read what it printed, and see whether the machine has enough memory"
+        print(f"error: {one_line(error)}; {hint}", file=sys.stderr)
         return 1
     return 0
 

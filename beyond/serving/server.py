@@ -48,19 +48,20 @@ class Server(uvicorn.Server):
             left = self._llm.num_unfinished
             print(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)", flush=True)
             self._end = asyncio.ensure_future(self._finish())
-            self._end.add_done_callback(self._close)  # also when it is cancelled before it has begun
+            self._end.add_done_callback(lambda _: self.end_now())  # also when it is cancelled before it has begun
         else:
             self._end.cancel()
+
+    def end_now(self) -> None:
+        """End without waiting for answers; those that are not complete get an error."""
+        self._llm.draining = True
+        self._llm.engine_loop.close()
+        self.should_exit = True
 
     async def _finish(self) -> None:
         if not await self._llm.drain(self._deadline):
             left = self._llm.num_unfinished
             print(f"[serving] answers that were not complete after {self._deadline:g} s: {left}", flush=True)
-
-    def _close(self, _: asyncio.Task[None]) -> None:
-        self._llm.draining = True
-        self._llm.engine_loop.close()  # what is left is told so
-        self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -73,7 +74,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # then Python tells the address again
         raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
 
 
@@ -113,7 +114,7 @@ async def serve(
     )  # fmt: skip
     server = Server(config, async_llm, deadline)
     if isinstance(async_llm.engine_loop, RemoteLoop):
-        async_llm.engine_loop.on_death = server.begin_end
+        async_llm.engine_loop.on_death = server.end_now
     if on_ready is not None:
         on_ready(server, listening.getsockname()[1])
     try:
