@@ -253,6 +253,17 @@ def test_a_server_that_is_killed_leaves_no_process_behind_even_while_it_loads():
     wait_until(lambda: not is_alive(engine))
 
 
+def test_ctrl_c_ends_a_server_that_loads_although_an_import_ignores_it(tmp_path):
+    said = "with suppress(KeyboardInterrupt):\n    print('importing', flush=True)\n    time.sleep(60)\n"
+    (tmp_path / "my_engine.py").write_text(f"import time\nfrom contextlib import suppress\n{said}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-m", "beyond.serving", "--engine", "my_engine:LLM"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout.readline() == b"importing\n"
+        server.send_signal(signal.SIGINT)
+        assert (server.wait(30), server.stderr.read()) == (130, b"\ninterrupted\n")
+
+
 def test_an_engine_that_dies_while_it_loads_is_no_mystery(capsys):
     process = EngineProcess("stage_e_batching:LLM", OPTIONS)
     os.kill(process.pid, signal.SIGKILL)

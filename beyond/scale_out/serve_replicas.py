@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit code: 0, or 2 after a one-line error."""
     try:
         return run(argv)
-    except (ValueError, OSError, ImportError, AttributeError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while Ray started

@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import importlib
 import os
+import signal
 import sys
 from contextlib import closing
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from beyond.serving.engine_process import SERVABLE, EngineProcess, freeze_heap
+from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
 from stage_a_naive.errors import one_line
 
 if TYPE_CHECKING:
@@ -27,12 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         options, engine_options = parse(argv)
         with closing(EngineProcess(options.engine or STAGES[options.stage], engine_options)) as process:
             return serve_process(process, options)
-    except (ValueError, OSError, MemoryError, ImportError, AttributeError) as error:
+    except (ValueError, OSError, MemoryError, ImportError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while the model was loaded
-        print("\ninterrupted", file=sys.stderr)
-        return 130
 
 
 def parse(
@@ -77,13 +76,9 @@ def parse(
 
 def _options_module(chosen: argparse.Namespace) -> str:
     """The module that adds the engine's options: the stage's, or where another engine's `options_class` is."""
-    module, _, name = (chosen.engine or STAGES[chosen.stage]).partition(":")
     if chosen.engine is None:
-        return f"{module}.options"  # without PyTorch, which `--help` need not wait for
-    engine = getattr(importlib.import_module(module), name or "LLM")
-    if not hasattr(engine, "options_class"):
-        raise ValueError(f"{chosen.engine} is no engine that can be served; {SERVABLE}")
-    return engine.options_class.__module__
+        return STAGES[chosen.stage].partition(":")[0] + ".options"  # without PyTorch, which `--help` need not wait for
+    return load_class(chosen.engine).options_class.__module__
 
 
 def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
@@ -136,5 +131,15 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         runner.run(work)
 
 
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """What Ctrl-C does while the server loads; the engine's process notices and ends too.
+
+    It raises no `KeyboardInterrupt`, because a library that is being imported may catch that and go on.
+    """
+    print("\ninterrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_at_once)  # until the server runs, which has its own
     raise SystemExit(main())

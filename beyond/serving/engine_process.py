@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stage_e_batching.llm import LLM
 
-SERVABLE = "serve stage E, F or an engine built on them"
 END_SECONDS = 20  # for the step that runs, and for what an engine does at its end
 
 
@@ -119,7 +118,7 @@ def load_class(engine: str) -> type[LLM]:
     if found is None:
         raise ImportError(f"{module} has no {name}")
     if not (isinstance(found, type) and issubclass(found, LLM)):
-        raise ValueError(f"{engine} works on one batch until it is done; {SERVABLE}")
+        raise ValueError(f"{engine} has no continuous batching; serve stage E, F or an engine built on them")
     return found
 
 

@@ -74,7 +74,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # then Python tells the address again
+        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # what follows is the address
         raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
 
 
