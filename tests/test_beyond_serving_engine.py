@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -267,6 +268,19 @@ def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm):
     assert not loop.call(lambda _: llm.engine.has_unfinished()).result(30)
     loop.close()
     loop.join(30)
+
+
+def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm):
+    go_on, told = threading.Event(), []
+    loop = EngineLoop(llm.engine, lambda now, what: told.extend(what))
+    busy = loop.call(lambda _: go_on.wait(30))
+    loop.submit(Call(llm.requests([QUESTION])))
+    loop.close()
+    with pytest.raises(EngineClosed):
+        loop.call(lambda _: None).result(0)  # nobody would be left to do it
+    go_on.set()
+    loop.join(30)
+    assert busy.result(0) and [type(event.error) for _, _, event in told] == [EngineClosed]
 
 
 def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):

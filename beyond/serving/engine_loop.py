@@ -112,7 +112,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """End the thread after its current step; what has not ended is told that it will not."""
-        self._inbox.put(partial(setattr, self, "closed", True))
+        self.closed = True
+        self._inbox.put(lambda: None)  # wakes the thread up
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended."""
@@ -126,7 +127,7 @@ class EngineLoop:
                 self._step()
             else:
                 self._inbox.get()()  # waits where there is nothing to do
-        while not self._inbox.empty():  # what came after the end was decided
+        while not self._inbox.empty():  # what came before `close`
             self._inbox.get()()
         self._fail_all(EngineClosed(CLOSED))
 
@@ -142,9 +143,9 @@ class EngineLoop:
             self.failure = None
         except Exception as error:  # of the device: what a request raises ends that request alone, inside the engine
             self.failure, self._single_step = error, False
-            self._hand_out(self._mailbox.take())
-            self._fail_all(error)
         self._hand_out(self._mailbox.take())
+        if self.failure is not None:
+            self._fail_all(self.failure)
 
     def _hand_out(self, events: list[Event]) -> None:
         news: News = []
