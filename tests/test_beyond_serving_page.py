@@ -18,6 +18,7 @@ from serving import assert_idle, running, wait_until  # noqa: E402
 import stage_e_batching  # noqa: E402
 from benchmarks.pictures.served import CHROMIUM  # noqa: E402
 from beyond.serving import live_view, step_log  # noqa: E402
+from beyond.serving.protocol import Limits  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
 QUESTION = "What is a KV cache?"
@@ -210,6 +211,12 @@ def test_nothing_is_described_while_no_page_is_open(llm, monkeypatch):
 def test_a_button_that_there_is_not_is_refused(server, action):
     response = control(server, action)
     assert response.status_code == 400 and response.json()["error"]["param"] == "action"
+
+
+def test_a_page_that_sends_a_body_is_read_no_further_than_its_limit(llm):
+    with running(llm, limits=Limits(body_bytes=100)) as server:
+        answer = httpx.request("GET", f"{server.url}/live/events", content=b" " * 101, timeout=60)
+    assert answer.status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/page/../live_view.py", "/page/%2e%2e/live_view.py", "/page/", "/page/none.js"])

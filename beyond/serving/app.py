@@ -110,16 +110,21 @@ class Api:
         if scheme.lower() != "bearer" or not right:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
-    async def _read_json(self, request: HttpRequest) -> object:
-        """The body as Python values, read no further than the limit."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # also keeps web pages of other sites out: browsers ask first for this type
-            raise RequestError(f"Content-Type must be application/json, got {shown(kind)}", status=415)
+    async def read_body(self, request: HttpRequest) -> bytes:
+        """The body, read no further than the limit. The connection's next message is its end."""
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > self.limits.body_bytes:
                 raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        return bytes(body)
+
+    async def _read_json(self, request: HttpRequest) -> object:
+        """The body as Python values."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also keeps web pages of other sites out: browsers ask first for this type
+            raise RequestError(f"Content-Type must be application/json, got {shown(kind)}", status=415)
+        body = await self.read_body(request)
         try:
             return json.loads(body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:

@@ -62,7 +62,7 @@ class LiveView:
 
     async def events(self, request: HttpRequest) -> Response:
         """`GET /live/events`: a picture of the engine whenever something has changed, as server-sent events."""
-        await request.body()  # empty; the next message is the connection's end
+        await self._api.read_body(request)  # it is empty, but has to be read before the connection's end
         return PictureStream(self)
 
     async def control(self, body: object) -> Response:
