@@ -215,6 +215,13 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
         assert counters.num_accepted_tokens + counters.num_verifications + 1 == 31
 
 
+def test_each_draft_of_a_step_is_a_verification():
+    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), **POOL)
+    step_until_idle(engine, *(make_request(i, [5, 6, 7 + i], 31, ignore_eos=True) for i in range(3)))
+    assert engine.counters.num_steps < 3 * 7, "they ran together"
+    assert engine.counters.num_verifications + engine.counters.num_accepted_tokens + 3 == 3 * 31
+
+
 def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
     engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 6), **POOL)
     request = make_request(0, [5, 6, 7], 10, ignore_eos=True)
@@ -309,6 +316,9 @@ def test_a_gain_brings_the_shortest_pause_back():
         sequence.num_right = right
         sequence.settle()
     assert sequence.pause == 8 * FIRST_PAUSE and sequence.resume_at == 3 + 4 * FIRST_PAUSE
+    sequence.num_right = 1
+    sequence.settle()
+    assert sequence.pause == 8 * FIRST_PAUSE and sequence.balance == 0, "it has paid for itself and gained nothing"
     sequence.num_right = 3
     sequence.settle()
     assert sequence.pause == FIRST_PAUSE and sequence.balance == 2

@@ -226,6 +226,18 @@ def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
     assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (30, 6, 23)
 
 
+def test_each_sequences_guesses_of_a_step_are_a_verification():
+    engine = make_engine(**POOL)
+    engine.drafter = Switched()
+    for i in range(3):
+        engine.add_request(make_request(i, [5, 6, 7 + i], 30, ignore_eos=True), streams=False)
+    while engine.has_unfinished():
+        engine.step()
+    counters = engine.counters
+    assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (90, 18, 69)
+    assert counters.num_steps < 3 * 6, "they ran together"
+
+
 @pytest.mark.parametrize("max_tokens", range(2, 13))
 def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
     engine = make_engine(**POOL | {"block_size": 1})
