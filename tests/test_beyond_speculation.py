@@ -39,7 +39,7 @@ from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, verification_sizes
 from beyond.speculation.scheduler import DraftScheduler
-from beyond.speculation.sequence import FIRST_PAUSE, SpeculativeSequence
+from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
@@ -322,6 +322,18 @@ def test_a_gain_brings_the_shortest_pause_back():
     sequence.num_right = 3
     sequence.settle()
     assert sequence.pause == FIRST_PAUSE and sequence.balance == 2
+
+
+def test_a_request_that_used_to_gain_pauses_after_a_handful_of_losses():
+    sequence = SpeculativeSequence(completion_of([1, 2, 3]))
+    for _ in range(20):
+        sequence.num_right = 4
+        sequence.settle()
+    losses = 0
+    while not sequence.is_pausing:
+        sequence.settle()
+        losses += 1
+    assert losses == MOST_CREDIT / COST + 1
 
 
 # ---- n-grams ---------------------------------------------------------------------------------------------------
