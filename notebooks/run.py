@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
+from traitlets.config import Config
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
@@ -64,12 +66,15 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
     notebook = read(path)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False,
-        resources={"metadata": {"path": str(FOLDER)}},
-        on_cell_start=on_cell and (lambda **_: on_cell()),
-    )  # fmt: skip
-    client.execute(env=environment)
+    with tempfile.TemporaryDirectory() as folder:
+        # The kernel has socket files and no ports, which another process may take between their choice and their use.
+        sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}
+        client = NotebookClient(
+            notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False,
+            config=Config(KernelManager=sockets), resources={"metadata": {"path": str(FOLDER)}},
+            on_cell_start=on_cell and (lambda **_: on_cell()),
+        )  # fmt: skip
+        client.execute(env=environment)
     tidy(notebook)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

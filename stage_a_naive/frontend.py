@@ -230,6 +230,7 @@ def as_list(prompts: Prompts) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
     listed = list(prompts)
-    if listed and getattr(listed[0], "ndim", 0) == 0 and as_integer(listed[0]) is not None:
+    first = listed[0] if listed else ""
+    if not isinstance(first, (str, list)) and getattr(first, "ndim", 0) == 0 and as_integer(first) is not None:
         raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
     return listed

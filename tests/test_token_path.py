@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -36,11 +37,14 @@ def files_run(call: Callable[[], object]) -> set[Path]:
             codes.add(frame.f_code)
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # an engine of another test that is found to be garbage during the call would run its own files
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(before)
+        gc.enable()
     places = {(Path(code.co_filename), code.co_firstlineno) for code in codes}
     stages = {folder for folder in ROOT.glob("stage_*") if folder.is_dir()}  # not what is installed in a .venv here
     here = {(path, line) for path, line in places if stages.intersection(path.parents)}
