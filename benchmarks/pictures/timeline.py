@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
     draw(read_trace(arguments.trace), arguments.title).save(arguments.picture)
+    print(f"written: {arguments.picture}")
 
 
 if __name__ == "__main__":
