@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,15 +39,16 @@ NOTES = {  # what stands below a table, by language
         "work": list(WORDS.values()), "comma": ", ", "colon": ": ", "not_run": "not run: ", "error": "failed: ",
         "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
                  "{} ms from then on",
-        "elsewhere": "measured elsewhere, same workload: ",
+        "elsewhere": "measured elsewhere, same workload: ", "too_long": r"\g<0>",
     },
     "zh": {
         "work": ["单个请求", "批处理", "高负载", "共享前缀", "首个 token"], "comma": "，", "colon": "：",
         "not_run": "没有运行：", "error": "失败：",
         "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
-        "elsewhere": "在别处测量，负载相同：",
+        "elsewhere": "在别处测量，负载相同：", "too_long": r"大约要 \1 秒，上限是 \2 秒",
     },
 }  # fmt: skip
+TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
 START = Column("start-up, s", "single", "startup_seconds")
 STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
@@ -154,7 +156,8 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
             continue
         for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
-                reasons.setdefault((engine, f"{words[outcome]}{row[outcome].splitlines()[0]}"), []).append(work[name])
+                reason = TOO_LONG.sub(words["too_long"], row[outcome].splitlines()[0])
+                reasons.setdefault((engine, words[outcome] + reason), []).append(work[name])
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
             lines.append("- " + words["first"].format(engine, work[name], number(first), number(again)))
