@@ -19,8 +19,7 @@ from pathlib import Path
 from benchmarks import excerpts, micro, tables
 from benchmarks.front import front_page
 from benchmarks.groups import Group, group_results
-from benchmarks.pictures.rates import plot_rates
-from benchmarks.pictures.roofline import draw_roofline
+from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, few_repeats, load_all, mixture
 from benchmarks.tables import STAGE_PACKAGES
 from benchmarks.text import markdown

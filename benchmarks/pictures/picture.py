@@ -1,4 +1,4 @@
-"""A drawn figure as a value, and the panels and bars that most figures are made of.
+"""A drawn figure as a value, and the panels, bars and boxes that most figures are made of.
 
 Notebooks show a `Picture` and files hold it; nothing depends on which drawing backend is on.
 """
@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-DPI = 80
+# Of Okabe and Ito ("Color Universal Design", 2008): people with any kind of colour vision can tell them apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
-SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"  # with those above, the palette of Okabe and Ito
+SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
+STAGES = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}  # the same in all pictures
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that have no colour of their own
 
 
+@dataclass(frozen=True)
 class Picture:
-    """A PNG with a sentence that says what is on it, for those who cannot see it.
+    """The bytes of a PNG file, and a sentence that says what is on it, for those who cannot see it."""
 
-    Args:
-        png: the file's bytes.
-        text: the sentence.
-    """
-
-    def __init__(self, png: bytes, text: str) -> None:
-        self.png = png
-        self.text = text
+    png: bytes
+    text: str
 
     def _repr_png_(self) -> bytes:
         return self.png
@@ -45,7 +43,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(figure: Figure, text: str, dpi: int = DPI) -> Picture:
+def finish(figure: Figure, text: str, dpi: int = 80) -> Picture:
     """Draw the figure into a picture."""
     buffer = io.BytesIO()
     # No version or date in the file, so that the same figures give the same bytes.
@@ -87,6 +85,24 @@ def new_panel(
     """A figure with a single plain panel and its labels."""
     figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y, "title": title}, grid=grid)
     return figure, axes
+
+
+def new_canvas(width: float, height: float, **limits: object) -> tuple[Figure, Axes]:
+    """A figure to draw on freely: without axes, with the limits that `Axes.set` is given."""
+    figure = new_figure(width, height)
+    axes = figure.subplots()
+    axes.set(**limits)
+    axes.axis("off")
+    return figure, axes
+
+
+def draw_box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", size: float | None = None,
+    **look: object,
+) -> None:  # fmt: skip
+    """A rectangle with a text in its middle; `look` is what `Rectangle` is given."""
+    axes.add_patch(Rectangle((x, y), width, height, **look))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
 
 
 Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, marker and line as `Axes.plot` has them

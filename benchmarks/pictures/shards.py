@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import zip_longest
 from math import prod
+from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from torch import Tensor
 
-from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, finish, new_figure, plain
+from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, draw_box, finish, new_figure, plain
 from stage_a_naive.checkpoint import TensorSource
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
@@ -27,21 +29,18 @@ MATRICES = {  # by the end of its name in the checkpoint
     "layers.0.mlp.up_proj": "up",
     "layers.0.mlp.down_proj": "down",
 }
-LONGEST = 2.6
+LONGEST = 2.6  # no side is drawn longer than this many times the hidden size's
+
+Bounds = tuple[tuple[int, int], ...]  # rows and columns as (start, stop)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank reads of one tensor: rows and columns as (start, stop)."""
+class Part(NamedTuple):
+    """What one rank reads of one tensor."""
 
     rank: int
     name: str
     shape: tuple[int, ...]
-    bounds: tuple[tuple[int, int], ...]
-
-    @property
-    def numbers(self) -> int:
-        return prod(stop - start for start, stop in self.bounds)
+    bounds: Bounds
 
 
 class _Recorder(TensorSource):
@@ -49,27 +48,23 @@ class _Recorder(TensorSource):
 
     name = "recorder"
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.parts: list[Part] = []
+    def __init__(self, rank: int, parts: list[Part]) -> None:
+        self.rank, self.parts = rank, parts
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> _Noted:
-        return _Noted(self, name, shape)
+        return _Noted(shape, lambda bounds: self.parts.append(Part(self.rank, name, shape, bounds)))
 
 
-@dataclass(frozen=True)
-class _Noted:
+class _Noted(NamedTuple):
     """A tensor of a `_Recorder`: indexing it notes the part."""
 
-    recorder: _Recorder
-    name: str
     shape: tuple[int, ...]
+    note: Callable[[Bounds], None]
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=False)]
-        bounds += [(0, size) for size in self.shape[len(bounds) :]]
-        self.recorder.parts.append(Part(self.recorder.rank, self.name, self.shape, tuple(bounds)))
+        whole = zip_longest(index, self.shape, fillvalue=slice(None))
+        self.note(tuple(part.indices(size)[:2] for part, size in whole))
         return torch.empty(self.shape, device="meta")[index]
 
 
@@ -79,24 +74,18 @@ def split(model: str, size: int) -> list[Part]:
     Raises:
         ValueError: this number of ranks does not divide the model.
     """
-    config = ModelConfig.from_hf(resolve(model).config)
-    parts: list[Part] = []
+    config, parts = ModelConfig.from_hf(resolve(model).config), []
     for rank in range(size):
-        recorder = _Recorder(rank)
-        model = DecoderModel(shard_config(config, size), None, 8, torch.float32, torch.device("meta"))
-        model.load(ShardedWeightLoader(recorder, config, rank, size))
-        parts += recorder.parts
+        own = DecoderModel(shard_config(config, size), None, 8, torch.float32, torch.device("meta"))
+        own.load(ShardedWeightLoader(_Recorder(rank, parts), config, rank, size))
     return parts
 
 
 def draw_split(parts: list[Part]) -> Picture:
-    """The matrices of one layer and the embedding, each region in its rank's colour.
-
-    Lengths are roots of sizes, and no side is drawn longer than `LONGEST` times the hidden size's.
-    """
+    """The matrices of one layer and the embedding, each region in its rank's colour; lengths are roots of sizes."""
     figure = new_figure(10, 3.1)
-    ranks = _draw_matrices(figure.subplots(), parts)
-    return finish(figure, f"the matrices of a layer and which of {ranks} ranks holds which part")
+    _draw_matrices(figure.subplots(), parts)
+    return finish(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
 
 
 def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2, 4)) -> Picture:
@@ -105,46 +94,40 @@ def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2,
     above, below = figure.subplots(2, height_ratios=(3, 1.3))
     _draw_matrices(above, split(model, 2))
     config = ModelConfig.from_hf(resolve(model).config)
-    read = {size: 2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes}
     sums = 2 * config.num_layers + 1  # two per layer in the skinny GEMMs, in float32, and the embedding's in 16 bits
     kilobytes = (4 * (sums - 1) + 2) * config.hidden_size / 1e3
-    labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
     more = f", and {sums} sums: {kilobytes:.0f} KB to each other rank"
-    texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in read.items()]
-    draw_bars(below, labels, [(None, list(read.values()), BLUE)], texts, room=1.1, height=0.6)
+    labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
+    own = [[part for part in split(model, size) if part.rank == 0] for size in sizes]
+    read = [2 * sum(prod(stop - start for start, stop in part.bounds) for part in parts) / 1e6 for parts in own]
+    texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in zip(sizes, read, strict=True)]
+    draw_bars(below, labels, [(None, read, BLUE)], texts, room=1.1, height=0.6)
     below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
     plain(below, "x")
     figure.suptitle("Each rank reads its share of every matrix; what the ranks add up is small", fontsize=12)
     return finish(figure, "which rank holds which part of a layer, and the bytes that a rank reads per step")
 
 
-def _draw_matrices(axes: Axes, parts: list[Part]) -> int:
-    """Draws the embedding and one layer's matrices side by side; returns the number of ranks."""
-    ranks = 1 + max(part.rank for part in parts)
+def _draw_matrices(axes: Axes, parts: list[Part]) -> None:
+    """Draw the embedding and one layer's matrices side by side; a side of the hidden size is 1 long."""
     found = {label: [p for p in parts if p.name == f"model.{name}.weight"] for name, label in MATRICES.items()}
     hidden, x = found["Q"][0].shape[1], 0.0
     for label, own in found.items():
-        x += _draw_matrix(axes, x, label, own, hidden) + 0.45
-    handles = [Patch(color=PALETTE[rank % len(PALETTE)], label=f"rank {rank}") for rank in range(ranks)]
-    axes.legend(handles=handles, frameon=False, loc="lower right", ncols=ranks)
+        rows, columns = own[0].shape
+        height, width = (min(LONGEST, (side / hidden) ** 0.5) for side in (rows, columns))
+        holders: dict[Bounds, list[int]] = {}
+        for part in own:
+            holders.setdefault(part.bounds, []).append(part.rank)
+        for ((top, bottom), (left, right)), ranks in holders.items():
+            one = (right - left) / columns * width / len(ranks)  # ranks that hold the same part share it in stripes
+            for i, rank in enumerate(ranks):
+                corner = x + left / columns * width + i * one, top / rows * height
+                look = {"facecolor": PALETTE[rank % len(PALETTE)], "edgecolor": "white", "linewidth": 1}
+                draw_box(axes, *corner, one, (bottom - top) / rows * height, **look)
+        axes.text(x + width / 2, -0.06, f"{label}\n{rows} × {columns}", ha="center", va="bottom", fontsize=9)
+        x += width + 0.45
+    ranks = range(1 + parts[-1].rank)
+    handles = [Patch(color=PALETTE[rank % len(PALETTE)], label=f"rank {rank}") for rank in ranks]
+    axes.legend(handles=handles, frameon=False, loc="lower right", ncols=len(ranks))
     axes.set(xlim=(-0.1, x), ylim=(LONGEST + 0.1, -0.8), aspect="equal")
     axes.axis("off")
-    return ranks
-
-
-def _draw_matrix(axes: Axes, x: float, label: str, parts: list[Part], hidden: int) -> float:
-    """Draws one matrix with its upper left corner at (x, 0); returns its width. A side of `hidden` is drawn 1 long."""
-    rows, columns = parts[0].shape
-    height, width = (min(LONGEST, (side / hidden) ** 0.5) for side in (rows, columns))
-    holders: dict[tuple, list[int]] = {}
-    for part in parts:
-        holders.setdefault(part.bounds, []).append(part.rank)
-    for ((top, bottom), (left, right)), ranks in holders.items():
-        for i, rank in enumerate(ranks):  # several ranks that hold the same part share its area in stripes
-            one = (right - left) / columns * width / len(ranks)
-            corner = (x + left / columns * width + i * one, top / rows * height)
-            box = Rectangle(corner, one, (bottom - top) / rows * height, facecolor=PALETTE[rank % len(PALETTE)],
-                            edgecolor="white", linewidth=1)  # fmt: skip
-            axes.add_patch(box)
-    axes.text(x + width / 2, -0.06, f"{label}\n{rows} × {columns}", ha="center", va="bottom", fontsize=9)
-    return width

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from benchmarks.pictures.picture import GREEN, GREY, Picture, finish, new_figure
+from benchmarks.pictures.picture import GREEN, GREY, Picture, finish, new_canvas
 from beyond.speculation import LLM
 from stage_a_naive.chat import render_chat
 from stage_a_naive.sampling import SamplingParams
@@ -12,8 +13,7 @@ from stage_a_naive.sampling import SamplingParams
 WIDTH = 96  # characters in a line
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The tokens that a step gave, as text: last the one that it sampled, before it the guesses that were right."""
 
     pieces: list[str]
@@ -38,12 +38,11 @@ def record_steps(llm: LLM, messages: list[dict[str, str]], max_tokens: int = 120
     while not llm.is_finished():
         before = replace(llm.engine.counters)
         llm.step()
-        ids, known = sequence.token_ids[known:], len(sequence.token_ids)
+        ids, known, now = sequence.token_ids[known:], len(sequence.token_ids), llm.engine.counters
         if ids:
-            pieces = [llm.tokenizer.decode([token_id]) for token_id in ids]
-            now = llm.engine.counters
             drafted = now.num_draft_tokens - before.num_draft_tokens
-            steps.append(Step(pieces, drafted, now.num_accepted_tokens - before.num_accepted_tokens))
+            right = now.num_accepted_tokens - before.num_accepted_tokens
+            steps.append(Step([llm.tokenizer.decode([token_id]) for token_id in ids], drafted, right))
     return steps
 
 
@@ -57,17 +56,11 @@ def draw_tokens(steps: list[Step]) -> Picture:
             if column + len(text) > WIDTH:
                 line, column = line + 1, 0
             placed.append((line, column, text, GREEN if 0 <= i - step.first_guess < step.num_right else GREY))
-            column += len(text)
-            if "\n" in piece:
-                line, column = line + 1, 0
-    figure = new_figure(10, 0.28 * (line + 1) + 0.5)
-    axes = figure.subplots()
+            line, column = (line + 1, 0) if "\n" in piece else (line, column + len(text))
+    figure, axes = new_canvas(10, 0.28 * (line + 1) + 0.5, xlim=(0, WIDTH), ylim=(line + 0.6, -0.6))
     for line_of, column_of, text, colour in placed:
         axes.barh(line_of, len(text) - 0.12, left=column_of, height=0.8, color=colour, alpha=0.35)
         axes.text(column_of, line_of, text, family="monospace", fontsize=9.2, va="center")
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(line + 0.6, -0.6)
-    axes.axis("off")
     right, tokens = sum(step.num_right for step in steps), sum(len(step.pieces) for step in steps)
     axes.set_title(f"{right} of {tokens} tokens were guessed (green): {len(steps)} steps", fontsize=11, loc="left")
     return finish(figure, "an answer, with the tokens that were guessed right in colour", dpi=90)
