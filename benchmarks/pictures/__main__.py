@@ -6,20 +6,20 @@ python -m benchmarks.pictures            # all of them, beside the lessons that 
 from __future__ import annotations
 
 from benchmarks.micro import coalescing
-from benchmarks.pictures import attention, decoder, pages, quantization, shards
+from benchmarks.pictures import pages, quantization, shards, stage_d
 from benchmarks.results import ROOT
 
 FIGURES = {
     "stage_c_fused_mlp/reads.png": coalescing.draw_reads,
     "stage_d_paged/figures/fragmentation.png": pages.draw_fragmentation,
     "stage_d_paged/figures/cached_blocks.png": pages.draw_cached_blocks,
-    "stage_d_paged/figures/layer.png": decoder.draw_layer,
-    "stage_d_paged/figures/norm.png": decoder.draw_norm,
-    "stage_d_paged/figures/rope.png": decoder.draw_rope,
-    "stage_d_paged/figures/gqa.png": decoder.draw_gqa,
-    "stage_d_paged/figures/swiglu.png": decoder.draw_swiglu,
-    "stage_d_paged/attention/online_softmax.png": attention.draw_online_softmax,
-    "stage_d_paged/attention/splits.png": attention.draw_splits,
+    "stage_d_paged/figures/layer.png": stage_d.draw_layer,
+    "stage_d_paged/figures/norm.png": stage_d.draw_norm,
+    "stage_d_paged/figures/rope.png": stage_d.draw_rope,
+    "stage_d_paged/figures/gqa.png": stage_d.draw_gqa,
+    "stage_d_paged/figures/swiglu.png": stage_d.draw_swiglu,
+    "stage_d_paged/attention/online_softmax.png": stage_d.draw_online_softmax,
+    "stage_d_paged/attention/splits.png": stage_d.draw_splits,
     "stage_f_graph_tp/tensor_parallel/ranks.png": shards.draw_ranks,
     "beyond/quantization/figures/outlier.png": quantization.draw_outlier,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.micro.quantized_quality import Text, load, logits_of, read_texts
+from benchmarks.micro.quantized_quality import load, logits_of, read_texts
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel, new_panels
 from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
@@ -51,14 +51,6 @@ def draw_outlier() -> Picture:
     return draw_errors(row_with_outlier())
 
 
-def share_exact(largest: int, group_size: int | None, texts: list[Text]) -> float:
-    """The share of the tutor's answers that stay exact when its layers have integers from -largest to largest."""
-    runtime = load("tutor", "cpu", "float32", {})
-    make_coarse(runtime, largest, group_size)
-    exact = [logits_of(runtime, text).argmax(-1).tolist() == text.ids[text.first :] for text in texts]
-    return sum(exact) / len(exact)
-
-
 def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
     """Round the layers' matrices as if they were stored in integers from -largest to largest."""
     for layer in runtime.model.layers:
@@ -70,24 +62,30 @@ def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
 
 def exact_by_bits(bits: tuple[int, ...] = (8, 4, 3), count: int = 16) -> dict[str, dict[int, float]]:
     """The share of the first `count` answers that stay exact, by bits per weight, with both ways to share scales."""
-    texts = read_texts()[:count]
-    ways = {"a scale per row": None, "a scale per 64 columns": 64}
-    return {way: {b: share_exact(2 ** (b - 1) - 1, group, texts) for b in bits} for way, group in ways.items()}
+    shares: dict[str, dict[int, float]] = {}
+    for way, group_size in {"a scale per row": None, "a scale per 64 columns": 64}.items():
+        for b in bits:
+            runtime = load("tutor", "cpu", "float32", {})
+            make_coarse(runtime, 2 ** (b - 1) - 1, group_size)
+            texts = read_texts()[:count]
+            exact = [logits_of(runtime, text).argmax(-1).tolist() == text.ids[text.first :] for text in texts]
+            shares.setdefault(way, {})[b] = sum(exact) / count
+    return shares
 
 
 def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
     """Exact answers by bits per weight."""
-    by_bits = zip(*(by_bits.items() for by_bits in shares.values()), strict=True)
-    enough = min(pairs[0][0] for pairs in by_bits if all(share == 1 for _, share in pairs))
+    bits = list(next(iter(shares.values())))
+    enough = min(b for b in bits if all(by_bits[b] == 1 for by_bits in shares.values()))
     figure, axes = new_panel(8, 2.8, "", "answers word for word", f"Every answer is exact down to {enough} bits")
     width = 0.8 / len(shares)
     for i, ((way, by_bits), colour) in enumerate(zip(shares.items(), (BLUE, ORANGE), strict=True)):
-        positions = [place + i * width for place in range(len(by_bits))]
+        positions = [place + i * width for place in range(len(bits))]
         bars = axes.bar(positions, by_bits.values(), width, color=colour, label=way)
         axes.bar_label(bars, [f"{share:.0%}" for share in by_bits.values()], fontsize=9)
-    axes.set_xticks([place + width / 2 for place in range(len(by_bits))], [f"{b} bits" for b in by_bits])
-    axes.set_ylim(0, 1.4)
+    axes.set_xticks([place + width / 2 for place in range(len(bits))], [f"{b} bits" for b in bits])
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    axes.set_ylim(0, 1.4)
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
     return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
 
@@ -121,6 +119,5 @@ def draw_bytes(model: str, batches: dict[str, tuple[int, int]]) -> Picture:
         totals = [f"{a + b:.2f} GB" for a, b in zip(weights, keys_values, strict=True)]
         draw_bars(axes, list(costs), (("weights", weights, BLUE), ("KV cache", keys_values, ORANGE)), totals, room=1.3)
     panels[0].legend(frameon=False, fontsize=9, loc="lower right")
-    for axes in panels[1:]:
-        axes.set_yticklabels([])
+    panels[-1].set_yticklabels([])
     return finish(figure, f"bytes of weights and KV cache that a decode step of {model} reads", dpi=90)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_figure, new_panel
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_panel
 from benchmarks.recording import Recording
 from benchmarks.text import number
 
@@ -42,10 +42,11 @@ def draw_kinds(recordings: list[Recording]) -> Picture:
 
 def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step", title: str = "") -> Picture:
     """The kernels of a few steps on one time axis: a mark is work, grey is waiting."""
-    figure = new_figure(10, 0.9 * len(recordings) + 1.1)
-    axes = figure.subplots()
     longest = max(r.whole for r in recordings)
     scale, unit = (1e3, "ms") if longest > 2000 else (1, "µs")
+    counted = f"{recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)}"
+    label = f"{unit}; {counted} on {device}, under the profiler, which slows the CPU down"
+    figure, axes = new_panel(10, 0.9 * len(recordings) + 1.1, label, title=title, grid="")
     for lane, r in enumerate(recordings):
         axes.broken_barh([(0, r.whole / scale)], (lane - 0.33, 0.66), facecolor="#eeeeee", linewidth=0)
         spans = [(s.start / scale, s.length / scale) for s in r.spans]
@@ -55,13 +56,8 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
             f"at work {r.busy / r.whole:.0%} of the time"
         )
         axes.annotate(text, (0, lane - 0.36), va="bottom", fontsize=9)
-    axes.set_ylim(len(recordings) - 0.5, -0.65)
-    axes.set_xlim(0, longest / scale)
-    axes.set_yticks([])
-    counted = f"{recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)}"
-    axes.set_xlabel(f"{unit}; {counted} on {device}, under the profiler, which slows the CPU down")
-    axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set(ylim=(len(recordings) - 0.5, -0.65), xlim=(0, longest / scale), yticks=[])
+    axes.spines["left"].set_visible(False)
     axes.tick_params(colors=GREY, labelcolor="black")
     return finish(figure, f"when kernels run during each {what}, and the gaps between them")
 
@@ -76,13 +72,9 @@ def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) 
     [parts] = {tuple(found) for found in steps.values()}
     figure, axes = new_panel(10, 0.5 * len(steps) + 1.8, axis, grid="x")
     colours = (*PALETTE[: len(parts) - 1], "#EEEEEE")
-    bars = [
-        (part, [found[part] / 1e3 for found in steps.values()], colour)
-        for part, colour in zip(parts, colours, strict=True)
-    ]
-    totals = [sum(found.values()) for found in steps.values()]
-    idle = [found[parts[-1]] / total for found, total in zip(steps.values(), totals, strict=True)]
-    texts = [f"{number(total / 1e3)} ms, {share:.0%} idle" for total, share in zip(totals, idle, strict=True)]
+    bars = [(p, [found[p] / 1e3 for found in steps.values()], c) for p, c in zip(parts, colours, strict=True)]
+    totals = {name: sum(found.values()) for name, found in steps.items()}
+    texts = [f"{number(totals[n] / 1e3)} ms, {found[parts[-1]] / totals[n]:.0%} idle" for n, found in steps.items()]
     draw_bars(axes, list(steps), bars, texts, room=1.25, edgecolor="#888888", linewidth=0.4, height=0.6)
     axes.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     figure.suptitle(title, fontsize=12)

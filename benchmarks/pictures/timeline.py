@@ -1,6 +1,6 @@
 """Pictures of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
 
-Static and continuous batching stand side by side in them, and what a long prompt does to the others' pace. Stage D
+Static and continuous batching are side by side in them, and what a long prompt does to the others' pace. Stage D
 writes no trace; its steps are noted from what its model is given.
 
 python -m stage_e_batching --trace trace.jsonl
@@ -51,8 +51,7 @@ def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "", height: flo
         axes.set_title(name, fontsize=11, loc="left")
         plain(axes, "x")
     panels[-1].set_xlabel("step")
-    if title:
-        figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12)
     return finish(figure, "what each request does in every step: " + "; ".join(runs))
 
 
@@ -61,6 +60,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     figure = new_figure(10, 7)
     lanes, tokens, pool = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.5, 1])
     draw_lanes(lanes, records)
+    lanes.set_title(title, loc="left")
     decodes = [record["num_decodes"] for record in records]
     prefills = [record["num_tokens"] - record["num_decodes"] for record in records]
     steps = [x + 0.5 for x in range(len(records))]
@@ -69,11 +69,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     tokens.set_ylabel("tokens per step")
     pool.step(range(len(records)), [record["used_blocks"] for record in records], where="post", color="#555555")
     pool.axhline(records[0]["num_blocks"], color=PREEMPT, linestyle=":", linewidth=1)
-    pool.set_ylim(0)
-    pool.set_ylabel("blocks in use")
-    pool.set_xlabel("step")
-    if title:
-        lanes.set_title(title, loc="left")
+    pool.set(ylim=0, ylabel="blocks in use", xlabel="step")
     return finish(figure, "which request ran in which step, tokens per step, blocks in use")
 
 
@@ -87,28 +83,27 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
     lane_of = {request: lane for lane, request in enumerate(sorted(ids))}
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for x, record in enumerate(records):
-        for request in record["waiting"]:
-            bars.setdefault((lane_of[request], WAIT), []).append((x, 1))
-        for i, entry in enumerate(record["sequences"]):
-            colour = DECODE if i < record["num_decodes"] else PREFILL
-            bars.setdefault((lane_of[entry["id"]], colour), []).append((x, 1))
-        for request in record.get("padding", ()):
-            bars.setdefault((lane_of[request], PADDING), []).append((x, 1))
+        running = [entry["id"] for entry in record["sequences"]]
+        count = record["num_decodes"]
+        for colour, requests in (
+            (WAIT, record["waiting"]), (DECODE, running[:count]), (PREFILL, running[count:]),
+            (PADDING, record.get("padding", ())),
+        ):  # fmt: skip
+            for request in requests:
+                bars.setdefault((lane_of[request], colour), []).append((x, 1))
         for preemption in record["preempted"]:
             axes.plot(x + 0.5, lane_of[preemption["id"]], "x", color=PREEMPT, zorder=3)
     for (lane, colour), spans in bars.items():
         axes.broken_barh(spans, (lane - 0.4, 0.8), color=colour, linewidth=0)
-    axes.set_ylabel("request")
-    axes.set_ylim(len(lane_of) - 0.4, -0.6)
-    names = [(WAIT, "waits"), (PREFILL, "prefill"), (DECODE, "decode")]
-    if any(record.get("padding") for record in records):
-        names.append((PADDING, "done, keeps its batch slot"))
-    handles = [Patch(color=colour, label=name) for colour, name in names]
+    axes.set(ylabel="request", ylim=(len(lane_of) - 0.4, -0.6))
+    names = {WAIT: "waits", PREFILL: "prefill", DECODE: "decode"}
+    if any(colour == PADDING for _, colour in bars):
+        names[PADDING] = "done, keeps its batch slot"
+    handles = [Patch(color=colour, label=name) for colour, name in names.items()]
     if any(record["preempted"] for record in records):
         handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
-    axes.legend(
-        handles=handles, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9
-    )
+    look = {"ncols": len(handles), "loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "fontsize": 9}
+    axes.legend(handles=handles, **look)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -149,24 +144,18 @@ def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
     return draw_panels(named)
 
 
-def token_gaps(records: Sequence[dict], request: int) -> tuple[list[float], list[float]]:
-    """(when, how long after the one before), in ms, for each token of a request after its first."""
-    ends = [
-        record["end"] for record in records
-        if any(entry["id"] == request and entry["samples"] for entry in record["sequences"])
-    ]  # fmt: skip
-    gaps = [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
-    return [1e3 * (end - ends[0]) for end in ends[1:]], gaps
-
-
 def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
     """The time between two tokens of one request, while a long prompt comes in."""
     ms = f"ms between two tokens\nof request {request}"
     figure, axes = new_panel(9, 3.4, f"ms since the first token of request {request}", ms)
-    for (name, records), colour, marker in zip(runs.items(), (ORANGE, BLUE), "so", strict=False):
-        when, gaps = token_gaps(records, request)
-        label = f"{name}: longest {max(gaps):.0f} ms"
-        axes.plot(when, gaps, f"{marker}-", color=colour, linewidth=1, markersize=4, label=label)
+    for (name, records), colour, look in zip(runs.items(), (ORANGE, BLUE), ("s-", "o-"), strict=False):
+        ends = [
+            1e3 * record["end"] for record in records
+            if any(entry["id"] == request and entry["samples"] for entry in record["sequences"])
+        ]  # fmt: skip
+        gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        when, label = [end - ends[0] for end in ends[1:]], f"{name}: longest {max(gaps):.0f} ms"
+        axes.plot(when, gaps, look, color=colour, linewidth=1, markersize=4, label=label)
     axes.set_ylim(0)
     axes.legend(frameon=False)
     return finish(figure, "the time between two tokens of one request while another one's long prompt is prefilled")

@@ -1,20 +1,21 @@
-"""The parts of stage D's decoder, drawn from its own code: a layer with its shapes, and each of its four ideas."""
+"""The figures of stage D's lessons: a decoder layer, each of its four ideas, an online softmax, and splits."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
 
-from benchmarks.pictures.picture import BLUE, GREEN, GREY, ORANGE, Picture, draw_bars, finish, new_figure, new_panels
+from benchmarks.pictures.picture import PALETTE, Picture, draw_bars, draw_box, finish, new_canvas, new_panels
 from stage_a_naive.loading import resolve
 from stage_d_paged import LLM
+from stage_d_paged.attention.decode_plan import plan_decode
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import kv_bytes_per_token
 from stage_d_paged.layers import RMSNorm, RotaryEmbedding, rotate
 
+BLUE, ORANGE, GREEN, *_, GREY = PALETTE
 MODEL = "random:qwen2.5-0.5b"
+TILE = 4  # keys of a tile of the online softmax
 
 
 def draw_layer() -> Picture:
@@ -22,8 +23,7 @@ def draw_layer() -> Picture:
     config = ModelConfig.from_hf(resolve(MODEL).config)
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     hidden, wide = config.hidden_size, config.intermediate_size
-    figure = new_figure(11, 6.2)
-    axes = figure.subplots()
+    figure, axes = new_canvas(11, 6.2, xlim=(-1.1, 11.4), ylim=(6.1, -1.1))
     attention = [
         ("RMSNorm", f"[T, {hidden}]", GREY),
         ("qkv_proj", f"[T, {heads + 2 * kv_heads}, {size}]", BLUE),
@@ -38,34 +38,22 @@ def draw_layer() -> Picture:
         ("silu(gate) × up", f"[T, {wide}]", GREEN),
         ("down_proj, and add", f"[T, {hidden}]", BLUE),
     ]
-    for x, boxes, title in ((0, attention, "attention"), (6.2, mlp, "MLP")):
-        heights = [5.0 * i / (len(boxes) - 1) for i in range(len(boxes))]
+    for x, boxes, title, after in ((0, attention, "attention", "the MLP"), (6.2, mlp, "MLP", "the next layer")):
         axes.text(x + 1.5, -0.75, title, fontsize=12, fontweight="bold", ha="center")
-        for y, (name, shape, colour) in zip(heights, boxes, strict=True):
-            draw_box(axes, x, y, name, colour)
+        for i, (name, shape, colour) in enumerate(boxes):
+            y, above = 5 * i / (len(boxes) - 1), 5 * (i - 1) / (len(boxes) - 1)
+            draw_box(axes, x, y - 0.3, 3, 0.6, name, 11, facecolor=colour, edgecolor="black", alpha=0.35)
             axes.text(x + 3.15, y, shape, fontsize=10.5, va="center", family="monospace")
-        for y, below in zip(heights, heights[1:], strict=False):
-            axes.annotate("", (x + 1.5, below - 0.3), (x + 1.5, y + 0.3), arrowprops={"arrowstyle": "->", "lw": 1.2})
-        draw_residual(axes, x)
-    axes.text(1.5, 5.72, f"x [T, {hidden}] → to the MLP", fontsize=10.5, ha="center", va="center")
-    axes.text(7.7, 5.72, f"x [T, {hidden}] → to the next layer", fontsize=10.5, ha="center", va="center")
-    axes.set_xlim(-1.1, 11.4)
-    axes.set_ylim(6.1, -1.1)
-    axes.axis("off")
+            if i:
+                arrow = {"arrowstyle": "->", "lw": 1.2}
+                axes.annotate("", (x + 1.5, y - 0.3), (x + 1.5, above + 0.3), arrowprops=arrow)
+        # The residual stream beside the boxes: around all of them, and into the last.
+        axes.plot([x + 1.5, x - 0.45, x - 0.45, x - 0.05], [-0.48, -0.48, 5.0, 5.0], color="black", linewidth=2)
+        axes.plot([x + 1.5, x + 1.5], [-0.6, -0.3], color="black", linewidth=2)
+        axes.text(x - 0.62, 2.5, "residual stream", fontsize=10, rotation=90, ha="center", va="center")
+        axes.text(x + 1.5, 5.72, f"x [T, {hidden}] → to {after}", fontsize=10.5, ha="center", va="center")
     figure.suptitle(f"One of the {config.num_layers} layers of Qwen2.5-0.5B, on a flat batch of T tokens", fontsize=13)
     return finish(figure, "the operations of a decoder layer with the shapes of their outputs")
-
-
-def draw_box(axes: Axes, x: float, y: float, name: str, colour: str) -> None:
-    axes.add_patch(FancyBboxPatch((x, y - 0.27), 3, 0.54, "round,pad=0.03", facecolor=colour, alpha=0.35, linewidth=1))
-    axes.text(x + 1.5, y, name, fontsize=11, ha="center", va="center")
-
-
-def draw_residual(axes: Axes, x: float) -> None:
-    """The residual stream beside the boxes: around all of them, and into the last."""
-    axes.plot([x + 1.5, x - 0.45, x - 0.45, x - 0.05], [-0.48, -0.48, 5.0, 5.0], color="black", linewidth=2)
-    axes.plot([x + 1.5, x + 1.5], [-0.6, -0.3], color="black", linewidth=2)
-    axes.text(x - 0.62, 2.5, "residual stream", fontsize=10, rotation=90, ha="center", va="center")
 
 
 def draw_norm() -> Picture:
@@ -135,9 +123,8 @@ def draw_gqa() -> Picture:
     for kv in range(kv_heads):
         groups.text((kv + 0.5) * heads / kv_heads - 0.5, -0.3, f"k{kv}, v{kv}", ha="center", fontsize=10)
     groups.axis("off")
-    values = [
-        kv_bytes_per_token(config.num_layers, n, config.head_dim, torch.bfloat16) / 1024 for n in (heads, kv_heads)
-    ]
+    per_head = kv_bytes_per_token(config.num_layers, 1, config.head_dim, torch.bfloat16) / 1024
+    values = [heads * per_head, kv_heads * per_head]
     names = ["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"]
     draw_bars(sizes, names, [(None, values, [GREY, BLUE])], [f"{value:.0f} KiB" for value in values], room=1.25)
     return finish(figure, "query heads share key and value heads; bytes of KV cache per token with and without")
@@ -158,3 +145,56 @@ def draw_swiglu() -> Picture:
         product.plot(gate, F.silu(gate) * up, color=colour, linewidth=2, label=f"up = {up:g}")
     product.legend(frameon=False)
     return finish(figure, "silu beside relu, and silu(gate) times up for three values of up")
+
+
+def draw_online_softmax() -> Picture:
+    """Sixteen scores in tiles of four: the running maximum, and the weights as they are known after each tile."""
+    scores = 2 * torch.randn(16, generator=torch.Generator().manual_seed(5))
+    scores[9] = 4.5  # the largest comes late: everything before it is scaled down
+    figure, (raw, weights) = new_panels(
+        11, 3.8,
+        {"ylim": (-5.2, 5.8), "xlabel": "key", "ylabel": "score", "title": "black: the running maximum"},
+        {"ylim": (0, 1.1), "ylabel": "share of each tile in the output",
+         "title": "above: the factor on what was added up before"},
+        title="Online softmax: after every tile the output is right for the keys read so far",
+    )  # fmt: skip
+    highest, total, known = -torch.inf, 0.0, torch.zeros(16)
+    for i, start in enumerate(range(0, 16, TILE)):
+        tile = slice(start, start + TILE)
+        new_highest = max(highest, scores[tile].max().item())
+        shrink = torch.exp(torch.tensor(highest - new_highest)).item()
+        known = known * shrink
+        known[tile] = torch.exp(scores[tile] - new_highest)
+        total = total * shrink + known[tile].sum().item()
+        highest = new_highest
+        raw.bar(range(start, start + TILE), scores[tile].tolist(), color=PALETTE[i], label=f"tile {i}")
+        raw.plot([start - 0.5, start + TILE - 0.5], [highest, highest], color="black", linewidth=2)
+        raw.annotate(f"{highest:.1f}", (start + 1.5, highest), xytext=(0, 3), textcoords="offset points", ha="center")
+        bottom = 0.0
+        for j in range(i + 1):
+            share = known[j * TILE : (j + 1) * TILE].sum().item() / total
+            weights.bar(f"after tile {i}", share, bottom=bottom, color=PALETTE[j])
+            bottom += share
+        weights.annotate(f"× {shrink:.2f}" if i else "", (i, 1), xytext=(0, 3), textcoords="offset points", ha="center")
+    raw.legend(frameon=False, ncols=4, fontsize=9, loc="lower center")
+    return finish(figure, "an online softmax over four tiles of scores: running maximum and shares of the tiles")
+
+
+def draw_splits() -> Picture:
+    """Which program reads which keys of one sequence, by `plan_decode`, on eight multiprocessors."""
+    sms, context, tile = 8, 2048, 64
+    plan = plan_decode(1, context, 2, 64, 1, 64, torch.bfloat16, sms)
+    tiles = context // tile
+    title = f"Split-KV: {sms} programs read {context:,} keys in an eighth of the tiles' time"
+    both = {"xlim": (0, tiles), "ylim": (sms - 0.4, -0.6), "xlabel": f"time, in tiles of {tile} keys"}
+    figure, panels = new_panels(11, 3.6, both, both, title=title, grid="x", sharey=True)
+    for axes, splits in zip(panels, (1, min(plan.num_splits, sms)), strict=True):
+        for index in range(tiles):
+            axes.broken_barh([(index // splits, 0.94)], (index % splits - 0.4, 0.8), color=PALETTE[index % splits])
+        longest = -(-tiles // splits)
+        if splits > 1:
+            axes.broken_barh([(longest, 0.3)], (splits - 1.4, 0.8), color="black")
+            axes.annotate("the last one combines (not to scale)", (longest + 0.7, splits - 1), va="center")
+        axes.set_title(f"{splits} program{'s' * (splits > 1)}: {longest} tiles one after another", fontsize=11)
+    panels[0].set(yticks=range(sms), ylabel="multiprocessor")
+    return finish(figure, "the tiles of one sequence read by one program, and by one program per multiprocessor")
