@@ -136,7 +136,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
             control = url.removesuffix("/v1") + "/live/control"
             engine = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-                httpx.post(control, json={"action": "pause"})
+                httpx.post(control, json={"action": "pause"}, timeout=60)
                 ask = {"model": "tutor", "prompt": QUESTION, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
                 chunks = client.completions.create(**ask, stream=True)
                 process.send_signal(signal.SIGTERM)
@@ -144,7 +144,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
                     lines.append(process.stdout.readline())
                     assert lines[-1], "the server ended"
                 assert "not complete yet: 1" in lines[-1]
-                httpx.post(control, json={"action": "resume"})
+                httpx.post(control, json={"action": "resume"}, timeout=60)
                 assert len(list(chunks)) == 30
             assert process.wait(60) == 0
             assert engine and not Path(f"/proc/{engine}").exists()

@@ -100,7 +100,7 @@ def test_the_choice_of_models_offers_the_one_that_is_served(prometheus):
 
 
 def test_promtool_finds_nothing_wrong_but_vllms_colons(server):
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     complaints = (checked.stdout + checked.stderr).splitlines()
     assert [line for line in complaints if "should not contain ':'" not in line] == []

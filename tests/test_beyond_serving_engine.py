@@ -23,7 +23,7 @@ from serving import assert_idle, running, wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 import stage_f_graph_tp  # noqa: E402
-from beyond.serving import AsyncLLM, event_stream  # noqa: E402
+from beyond.serving import AsyncLLM, async_llm, event_stream  # noqa: E402
 from beyond.serving.async_llm import QueueFull  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop  # noqa: E402
 from beyond.serving.sse import frame  # noqa: E402
@@ -106,8 +106,9 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, str
 def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
     loop, counters = server.llm.engine_loop, llm.engine.counters
     loop.pause()
+    ask = LONG | {"stream": False, "max_tokens": 3}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 3})
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60)
         wait_until(lambda: llm.engine.has_unfinished())
         steps = counters.num_steps
         for i in range(3):
@@ -119,27 +120,29 @@ def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
 
 
 def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
-    chance = random.Random(0)
-    request = post_bytes(LONG)
-    whole = post_bytes({"prompt": QUESTION, "max_tokens": 8})
+    long, short = post_bytes(LONG), post_bytes({"prompt": QUESTION, "max_tokens": 8})
 
-    def drop(i: int) -> None:
+    def drop(i: int) -> bool:
+        """Be client number `i`; returns whether it left in the middle of a long answer."""
+        chance = random.Random(i)
         with suppress(OSError), connect(server) as connection:
-            data = request if i % 2 else whole
+            data = long if i % 2 else short
             sent = chance.choice([0, 20, len(data) - 3, len(data), len(data), len(data)])
             connection.sendall(data[:sent])
             connection.settimeout(chance.choice([0.001, 0.01, 30 if sent == len(data) else 0.03]))
-            connection.recv(chance.choice([1, 200, 2000]))  # 30 s: until something comes
+            came = connection.recv(chance.choice([20, 200, 2000]))  # 30 s: until something comes
             if i % 3 == 0:  # an abrupt end: the kernel sends a reset
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            return data is long and b" 200 " in came
+        return False
 
     aborted = server.llm.metrics.num_ended["abort"]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(drop, range(1000)))
+        left = sum(pool.map(drop, range(1000)))
     wait_until(lambda: server.llm.num_unfinished == 0)
-    assert server.llm.metrics.num_ended["abort"] > aborted + 100  # many had reached the engine
+    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 30
     assert_idle(llm)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}, timeout=60).status_code == 200
 
 
 def test_a_client_that_leaves_inside_its_body_is_no_failure(llm, capsys):
@@ -167,7 +170,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm, monkeypatch):
             others = {"prompt": QUESTION, "max_tokens": 4}
             assert httpx.post(f"{server.url}/v1/completions", json=others, timeout=60).status_code == 200
             wait_until(lambda: not llm.engine.has_unfinished())  # its answer is computed, and its blocks are given back
-            assert len(framed) < 200  # but cannot be sent
+            wait_until(lambda: len(server.server.server_state.tasks) == 1)  # but cannot be sent
             received = b""
             while b"data: [DONE]\n\n" not in received:
                 received += connection.recv(1 << 16)
@@ -226,6 +229,7 @@ def fail_after(num_steps: int, llm, monkeypatch, times: int = 1) -> None:
 
 
 def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch, capsys):
+    monkeypatch.setattr(async_llm, "TRIAL_SECONDS", 60)
     fail_after(3, llm, monkeypatch, times=2)
     response = client.post("/v1/completions", json=LONG)
     *tokens, error, done, _ = response.text.split("\n\n")

@@ -116,7 +116,7 @@ def test_half_a_character_is_as_harmless_as_any_text(client, llm, field):
 def test_without_the_key_there_is_nothing_but_health_and_metrics(client):
     for sent in (None, KEY, f"Basic {KEY}", "Bearer wrong", f"Bearer {KEY}x", "Bearer é"):
         headers = {} if sent is None else {"Authorization": sent.encode()}
-        with httpx.Client(base_url=client.base_url, headers=headers) as stranger:
+        with httpx.Client(base_url=client.base_url, headers=headers, timeout=60) as stranger:
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
                 assert stranger.post(path, json={}).status_code == 401
             assert stranger.get("/v1/models").status_code == stranger.get("/v1/models/tutor").status_code == 401

@@ -50,7 +50,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def read(server) -> dict[str, float]:
-    return samples(httpx.get(f"{server.url}/metrics").text)
+    return samples(httpx.get(f"{server.url}/metrics", timeout=60).text)
 
 
 def test_counters_and_histograms_tell_what_was_asked_and_answered(server):

@@ -23,10 +23,11 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from beyond.serving import wire  # noqa: E402
+from beyond.serving import async_llm, wire  # noqa: E402
 from beyond.serving.__main__ import main, parse, serve_process  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed  # noqa: E402
 from beyond.serving.engine_process import EngineProcess  # noqa: E402
+from beyond.serving.metrics import engine_numbers  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
 from beyond.serving.server import listen, serve  # noqa: E402
 from stage_a_naive.outputs import Request  # noqa: E402
@@ -82,14 +83,14 @@ class Served:
         return httpx.post(f"{self.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
 
     def control(self, action: str) -> None:
-        httpx.post(f"{self.url}/live/control", json={"action": action})
+        httpx.post(f"{self.url}/live/control", json={"action": action}, timeout=60)
 
     def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
     def num_steps(self) -> int:
-        with httpx.stream("GET", f"{self.url}/live/events") as response:
+        with httpx.stream("GET", f"{self.url}/live/events", timeout=60) as response:
             return json.loads(next(response.iter_lines()).removeprefix("data: "))["num_steps"]
 
 
@@ -159,13 +160,14 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(served):
         served.control("resume")
 
 
-def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(served, capsys):
+def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(served, capsys, monkeypatch):
+    monkeypatch.setattr(async_llm, "TRIAL_SECONDS", 60)
     told = messages(served.post(prompt=[DEADLY], stream=True).text.splitlines())
     assert told[-1]["error"]["message"] == "the server failed (RuntimeError); its log says how"
     log = capsys.readouterr().err
     assert "secret detail" in log and "in the engine's process" in log and "in run_step" in log
     assert served.llm.engine_loop.failure is not None
-    assert httpx.get(f"{served.url}/health").status_code == 200  # it has tried a step of its own
+    assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200  # it has tried a step of its own
     assert served.llm.engine_loop.failure is None
 
 
@@ -235,8 +237,10 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, cap
 def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
     process = EngineProcess("stage_e_batching:LLM", OPTIONS)
     RemoteLLM(process)
-    process.news.close()
     process.commands.send(("pause",))
+    process.commands.send(("call", 0, engine_numbers))
+    assert process.news.recv()[0] == wire.RESULT  # it has loaded, and waits for commands
+    process.news.close()
     process.commands.send(("submit", [Request(0, [1], SamplingParams(), 0)]))
     process.commands.close()  # it then says that the request will not be answered, and nobody reads that
     assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err

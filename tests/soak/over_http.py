@@ -104,7 +104,7 @@ class HttpSoak:
     async def note(self, seconds: float) -> None:
         """Wait until the server has forgotten everybody, and note its memory."""
         end = time.perf_counter() + END_SECONDS
-        async with httpx.AsyncClient(base_url=self.url) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=END_SECONDS) as http:
             while True:
                 text = (await http.get("/metrics")).text
                 found = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{[^},]*\} (\S+)$", text, re.M)}
