@@ -30,7 +30,7 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
     """Raise `ValueError` if a stage would have no layer."""
     if num_stages > config.num_layers:
         raise ValueError(
-            f"pipeline_parallel_size={num_stages}, but the model has {config.num_layers} layers: a stage needs one"
+            f"pipeline_parallel_size={num_stages}, but the model has {config.num_layers} layers: give at most that many"
         )
 
 
