@@ -16,7 +16,7 @@ import torch
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.__main__ import main
-from beyond.scale_out.links import Position, stop_all
+from beyond.scale_out.links import Link, Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
@@ -204,6 +204,16 @@ def test_a_killed_stage_is_an_error_within_seconds(monkeypatch):
         llm.generate(PROMPTS, GREEDY, False)
     llm.close()
     assert children() == before
+
+
+def test_a_link_waits_for_the_oldest_tensor_where_too_many_have_not_arrived(monkeypatch):
+    link = Link(Rendezvous(None, 0, 2), CPU, None, max_unsent=2)
+    started, waited = [], []
+    monkeypatch.setattr(link, "_start", lambda operation, tensors, *to: started.append(tensors) or len(started))
+    monkeypatch.setattr(link, "_wait", waited.append)
+    for i in range(5):
+        link.send(torch.full((2, 3), float(i)))
+    assert waited == [1, 2, 3] and link.num_bytes == 5 * 2 * 3 * 4
 
 
 # ---- what a stage holds ----------------------------------------------------------------------------------------------
