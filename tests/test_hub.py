@@ -42,7 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 def python(environment: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *argv]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def resolve(environment: dict[str, str], *names: str) -> dict[str, str]:

@@ -113,7 +113,7 @@ def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     ]
     try:
         for rank in ranks:
-            said, complaints = rank.communicate(timeout=100)
+            said, complaints = rank.communicate(timeout=300)
             assert said.strip() == "right", complaints
     finally:
         for rank in ranks:

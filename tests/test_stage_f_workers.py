@@ -569,7 +569,7 @@ def test_torchrun_starts_the_same_engine_and_answers_once(one_rank):
         [*command, "--prompt", question], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        stdout, _ = process.communicate(timeout=100)
+        stdout, _ = process.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
