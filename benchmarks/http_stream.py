@@ -9,28 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 
 @dataclass
 class Answer:
-    """What came of one request. Times are seconds on the monotonic clock.
+    """What came of one request. Times are seconds on the monotonic clock."""
 
-    Attributes:
-        due: when it was to be sent.
-        sent: when it was.
-        arrivals: of the events that hold a token.
-        num_tokens: that the server says it generated.
-        error: why there is no answer: a status, or what went wrong; "" if there is one.
-    """
-
-    due: float
+    due: float  # when it was to be sent
     sent: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    error: str = ""
+    arrivals: list[float] = field(default_factory=list)  # of the events that hold a token
+    num_tokens: int = 0  # that the server says it generated
+    error: str = ""  # why there is no answer: a status, or what went wrong
 
 
 async def stream_completion(url: str, body: dict[str, object], answer: Answer, api_key: str | None = None) -> None:
@@ -57,8 +48,12 @@ async def stream_completion(url: str, body: dict[str, object], answer: Answer, a
         if status[1:2] != [b"200"]:
             answer.error = f"status {status[1].decode() if status[1:] else 'missing'}"
             return
-        async for event in _events(reader):
-            _note(event, answer)
+        pending = b""
+        while size := int(await reader.readline(), 16):  # of a chunk, which may end within an event
+            pending += (await reader.readexactly(size + 2))[:-2]
+            *events, pending = pending.split(b"\n\n")
+            for event in events:
+                _note(event, answer)
     finally:
         writer.close()
 
@@ -74,13 +69,3 @@ def _note(event: bytes, answer: Answer) -> None:
         answer.arrivals.append(now)
     if message.get("usage"):
         answer.num_tokens = message["usage"]["completion_tokens"]
-
-
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The events of a body in chunks, each without the empty line at its end."""
-    pending = b""
-    while size := int(await reader.readline(), 16):
-        pending += (await reader.readexactly(size + 2))[:-2]
-        *events, pending = pending.split(b"\n\n")
-        for event in events:
-            yield event

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -44,11 +45,11 @@ def schedule(count: int, rate: float, burstiness: float, seed: int) -> list[floa
         burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts, more is
             steadier. The mean gap is 1 / rate whatever it is.
     """
-    chance, at, found = random.Random(seed), 0.0, []
-    for _ in range(count):
-        found.append(at)
-        at += 0.0 if math.isinf(rate) else chance.gammavariate(burstiness, 1 / (rate * burstiness))
-    return found
+    if math.isinf(rate):
+        return [0.0] * count
+    chance = random.Random(seed)
+    gaps = (chance.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
 def make_prompts(count: int, length: int, prefix: int, seed: int) -> list[list[int]]:
@@ -114,8 +115,7 @@ def summarize(
     for name in LATENCIES:
         values = [x for one in each if name in one for x in (one[name] if name == "itl" else [one[name]])]
         found[f"mean_{name}_ms"] = statistics.fmean(values) if values else None
-        found[f"median_{name}_ms"] = percentile(values, 50)
-        found[f"p99_{name}_ms"] = percentile(values, 99)
+        found |= {f"median_{name}_ms": percentile(values, 50), f"p99_{name}_ms": percentile(values, 99)}
     return found
 
 
@@ -124,21 +124,21 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return float(np.percentile(values, share)) if len(values) else None
 
 
-def read_goals(words: Sequence[str]) -> dict[str, float]:
-    """`["ttft:200", "tpot:50"]` as a dictionary of milliseconds; `ValueError` for anything else."""
-    goals = {}
-    for word in words:
-        name, _, most = word.partition(":")
-        if name not in ("ttft", "tpot", "e2el"):
-            raise ValueError(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, got {word!r}")
-        goals[name] = float(most)
-    return goals
+def read_goal(word: str) -> tuple[str, float]:
+    """`ttft:200` as a name and milliseconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name, _, most = word.partition(":")
+    if name not in ("ttft", "tpot", "e2el"):
+        raise ValueError(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, got {word!r}")
+    return name, float(most)
 
 
 def table(found: dict[str, object]) -> str:
     """The figures for people."""
-    rows = [f"{name.replace('_', ' '):28} {value:12,.2f}" for name, value in found.items()
-            if not name.endswith("_ms") and value is not None]  # fmt: skip
+    rows = [f"{name.replace('_', ' '):28} {value:12,.2f}" for name, value in found.items() if not name.endswith("_ms")]
     rows += ["", f"{'ms':28} {'mean':>12} {'median':>12} {'p99':>12}"]
     for name in LATENCIES:
         values = [found[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p99")]
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """Offer a load and print what came of it; returns 1 where a request failed, 2 where the arguments are wrong."""
     args = build_parser().parse_args(argv)
     try:
-        goals = read_goals(args.goodput)
+        goals = dict(map(read_goal, args.goodput))
         if not (args.num_prompts > 0 and args.request_rate > 0 and args.burstiness > 0 and args.output_len > 0):
             raise ValueError("--num-prompts, --request-rate, --burstiness and --output-len must be above 0")
         if not 0 <= args.prefix_len < args.input_len:
@@ -192,9 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.results import environment, write  # here: a load needs no PyTorch
 
         options = {name: value for name, value in vars(args).items() if name not in ("api_key", "output")}
-        samples = [asdict(answer) for answer in answers]
-        payload = {"kind": "serve", "model": model, "options": options, "figures": found, "answers": samples}
-        write(environment() | payload, args.output)
+        payload = {"kind": "serve", "environment": environment(), "options": options | {"model": model}}
+        write(payload | {"figures": found, "rows": list(map(asdict, answers))}, args.output)
     return int(found["failed"] > 0)
 
 

@@ -16,14 +16,14 @@ import asyncio
 import statistics
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import chain
 from multiprocessing import get_context
 
 import torch
 
 from benchmarks.http_stream import Answer
-from benchmarks.local_server import LocalServer, local_servers
+from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, draw_bars, finish, new_panel
 from benchmarks.serve import make_prompts, offer
@@ -67,10 +67,14 @@ def measure(
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     with (
-        local_servers(dict.fromkeys(SERVERS, words), threads, SERVERS) as servers,
+        ExitStack() as stack,
         closing(load_class(STAGES[stage])(model, device=device, **options)) as llm,
         ProcessPoolExecutor(readers, get_context("spawn")) as pool,
     ):
+        servers = {
+            way: stack.enter_context(local_server(*words, threads=threads, module=module))
+            for way, module in SERVERS.items()
+        }
         for repeat in range(repeats + 1):  # the first is a warm-up
             prompts = make_prompts(streams, input_len, 0, repeat)
             for way in WAYS:

@@ -13,7 +13,7 @@ import asyncio
 import random
 import statistics
 
-from benchmarks.local_server import local_servers
+from benchmarks.local_server import local_server
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, ORANGE, RED, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
@@ -51,8 +51,11 @@ def measure(
     words = ["--model", model, "--device", device, "--max-num-seqs", str(slots), "--no-prefix-caching", "--no-page"]
     words += ["--max-queue", str(requests), "--gpu-memory-utilization", "0.25"]
     rows = []
-    with local_servers({name: [*ENGINES[name], *words] for name in ("E", other)}, threads) as running:
-        urls = {name: server.url for name, server in running.items()}
+    with (
+        local_server(*ENGINES["E"], *words, threads=threads) as server,
+        local_server(*ENGINES[other], *words, threads=threads) as other_server,
+    ):
+        urls = {"E": server.url, other: other_server.url}
         for url in urls.values():
             load(url, requests, input_len, longest, float("inf"), -1)  # a warm-up
         capacity = load(urls["E"], requests, input_len, longest, float("inf"), 0)["requests_per_s"]

@@ -29,10 +29,10 @@ def row_with_outlier(length: int = 1024, outlier: float = 50.0) -> Tensor:
     return row
 
 
-def draw_errors(row: Tensor, group_sizes: tuple[int | None, ...] = (None, 128)) -> Picture:
-    """The error of each number of `row [1, length]` in int8, a panel per way to share scales."""
-    figure, panels = new_panels(10, 2.6, *[{"xlabel": "column"}] * len(group_sizes), sharey=True)
-    for axes, group in zip(panels, group_sizes, strict=True):
+def draw_errors(row: Tensor) -> Picture:
+    """The error of each number of `row [1, length]` in int8, with one scale and with a scale per 128 columns."""
+    figure, panels = new_panels(10, 2.6, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
+    for axes, group in zip(panels, (None, 128), strict=True):
         quantized = quantize_matrix(row, torch.int8, group)
         error = (dequantize_matrix(quantized, torch.float32, group) - row).abs()[0]
         bound = error_bound(quantized).repeat_interleave(group or row.shape[1], 1)[0, : row.shape[1]]
@@ -60,16 +60,16 @@ def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
             weight.data.copy_(((runs / scales).round() * scales).view_as(weight))
 
 
-def exact_by_bits(bits: tuple[int, ...] = (8, 4, 3), count: int = 16) -> dict[str, dict[int, float]]:
-    """The share of the first `count` answers that stay exact, by bits per weight, with both ways to share scales."""
-    shares: dict[str, dict[int, float]] = {}
+def exact_by_bits() -> dict[str, dict[int, float]]:
+    """The share of 16 answers that stay exact, by bits per weight, with two ways to share scales."""
+    shares, texts = {}, read_texts()[:16]
     for way, group_size in {"a scale per row": None, "a scale per 64 columns": 64}.items():
-        for b in bits:
+        shares[way] = {}
+        for bits in (8, 4, 3):
             runtime = load("tutor", "cpu", "float32", {})
-            make_coarse(runtime, 2 ** (b - 1) - 1, group_size)
-            texts = read_texts()[:count]
+            make_coarse(runtime, 2 ** (bits - 1) - 1, group_size)
             exact = [logits_of(runtime, text).argmax(-1).tolist() == text.ids[text.first :] for text in texts]
-            shares.setdefault(way, {})[b] = sum(exact) / count
+            shares[way][bits] = sum(exact) / len(exact)
     return shares
 
 

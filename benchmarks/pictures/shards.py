@@ -88,9 +88,9 @@ def draw_split(parts: list[Part]) -> Picture:
     return finish(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
 
 
-def draw_ranks(model: str = "random:qwen3-0.6b", sizes: tuple[int, ...] = (1, 2, 4)) -> Picture:
+def draw_ranks() -> Picture:
     """Which part of each matrix two ranks hold, and the bytes of weights that a rank reads per decode step."""
-    figure = new_figure(10, 5)
+    model, sizes, figure = "random:qwen3-0.6b", (1, 2, 4), new_figure(10, 5)
     above, below = figure.subplots(2, height_ratios=(3, 1.3))
     _draw_matrices(above, split(model, 2))
     config = ModelConfig.from_hf(resolve(model).config)
