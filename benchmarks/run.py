@@ -31,14 +31,15 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
-    parser.add_argument("--model", help="(default: depends on the size)")
+    parser.add_argument("--model", help="as a stage takes it (default: depends on the size)")
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
                         help="NAME, NAME[option=value,...] or NAME=module:Class (default: all here)")  # fmt: skip
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
-    parser.add_argument("--workloads", nargs="+", default=workload_names(), choices=workload_names(), metavar="NAME")
+    parser.add_argument("--workloads", nargs="+", default=workload_names(), choices=workload_names(), metavar="NAME",
+                        help=f"of {', '.join(workload_names())} (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
     parser.add_argument("--gpus", nargs="+", default=[None], metavar="N",
                         help="as many engines side by side, each on one of these GPUs alone")  # fmt: skip

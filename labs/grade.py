@@ -153,7 +153,7 @@ def _chosen(lab: Lab, only: str | None) -> list[str] | None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labs.grade", description=__doc__.splitlines()[0])
-    parser.add_argument("lab", choices=list(load_labs()))
+    parser.add_argument("lab", choices=list(load_labs()), help="its letter")
     parser.add_argument("--only", help="an exercise, or several with commas: D.2 or D.2,D.3")
     parser.add_argument("--show", action="store_true", help="with --only and one exercise: prints, tracebacks, pdb")
     parser.add_argument("--tests", type=Path, help="a directory with more tests (test_lab_d.py …); both must pass")

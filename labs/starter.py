@@ -111,7 +111,7 @@ def next_steps(lab: Lab) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labs.starter", description=__doc__.splitlines()[0])
-    parser.add_argument("lab", nargs="?", choices=list(load_labs()))
+    parser.add_argument("lab", nargs="?", choices=list(load_labs()), help="its letter")
     parser.add_argument("--force", action="store_true", help="replace a copy that is there (it is kept in work/old/)")
     parser.add_argument("--show", action="store_true", help="say which stages are the learner's")
     args = parser.parse_args(argv)
