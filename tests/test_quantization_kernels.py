@@ -221,6 +221,8 @@ def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matri
     expected = x.double() @ exact.t()
     close(products.product(x, weight), expected, F32)
     close(products.product_add(x, weight, residual.clone(), None, counters), residual + expected, F32)
+    stream = products.product_add(x, weight, residual.clone(), torch.ones(40), counters)  # the norm is of its own sums
+    close(stream.x, residual + expected, F32)
 
 
 @interpreted
@@ -313,10 +315,11 @@ def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, gro
 
     monkeypatch.setattr(module, "_chip", lambda device: (132, 233472))  # multiprocessors, bytes of shared memory
     choose = module.choose_tiles.__wrapped__
-    for rows, columns in [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584)]:
+    for rows, columns in [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584), (4864, 896)]:
         for height, splits in (1, False), (2, False), (1, True):
             tiles = choose(rows, columns, tokens, 2, group, CUDA, height, splits)
             assert tiles.slices in (1, tiles.warps), "every warp has a slice, or none has"
+            assert tiles.slices == 1 or columns % tiles.columns == 0, "no slice is cut off"
             assert tiles.rows * height * tiles.slices >= 16 * tiles.warps, "a warp multiplies 16 rows"
             assert tiles.columns == group * tiles.slices or not group, "a tile, or a slice, has one scale per row"
             block_m = module.token_block(tokens)

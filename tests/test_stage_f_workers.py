@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 import signal
@@ -302,6 +303,18 @@ def test_ranks_of_one_machine_listen_on_the_loopback_address_only(two_ranks):
             if state == "0A" and f"socket:[{inode}]" in own_sockets:
                 listening.add(address.partition(":")[0])
     assert listening == {"0100007F"}
+
+
+def test_a_worker_that_raises_reports_it_and_rank_0_says_so():
+    rendezvous = open_rendezvous(2)
+    ranks = Workers(rendezvous, operator.truediv)  # a rendezvous divided by the first message
+    try:
+        ranks.send(b"job")
+        ranks._failing.wait(60)  # a worker imports PyTorch first
+        with pytest.raises(WorkerError, match="(?s)rank 1 of 2 failed; .*TypeError: unsupported operand"):
+            ranks.check()
+    finally:
+        ranks.close()
 
 
 # ---- workers that do what a test sends them: no PyTorch, started in a moment ---------------------------------------
