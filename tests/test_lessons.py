@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks.engines import select
 from benchmarks.pictures.__main__ import FIGURES
+from benchmarks.run import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md")])
+PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
 PARTS = ("stage_d_paged/attention", "stage_f_graph_tp/kernels", "beyond/quantization")  # with lessons of their own
 
 
@@ -48,3 +52,20 @@ def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name: str) -> None:
     assert file.is_file()
     picture = FIGURES[name]()
     assert picture.png.startswith(b"\x89PNG") and picture.text
+
+
+def measurements() -> set[str]:
+    """The arguments with which a page tells its reader to run the benchmark."""
+    found: set[str] = set()
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        found |= {" ".join(arguments.split()) for arguments in re.findall(r"make bench [^`\n]*ARGS='([^']+)'", text)}
+        found |= {line.strip() for line in re.findall(r"python -m benchmarks\.run ([^`\n#]+)", text)}
+    return found
+
+
+@pytest.mark.parametrize("arguments", sorted(measurements()))
+def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments: str) -> None:
+    if "--help" not in arguments and "=my_module:" not in arguments:
+        args = build_parser().parse_args(shlex.split(arguments))
+        select(args.engines)
