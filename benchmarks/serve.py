@@ -5,7 +5,8 @@
 
 A *closed* loop (a client that asks again once it is answered) slows down with the server and so hides its queue. People
 do not wait for one another: their requests come at random times, as a Poisson process. The figures have the names and
-definitions of `vllm bench serve`, so that they can be compared.
+definitions of `vllm bench serve`, so that they can be compared. The client competes with the server for the machine, so
+it is written on asyncio's streams and parses nothing that it need not; any server with the OpenAI API will do.
 
     TTFT   time to first token: from sending the request to its first token
     ITL    inter-token latency: between two tokens of a request, all gaps of all requests
@@ -24,17 +25,88 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
 
-from benchmarks.http_stream import Answer, stream_completion
-
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 FIRST_ID, LAST_ID = 10, 1000  # token ids that every model has
+
+
+@dataclass
+class Answer:
+    """What came of one request. Times are seconds on the monotonic clock."""
+
+    due: float  # when it was to be sent
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of the events that hold a token
+    num_tokens: int = 0  # that the server says it generated
+    error: str = ""  # why there is no answer: a status, or what went wrong
+
+
+async def stream_completion(url: str, body: dict[str, object], answer: Answer, api_key: str | None = None) -> None:
+    """Ask the server at `url` (without a path) for a streamed completion, and note in `answer` what comes.
+
+    Raises:
+        OSError, EOFError: the connection failed or broke off.
+    """
+    parts = urlsplit(url)
+    text = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = ["POST /v1/completions HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(text)}", "Connection: close"] + [f"Authorization: Bearer {api_key}"] * bool(api_key)
+    answer.sent = time.perf_counter()
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=1 << 20)
+    try:
+        writer.write("\r\n".join([*head, "", ""]).encode() + text)
+        status = (await reader.readline()).split()
+        while (await reader.readline()).strip():
+            pass  # the headers
+        if status[1:2] != [b"200"]:
+            answer.error = f"status {status[1].decode() if status[1:] else 'missing'}"
+            return
+        pending = b""
+        while size := int(await reader.readline(), 16):  # of a chunk, which may end within an event
+            pending += (await reader.readexactly(size + 2))[:-2]
+            *events, pending = pending.split(b"\n\n")
+            for event in events:
+                _note(event, answer)
+    finally:
+        writer.close()
+
+
+def _note(event: bytes, answer: Answer) -> None:
+    if not event.startswith(b"data: {"):
+        return
+    now = time.perf_counter()
+    message = json.loads(event[6:])
+    if "error" in message:
+        answer.error = message["error"]["message"]
+    elif message.get("choices"):
+        answer.arrivals.append(now)
+    if message.get("usage"):
+        answer.num_tokens = message["usage"]["completion_tokens"]
+
+
+async def offer(
+    url: str, bodies: Sequence[dict[str, object]], times: Sequence[float], api_key: str | None = None
+) -> tuple[list[Answer], float]:
+    """Send every request at its time; returns what came of each, and how long it all took in seconds."""
+
+    async def send(body: dict[str, object], answer: Answer) -> None:
+        await asyncio.sleep(answer.due - time.perf_counter())
+        try:
+            await stream_completion(url, body, answer, api_key)
+        except (OSError, EOFError, ValueError) as error:
+            answer.error = str(error) or type(error).__name__
+
+    start = time.perf_counter()
+    answers = [Answer(start + at) for at in times]
+    await asyncio.gather(*map(send, bodies, answers))
+    return answers, time.perf_counter() - start
 
 
 def schedule(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -59,32 +131,15 @@ def make_prompts(count: int, length: int, prefix: int, seed: int) -> list[list[i
     return [shared + [chance.randrange(FIRST_ID, LAST_ID) for _ in range(length - prefix)] for _ in range(count)]
 
 
-async def offer(
-    url: str, bodies: Sequence[dict[str, object]], times: Sequence[float], api_key: str | None = None
-) -> tuple[list[Answer], float]:
-    """Send every request at its time; returns what came of each, and how long it all took in seconds."""
-
-    async def send(body: dict[str, object], answer: Answer) -> None:
-        await asyncio.sleep(answer.due - time.perf_counter())
-        try:
-            await stream_completion(url, body, answer, api_key)
-        except (OSError, EOFError, ValueError) as error:
-            answer.error = str(error) or type(error).__name__
-
-    start = time.perf_counter()
-    answers = [Answer(start + at) for at in times]
-    await asyncio.gather(*map(send, bodies, answers))
-    return answers, time.perf_counter() - start
-
-
-def latencies(answer: Answer) -> dict[str, float | list[float]]:
-    """The figures of one answer, in milliseconds. TPOT is missing where there was one token."""
+def latencies(answer: Answer) -> dict[str, list[float]]:
+    """The figures of one answer by the name of the latency, in milliseconds. TPOT takes more than one token."""
     first, last = answer.arrivals[0], answer.arrivals[-1]
-    gaps = [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
-    found = {"ttft": 1e3 * (first - answer.sent), "e2el": 1e3 * (last - answer.sent), "itl": gaps}
-    if answer.num_tokens > 1:
-        found["tpot"] = 1e3 * (last - first) / (answer.num_tokens - 1)
-    return found
+    return {
+        "ttft": [1e3 * (first - answer.sent)],
+        "tpot": [1e3 * (last - first) / (answer.num_tokens - 1)] if answer.num_tokens > 1 else [],
+        "itl": [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)],
+        "e2el": [1e3 * (last - answer.sent)],
+    }
 
 
 def summarize(
@@ -110,10 +165,10 @@ def summarize(
         "late_p99_ms": percentile([1e3 * (answer.sent - answer.due) for answer in answers], 99),
     }
     if goals:
-        good = sum(all(one.get(name, 0.0) <= most for name, most in goals.items()) for one in each)
+        good = sum(all(ms <= most for name, most in goals.items() for ms in one[name]) for one in each)
         found["request_goodput"] = good / seconds
     for name in LATENCIES:
-        values = [x for one in each if name in one for x in (one[name] if name == "itl" else [one[name]])]
+        values = [ms for one in each for ms in one[name]]
         found[f"mean_{name}_ms"] = statistics.fmean(values) if values else None
         found |= {f"median_{name}_ms": percentile(values, 50), f"p99_{name}_ms": percentile(values, 99)}
     return found
@@ -125,11 +180,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def read_goal(word: str) -> tuple[str, float]:
-    """`ttft:200` as a name and milliseconds.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """`ttft:200` as a name and milliseconds; raises `ValueError` where it is none."""
     name, _, most = word.partition(":")
     if name not in ("ttft", "tpot", "e2el"):
         raise ValueError(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, got {word!r}")
@@ -149,7 +200,8 @@ def table(found: dict[str, object]) -> str:
     return "\n".join(rows)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Offer a load and print what came of it; returns 1 where a request failed, 2 where the arguments are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,19 +216,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="such as ttft:200 tpot:50")
     parser.add_argument("--output", type=Path, help="write the figures, and every request's times, to this JSON file")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Offer a load and print what came of it; returns 1 where a request failed, 2 where the arguments are wrong."""
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     try:
         goals = dict(map(read_goal, args.goodput))
         if not (args.num_prompts > 0 and args.request_rate > 0 and args.burstiness > 0 and args.output_len > 0):
             raise ValueError("--num-prompts, --request-rate, --burstiness and --output-len must be above 0")
         if not 0 <= args.prefix_len < args.input_len:
             raise ValueError("--prefix-len must be less than --input-len")
-        model = served_model(args.url, args.api_key)
+        headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+        with urlopen(Request(f"{args.url}/v1/models", headers=headers), timeout=10) as response:
+            model = json.load(response)["data"][0]["id"]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -195,13 +244,6 @@ def main(argv: list[str] | None = None) -> int:
         payload = {"kind": "serve", "environment": environment(), "options": options | {"model": model}}
         write(payload | {"figures": found, "rows": list(map(asdict, answers))}, args.output)
     return int(found["failed"] > 0)
-
-
-def served_model(url: str, api_key: str | None) -> str:
-    """The model's name, asked of the server."""
-    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    with urlopen(request, timeout=10) as response:
-        return json.load(response)["data"][0]["id"]
 
 
 if __name__ == "__main__":

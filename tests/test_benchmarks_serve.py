@@ -9,8 +9,7 @@ import statistics
 
 import pytest
 
-from benchmarks.http_stream import Answer, stream_completion
-from benchmarks.serve import main, make_prompts, read_goal, schedule, summarize
+from benchmarks.serve import Answer, main, make_prompts, read_goal, schedule, stream_completion, summarize
 
 LONG_AGO = 100.0
 

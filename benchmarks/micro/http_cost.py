@@ -22,11 +22,10 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks.http_stream import Answer
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, draw_bars, finish, new_panel
-from benchmarks.serve import make_prompts, offer
+from benchmarks.serve import Answer, make_prompts, offer
 from benchmarks.text import markdown, number
 from beyond.serving.__main__ import STAGES
 from beyond.serving.engine_process import load_class

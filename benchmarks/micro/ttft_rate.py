@@ -85,8 +85,8 @@ def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: 
     each = [latencies(answer) for answer in answers]
     return {
         "requests_per_s": count / seconds,
-        "ttft_ms": [one["ttft"] for one in each],
-        "tpot_ms": [one["tpot"] for one in each if "tpot" in one],
+        "ttft_ms": [ms for one in each for ms in one["ttft"]],
+        "tpot_ms": [ms for one in each for ms in one["tpot"]],
     }
 
 

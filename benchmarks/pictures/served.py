@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from benchmarks.http_stream import Answer
 from benchmarks.local_server import local_server
 from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_panel
 from benchmarks.results import ROOT
+from benchmarks.serve import Answer
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome") if find_spec("playwright") else ()
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: there is no page to be seen here
