@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -102,7 +103,10 @@ def draw_box(
 ) -> None:  # fmt: skip
     """A rectangle with a text in its middle; `look` is what `Rectangle` is given."""
     axes.add_patch(Rectangle((x, y), width, height, **look))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
+    red, green, blue = to_rgb(look.get("facecolor", "white"))
+    darkness = look.get("alpha", 1) * (1 - 0.3 * red - 0.59 * green - 0.11 * blue)
+    colour = "white" if darkness > 0.6 else "black"  # legible on what is behind it
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour)
 
 
 Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, marker and line as `Axes.plot` has them

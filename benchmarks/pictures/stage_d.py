@@ -185,7 +185,7 @@ def draw_splits() -> Picture:
     sms, context, tile = 8, 2048, 64
     plan = plan_decode(1, context, 2, 64, 1, 64, torch.bfloat16, sms)
     tiles = context // tile
-    title = f"Split-KV: {sms} programs read {context:,} keys in an eighth of the tiles' time"
+    title = f"Split-KV: {sms} programs read the tiles of {context:,} keys in an eighth of the time"
     both = {"xlim": (0, tiles), "ylim": (sms - 0.4, -0.6), "xlabel": f"time, in tiles of {tile} keys"}
     figure, panels = new_panels(11, 3.6, both, both, title=title, grid="x", sharey=True)
     for axes, splits in zip(panels, (1, min(plan.num_splits, sms)), strict=True):
