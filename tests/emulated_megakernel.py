@@ -1,0 +1,100 @@
+"""The megakernel without a GPU: its own source, compiled for the CPU against the stand-ins in `tests/emulator`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.model import DecoderModel
+from stage_f_graph_tp.megakernel import Megakernel, kernel
+
+EMULATOR = Path(__file__).with_name("emulator")
+CSRC = EMULATOR.parents[1] / "csrc"
+BLOCKS = 9  # multiprocessors of the emulated GPU
+
+# What a C++ compiler cannot read, outside of the files that `tests/emulator` replaces: in a file of csrc/stage_f, the
+# text from the first to the second (which stays), and what it becomes.
+REWRITTEN = {
+    "hand_off.cuh": ("  uint2 v;\n", "}\n", "  return read_shared<uint2>(address);\n"),
+    "worker.cuh": ('asm volatile("bar.sync 1', "}\n", "gpu::meet(gpu::block().workers, kWorkers, [] {}); "),
+    "kernel.cuh": ("  extern __shared__", "  using W", "  unsigned char* smem = gpu::block().shared;\n"),
+}
+
+
+def build(shape: ModelConfig, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
+    """Compile the kernel of a shape."""
+    sources = folder / "stage_f"
+    sources.mkdir()
+    for path in (CSRC / "stage_f").glob("*.cuh"):
+        text = path.read_text(encoding="utf-8").replace('asm volatile("" : "+r"(w.warp), "+r"(w.lane));', "")
+        if path.name in REWRITTEN:
+            first, last, new = REWRITTEN[path.name]
+            before, found, rest = text.partition(first)
+            text = before + new + rest[rest.index(last) :]
+            assert found, f"{first!r} is not in {path.name}"
+        if not (EMULATOR / "stage_f" / path.name).exists():
+            (sources / path.name).write_text(text, encoding="utf-8")
+    library = folder / "decode_step.so"
+    command = [os.environ.get("CXX") or "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared"]
+    command += [f"-D{macro}" for macro in kernel.shape_macros(shape, dtype, BLOCKS)]
+    command += [*(f"-I{place}" for place in (EMULATOR, folder, CSRC)), "-o", library, EMULATOR / "decode_step.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
+    loaded = ctypes.CDLL(str(library))
+    loaded.decode_workspace_bytes.restype = ctypes.c_int64
+    loaded.launch_decode_step.restype = ctypes.c_char_p
+    return loaded
+
+
+class Launch:
+    """What `torch.ops.six_engines.decode_step` does on a GPU, with the emulated kernel.
+
+    Attributes:
+        seed: of the order in which blocks run and memory delivers; another one in each launch.
+        held: a block that starts when all others have ended, or -1.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library, self.seed, self.held = library, 0, -1
+
+    def __call__(
+        self, table: Tensor, embedding: Tensor, final_norm: Tensor, lm_head: Tensor, cos: Tensor, sin: Tensor,
+        kv_cache: Tensor, last_tokens: Tensor, batch_slots: Tensor, positions: Tensor, slot_mapping: Tensor,
+        block_tables: Tensor, context_lens: Tensor, temperatures: Tensor, noise_keys: Tensor, logits: Tensor,
+        result: Tensor, workspace: Tensor, trace: None, heads: int, intermediate: int, eps: float, flags: int,
+        timeout: int, address: int,
+    ) -> None:  # fmt: skip
+        """Run a step; `timeout` counts turns of the scheduler."""
+        tensors = (
+            table, embedding, final_norm, lm_head, cos, sin, kv_cache, block_tables, context_lens, slot_mapping,
+            positions, batch_slots, last_tokens, temperatures, noise_keys, logits, result, workspace,
+        )  # fmt: skip
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        self.seed += 1
+        wrong = self.library.launch_decode_step(
+            pointers, len(batch_slots), kv_cache.shape[2], kv_cache.shape[3], block_tables.shape[1],
+            ctypes.c_float(eps), flags, ctypes.c_int64(timeout), ctypes.c_uint64(self.seed), self.held,
+        )  # fmt: skip
+        assert wrong is None, f"{wrong.decode()} (seed {self.seed})"
+
+
+def emulate(model: DecoderModel, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> tuple[Megakernel, Launch]:
+    """Make the megakernel of a model on the CPU."""
+    launch = Launch(library)
+    operators = SimpleNamespace(decode_step=SimpleNamespace(default=launch))
+    monkeypatch.setattr(kernel, "load_operator", lambda: None)
+    monkeypatch.setattr(kernel, "load_kernel", lambda *args, **options: library)
+    monkeypatch.setattr(torch.ops, "six_engines", operators, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=BLOCKS))
+    made = Megakernel(model)
+    made.timeout_ms = 10**9
+    return made, launch

@@ -1,0 +1,29 @@
+// The megakernel of one shape (SIX_… macros) on gpu.h, for tests/emulated_megakernel.py.
+#include "stage_f/kernel.cuh"
+
+using namespace six_engines;
+
+extern "C" long long decode_workspace_bytes() { return kTotalWords * static_cast<long long>(sizeof(Word)); }
+
+// Not the arguments of launch.cu. `pointers`: those of `DecodeStep`, in its order. Null, or what went wrong.
+extern "C" const char* launch_decode_step(const void* const* pointers, int rows, int blocks, int block_size,
+                                          int max_blocks, float eps, int flags, long long timeout,
+                                          unsigned long long seed, int held) {
+  DecodeStep s{rows, kLayers, kHidden, kIntermediate, kHeads, kKvHeads, kHeadDim, kVocab, eps, kHalf};
+  const void* const* next = pointers;
+  const auto take = [&](auto& pointer) {
+    pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(const_cast<void*>(*next++));
+  };
+  take(s.layer_table), take(s.embedding), take(s.final_norm), take(s.lm_head), take(s.cos), take(s.sin);
+  take(s.kv_cache), take(s.block_tables), take(s.context_lens), take(s.slot_mapping), take(s.positions);
+  take(s.batch_slots), take(s.last_tokens), take(s.temperatures), take(s.noise_keys), take(s.logits), take(s.result);
+  take(s.workspace);
+  s.blocks = blocks;
+  s.block_size = block_size;
+  while (1 << s.block_shift < block_size) ++s.block_shift;
+  s.max_blocks = max_blocks;
+  s.flags = flags;
+  s.timeout_ns = timeout;
+  const auto kernel = rows <= 4 ? decode_step_kernel<1> : decode_step_kernel<2>;
+  return gpu::launch([&] { kernel(s); }, kGrid, seed, held);
+}
