@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from benchmarks.micro.block_waste import computed
 from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas, new_panel
-from benchmarks.recording import watch_model
-from stage_a_naive import SamplingParams
-from stage_d_paged import LLM
-from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence as PagedSequence
 
@@ -92,55 +87,30 @@ def draw_fragmentation() -> Picture:
     return finish(figure, "reservations in one piece leave holes that a new request does not fit into; blocks do not")
 
 
-class Held(NamedTuple):
-    """Blocks held by each sequence of a batch in one step, and how many of its tokens they hold."""
-
-    tables: list[list[int]]
-    context: list[int]  # 0: the sequence has finished; it keeps its batch slot and its blocks until the batch ends
-
-
-def watch_pages(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Held]:
-    """Generate, and note the block tables that the model is given in every step."""
-    found: list[Held] = []
-
-    def note(arguments: tuple, _: object) -> None:
-        metadata: AttentionMetadata = arguments[3]
-        tables = [[block for block in row if block >= 0] for row in metadata.block_tables.tolist()]
-        context = metadata.context_lens.tolist()
-        for i, length in enumerate(context):
-            if length == 0:  # a padding row shows the model no blocks
-                tables[i] = found[-1].tables[i]
-        found.append(Held(tables, context))
-
-    with watch_model(llm.runtime.model, note):
-        llm.generate(list(prompts), list(params), use_tqdm=False)
-    return found
-
-
-def draw_pages_over_time(steps: Sequence[Held], block_size: int) -> Picture:
-    """Which sequence holds which block in which step; a block is taken when its first token comes."""
-    blocks = sorted({block for step in steps for table in step.tables for block in table})
+def draw_pages_over_time(records: Sequence[dict], block_size: int) -> Picture:
+    """Which request holds which block in which step of `record_static`; a block is taken when its first token comes."""
+    blocks = sorted({block for record in records for table in record["tables"].values() for block in table})
     x_label, y_label = "step of the model (the first one is the prefill)", f"block of {block_size} tokens"
     figure, axes = new_panel(9, 0.17 * len(blocks) + 1.2, x_label, y_label, grid="x")
     spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, block, finished) -> steps
     shared: list[tuple[float, int]] = []
-    for x, step in enumerate(steps):
+    for x, record in enumerate(records):
         seen: set[int] = set()
-        for i, (table, length) in enumerate(zip(step.tables, step.context, strict=True)):
+        for request, table in record["tables"].items():
             for block in table:
                 if block in seen:
                     shared.append((x + 0.5, blocks.index(block)))
                 else:
-                    spans.setdefault((i, block, length == 0), []).append((x, 1))
+                    spans.setdefault((request, block, request in record["padding"]), []).append((x, 1))
             seen |= set(table)
-    for (i, block, finished), places in spans.items():
-        look = {"facecolor": COLOURS[i % len(COLOURS)], "alpha": 0.3 if finished else 1, "linewidth": 0}
+    for (request, block, finished), places in spans.items():
+        look = {"facecolor": COLOURS[request % len(COLOURS)], "alpha": 0.3 if finished else 1, "linewidth": 0}
         axes.broken_barh(places, (blocks.index(block) - 0.45, 0.9), **look)
-    for i in range(len(steps[0].tables)):
-        axes.bar(0, 0, color=COLOURS[i % len(COLOURS)], label=f"request {i}")
+    for request in records[0]["tables"]:
+        axes.bar(0, 0, color=COLOURS[request % len(COLOURS)], label=f"request {request}")
     axes.bar(0, 0, color=GREY, alpha=0.3, label="finished, still held")
     if shared:
         axes.scatter(*zip(*shared, strict=True), s=1.5, color="black", label="shared")
-    axes.set(ylim=(-0.6, len(blocks) - 0.4), xlim=(0, len(steps)))
+    axes.set(ylim=(-0.6, len(blocks) - 0.4), xlim=(0, len(records)))
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return finish(figure, "blocks are handed out one by one as the sequences grow")

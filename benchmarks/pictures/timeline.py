@@ -108,7 +108,10 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
 
 
 def record_static(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict]:
-    """Generate with stage D and return a record of every step. Each batch must be prefilled in a single step."""
+    """Generate with stage D and return a record of every step, with the blocks that each request holds (`tables`).
+
+    Each batch must be prefilled in a single step.
+    """
     records: list[dict] = []
     first, slots = 0, 0  # the batch's first request and how many there are in it
 
@@ -120,11 +123,15 @@ def record_static(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Sampl
         if metadata.max_query_len > 1:
             first, slots = first + slots, len(counts)
         live = [i for i, context in enumerate(contexts) if context > 0]
+        tables = {first + i: [b for b in row if b >= 0] for i, row in enumerate(metadata.block_tables.tolist())}
+        padding = [first + i for i, context in enumerate(contexts) if context == 0]
+        tables |= {request: records[-1]["tables"][request] for request in padding}  # held until the batch ends
         records.append({
             "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
             "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
             "num_tokens": sum(counts[i] for i in live),
-            "padding": [first + i for i, context in enumerate(contexts) if context == 0],
+            "padding": padding,
+            "tables": tables,
             "waiting": list(range(first + slots, len(prompts))),
             "preempted": [],
         })  # fmt: skip
