@@ -246,6 +246,13 @@ def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
     assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err
 
 
+def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):
+    process = EngineProcess("stage_e_batching:LLM", OPTIONS)
+    RemoteLLM(process)
+    process.commands.send_bytes(b"no command")
+    assert process.end(60) == "exit code 1" and "UnpicklingError" in capfd.readouterr().err
+
+
 def test_a_server_that_is_killed_leaves_no_process_behind_even_while_it_loads():
     command = [sys.executable, "-m", "beyond.serving", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:

@@ -1,0 +1,181 @@
+"""Both ends of the pipes between the server and its engine's process, each with a test that plays the other one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+
+import stage_e_batching  # noqa: E402
+from beyond.serving import wire  # noqa: E402
+from beyond.serving.engine_loop import Call, EngineClosed, News  # noqa: E402
+from beyond.serving.metrics import engine_numbers  # noqa: E402
+from beyond.serving.piped_loop import PipedLoop  # noqa: E402
+from beyond.serving.remote_engine import EngineDied, RemoteLoop  # noqa: E402
+from stage_a_naive.outputs import Request  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
+from stage_e_batching.mailbox import Event, Token  # noqa: E402
+
+OPTIONS = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 64, "max_num_batched_tokens": 64}
+
+
+def request(number: int, prompt_token_ids: list[int], **params: object) -> Request:
+    return Request(number, prompt_token_ids, SamplingParams(**params), 0)
+
+
+# ---- the server's end -----------------------------------------------------------------------------------------------
+
+
+class PlayedProcess:
+    """What `RemoteLoop` knows of an engine's process; the test has the other ends of its pipes."""
+
+    def __init__(self) -> None:
+        self.news, self.tell = Pipe(duplex=False)
+        self.commanded, self.commands = Pipe(duplex=False)
+
+    def end(self, seconds: float) -> str:
+        return "exit code 3"
+
+
+def play(test: Callable[[RemoteLoop, PlayedProcess, News], Coroutine[None, None, None]]) -> None:
+    """Run a test with a loop, its process, and a list to which all news are added."""
+
+    async def run() -> None:
+        process, told = PlayedProcess(), []
+        loop = RemoteLoop(process, lambda now, news: told.extend(news))
+        try:
+            async with asyncio.timeout(60):
+                await test(loop, process, told)
+        finally:
+            loop.close()
+
+    asyncio.run(run())
+
+
+async def until(happens: Callable[[], object]) -> None:
+    while not happens():
+        await asyncio.sleep(0.001)
+
+
+def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_next():
+    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
+        requests = [request(0, list(range(100_000)))]
+        loop.submit(Call(requests))
+        assert await asyncio.to_thread(process.commanded.recv) == ("submit", requests)
+        loop.pause()
+        assert await asyncio.to_thread(process.commanded.recv) == ("pause",) and loop.paused
+        loop.resume()
+        assert await asyncio.to_thread(process.commanded.recv) == ("resume",) and not loop.paused
+
+    play(test)
+
+
+def test_news_that_cross_with_the_end_of_their_call_are_left_aside():
+    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
+        left, stays = Call([request(0, [1]), request(1, [1])]), Call([request(0, [2])])
+        loop.submit(left)
+        loop.submit(stays)
+        events = [Event(0, [Token(5, "a")], "a", {"text": "a"}), Event(2, [Token(6, "b")], "b")]
+        news = [(stays, request(event.request_id, [1]), event) for event in events]
+        process.tell.send_bytes(wire.pack_news(1.0, None, news))
+        await until(lambda: len(told) == 2)
+        loop.drop(left)
+        for number in (1, 2):
+            process.tell.send_bytes(wire.pack_news(2.0, None, [(stays, request(number, [1]), events[1])]))
+        await until(lambda: len(told) == 3)
+        assert [(call, given) for call, given, _ in told[1:]] == [(stays, stays.requests[0])] * 2
+        commands = [await asyncio.to_thread(process.commanded.recv) for _ in range(3)]
+        assert commands[2] == ("drop", 1)  # the first of its requests that has not ended
+
+    play(test)
+
+
+def test_what_a_function_raises_in_the_engines_process_is_raised_here():
+    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
+        future, raised = loop.call(engine_numbers), Future()
+        name, number, function = await asyncio.to_thread(process.commanded.recv)
+        assert (name, function) == ("call", engine_numbers)
+        raised.set_exception(KeyError("why"))
+        process.tell.send_bytes(wire.pack_result(number, raised))
+        with pytest.raises(KeyError, match="why"):
+            await asyncio.wrap_future(future)
+
+    play(test)
+
+
+def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told():
+    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
+        deaths: list[None] = []
+        loop.on_death = lambda: deaths.append(None)
+        waits = loop.call(engine_numbers)
+        loop.submit(Call([request(0, [1])]))
+        process.tell.close()
+        await until(lambda: deaths)
+        loop.submit(Call([request(0, [1])]))
+        await until(lambda: len(told) == 2)
+        assert {str(event.error) for _, _, event in told} == {"the engine's process died (exit code 3)"}
+        with pytest.raises(EngineDied):
+            waits.result(0)
+        with pytest.raises(EngineClosed):
+            loop.call(engine_numbers).result(0)
+
+    play(test)
+
+
+# ---- the engine's end -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = stage_e_batching.LLM("tutor", **OPTIONS)
+    yield llm
+    llm.close()
+
+
+@contextmanager
+def piped(llm: stage_e_batching.LLM) -> Iterator[tuple[Connection, Connection]]:
+    """An engine's loop, as the pipes for its commands and of its news."""
+    commands_end, commands = Pipe(duplex=False)
+    news, news_end = Pipe(duplex=False)
+    loop = PipedLoop(llm.engine, commands_end, news_end)
+    try:
+        yield commands, news
+    finally:
+        commands.close()
+        loop.join(60)
+
+
+def receive(news: Connection) -> tuple:
+    assert news.poll(60)
+    return news.recv()
+
+
+def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys(llm):
+    with piped(llm) as (commands, news):
+        commands.send(("drop", 7))  # they had ended when it was sent
+        endless = {"max_tokens": 900, "ignore_eos": True}
+        most = [{"max_tokens": 1}, endless, endless]
+        commands.send(("submit", [request(number, [20], **params) for number, params in enumerate(most)]))
+        ended: set[int] = set()
+        while 0 not in ended:
+            kind, _, _, rows = receive(news)
+            ended |= {number for number, *said in rows if wire.unpack_event(number, *said).output}
+        commands.send(("drop", 1))
+        commands.send(("call", 3, engine_numbers))
+        while (message := receive(news))[0] != wire.RESULT:
+            pass
+        kind, number, numbers, error = message
+        assert (number, error, numbers["num_requests_running"], numbers["kv_cache_usage_perc"]) == (3, None, 0, 0)
+
+
+@pytest.mark.parametrize(("is_chunked", "longest"), [(True, 64 * 16), (False, 64)])
+def test_the_longest_prompt_fits_the_pool_and_where_prefill_is_whole_a_step(is_chunked, longest):
+    llm = stage_e_batching.LLM("tutor", **OPTIONS, enable_chunked_prefill=is_chunked)
+    assert wire.About.of(llm).longest_prompt == longest
+    llm.close()
