@@ -5,14 +5,12 @@ A gap is time in which the hardware that multiplies is idle. What is recorded, a
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 
-import torch
-
-from benchmarks.micro import caption
+from benchmarks.micro import caption, with_engine
 from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import markdown
@@ -160,19 +158,17 @@ def _parts(spans: list[Span]) -> list[str]:
 
 # Name, engine, options, and which recordings are made of it.
 ENGINES = (
-    ("stage E: kernel by kernel", StageE, {}, "decode"),
-    ("stage F, graphs only", StageF, {"fused": False}, "decode"),
-    ("stage F, eager prefill", StageF, {"prefill_graphs": False}, "prefill"),
-    ("stage F", StageF, {}, "both"),
+    ("stage E: kernel by kernel", StageE, {}, ("decode",)),
+    ("stage F, graphs only", StageF, {"fused": False}, ("decode",)),
+    ("stage F, eager prefill", StageF, {"prefill_graphs": False}, ("prefill",)),
+    ("stage F", StageF, {}, ("decode", "prefill")),
 )
 
 
 def measure(
-    model: str = "random:qwen2.5-0.5b",
-    requests: tuple[int, ...] = (1,),
-    prompts: tuple[int, ...] = (),
+    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1,), prompts: tuple[int, ...] = (),
     ranks: tuple[int, ...] = (),
-) -> dict:
+) -> dict:  # fmt: skip
     """Decode steps and prefills of the engines.
 
     Args:
@@ -181,21 +177,20 @@ def measure(
         ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
     """
     recordings = []
-    several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, "decode") for size in ranks]
+    several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     for name, engine, switches, kinds in (*ENGINES, *several):
-        llm = engine(
-            model, device="cuda", num_kvcache_blocks=16 * max(requests) + 64, max_num_seqs=max(8, *requests),
-            max_model_len=2048, enable_prefix_caching=False, **switches,
+        work = partial(record_all, name, requests if "decode" in kinds else (), prompts if "prefill" in kinds else ())
+        recordings += with_engine(
+            work, engine, model, device="cuda", num_kvcache_blocks=16 * max(requests) + 64,
+            max_num_seqs=max(8, *requests), max_model_len=2048, enable_prefix_caching=False, **switches,
         )  # fmt: skip
-        for rows in requests if kinds != "prefill" else ():
-            recordings.append(record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows))
-        for length in prompts if kinds != "decode" else ():
-            recordings.append(record_prefill(f"{name}, prompt of {length} tokens", llm, length))
-        llm.close()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
     return {"model": model, "rows": to_rows(recordings)}
+
+
+def record_all(name: str, requests: tuple[int, ...], prompts: tuple[int, ...], llm: StageE) -> list[Recording]:
+    """Decode steps of these numbers of requests, and prefills of prompts of these lengths."""
+    decodes = [record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows) for rows in requests]
+    return decodes + [record_prefill(f"{name}, prompt of {length} tokens", llm, length) for length in prompts]
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -204,11 +199,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
     accounts = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
     below = caption(results[0], f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down")
-    between = {
-        head: between_steps(recordings[name])
-        for head, name in (("stage D's layers in a graph", "stage F, graphs only"), ("megakernel", "stage F"))
-        if name in recordings
-    }
+    heads = {"stage F, graphs only": "stage D's layers in a graph", "stage F": "megakernel"}
+    between = {head: between_steps(recordings[name]) for name, head in heads.items() if name in recordings}
     has_prefill = any(name.startswith("stage F, eager prefill") for name in recordings)
     return {
         "step-account": [*columns("part of the step", accounts, "**whole step**", "{:.0f}", "**{:.0f}**"), "", below],
