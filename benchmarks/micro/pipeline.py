@@ -8,25 +8,27 @@ hosts really put on the cable between them, counted by the kernel; it needs root
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.micro import caption
+from benchmarks.micro import caption, with_engine
 from benchmarks.pictures.picture import PALETTE, finish, new_figure
 from benchmarks.text import markdown
-from beyond.scale_out import two_hosts
+from beyond.scale_out import LLM, two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.unit_stages import counted_spans
 from stage_a_naive.sampling import SamplingParams
 
 README, MARKERS = "beyond/scale_out", ("idle", "stages-speed", "bytes-sent")
 STAGES, SAMPLES = 2, 3
+BYTES = "bytes per decoded token:"
 SHOWN = 12.5  # units of time in the picture
 LOADS = {"one request": 1, "32 requests": 32}
 LAYOUTS = {"one rank": {}, "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
@@ -39,7 +41,8 @@ def measure(
     rows = [counted_row(work, batches) for work in ("decode", "prefill") for batches in (1, 2, 4, 8)]
     if speed:
         rows += [measured_row(model, device, batches) for batches in (1, 2, 3)]
-        rows += [row for name in LAYOUTS for row in speed_rows(model, device, name)]
+        for name, layout in LAYOUTS.items():
+            rows += with_engine(partial(speed_rows, name), make_llm, model, device, **layout)
     if device == "cpu" and two_hosts.missing() is None:
         rows += [bytes_row(model, name) for name in ("TP 2", "PP 2")]
     return {"rows": rows, "model": model}
@@ -51,99 +54,81 @@ def counted_row(work: str, batches: int) -> dict[str, object]:
     return {"study": "counted", "work": work, "batches": batches, "idle": idle, "theory": theory}
 
 
-def make_llm(model: str, device: str, **options: object):
+def make_llm(model: str, device: str, **options: object) -> LLM:
     """An engine with all that its layout can use: one rank has graphs and the megakernel, stages have neither."""
-    from beyond.scale_out import LLM
-
     dtype = "bfloat16" if device == "cuda" else "float32"
     more = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"num_kvcache_blocks": 512}
     return LLM(model, device=device, dtype=dtype, max_num_seqs=64, enable_prefix_caching=False, **more, **options)
 
 
-def load(count: int, answer: int) -> tuple[list[list[int]], SamplingParams]:
-    """`count` prompts of 64 tokens, and the parameters of answers of this length."""
+def answer_seconds(llm: LLM, count: int, answer: int) -> tuple[float, float]:
+    """Answer `count` prompts of 64 tokens with this many; returns when that began and ended, as stages record it."""
     prompts = [[(i * 131 + j * 7) % 4000 + 1 for j in range(64)] for i in range(count)]
-    return prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    start = time.monotonic()
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+    return start, time.monotonic()
 
 
 def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
     """The idle share of a real engine that decodes 32 requests, from what its stages recorded."""
-    answer = 128 if device == "cuda" else 16
     with tempfile.TemporaryDirectory() as folder:
         trace = f"{folder}/trace.jsonl"
-        llm = make_llm(model, device, pipeline_parallel_size=STAGES, num_micro_batches=batches, trace=trace)
-        samples, shown = [], []
-        try:
-            for _ in range(SAMPLES + 1):  # the first to warm up
-                start = time.monotonic()
-                llm.generate(*load(32, answer), use_tqdm=False)
-                spans = [read_spans(f"{trace}.stage{stage}") for stage in range(STAGES)]
-                # The last two thirds of the time: all decode, none at the end, where the batches run out.
-                window = (start + (time.monotonic() - start) * 0.33, start + (time.monotonic() - start) * 0.9)
-                inside = [[s for s in own if window[0] <= s["start"] and s["end"] <= window[1]] for own in spans]
-                samples.append(idle_share(inside))
-                shown = [own[:60] for own in inside]
-        finally:
-            llm.close()
-    return {"study": "measured", "work": "decode", "batches": batches, "samples": samples[1:],
-            "theory": idle_in_theory("decode", batches, STAGES), "spans": shown}  # fmt: skip
+        options = {"pipeline_parallel_size": STAGES, "num_micro_batches": batches, "trace": trace}
+        samples = with_engine(partial(idle_shares, trace), make_llm, model, device, **options)
+    return {"study": "measured", "work": "decode", "batches": batches, "samples": samples,
+            "theory": idle_in_theory("decode", batches, STAGES)}  # fmt: skip
 
 
-def speed_rows(model: str, device: str, name: str) -> list[dict[str, object]]:
+def idle_shares(trace: str, llm: LLM) -> list[float]:
+    samples = []
+    for _ in range(SAMPLES + 1):  # the first to warm up
+        start, end = answer_seconds(llm, 32, 128 if llm.device.type == "cuda" else 16)
+        # The last two thirds of the time: all decode, none at the end, where the batches run out.
+        first, last = start + (end - start) * 0.33, start + (end - start) * 0.9
+        spans = [read_spans(f"{trace}.stage{stage}") for stage in range(STAGES)]
+        samples.append(idle_share([[s for s in own if first <= s["start"] and s["end"] <= last] for own in spans]))
+    return samples[1:]
+
+
+def speed_rows(layout: str, llm: LLM) -> list[dict[str, object]]:
     """Tokens per second of a layout, for each load."""
-    answer = 128 if device == "cuda" else 8
-    llm = make_llm(model, device, **LAYOUTS[name])
-    found = []
-    try:
-        for load_name, count in LOADS.items():
-            samples = []
-            for _ in range(SAMPLES + 1):  # the first to warm up
-                start = time.perf_counter()
-                llm.generate(*load(count, answer), use_tqdm=False)
-                samples.append(count * answer / (time.perf_counter() - start))
-            found.append({"study": "speed", "layout": name, "load": load_name, "samples": samples[1:]})
-    finally:
-        llm.close()
-    return found
-
-
-RANK = """
-import json, sys
-from pathlib import Path
-from benchmarks.micro.pipeline import load, make_llm
-
-def sent_by_both():
-    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("cable:")]
-    numbers = line.partition(":")[2].split()
-    return int(numbers[0]) + int(numbers[8])  # received and transmitted bytes
-
-llm = make_llm(sys.argv[1], "cpu", **json.loads(sys.argv[2]))
-counts = []
-for answer in (1, 1, 9):
-    before = sent_by_both()
-    llm.generate(*load(4, answer), use_tqdm=False)
-    counts.append(sent_by_both() - before)
-print("bytes per decoded token:", (counts[2] - counts[1]) / (4 * 8), flush=True)
-llm.close()
-"""
+    answer, rows = 128 if llm.device.type == "cuda" else 8, []
+    for name, count in LOADS.items():
+        times = [answer_seconds(llm, count, answer) for _ in range(SAMPLES + 1)][1:]  # the first to warm up
+        samples = [count * answer / (end - start) for start, end in times]
+        rows.append({"study": "speed", "layout": layout, "load": name, "samples": samples})
+    return rows
 
 
 def bytes_row(model: str, name: str) -> dict[str, object]:
     """Bytes on the cable between two hosts for every decoded token, both directions, with four requests at a time."""
-    with tempfile.TemporaryDirectory() as folder, two_hosts.two_hosts() as hosts:
-        script = Path(folder) / "rank.py"
-        script.write_text(RANK)
-        command = [str(script), model, json.dumps(LAYOUTS[name])]
-        environment = os.environ | {"PYTHONPATH": str(two_hosts.ROOT)}
+    command = ["-m", "benchmarks.micro.pipeline", model, json.dumps(LAYOUTS[name])]  # this file as a program
+    with two_hosts.two_hosts() as hosts:
         processes = [
-            hosts.start(host, two_hosts.torchrun(host, command), env=environment, stdout=subprocess.PIPE)
-            for host in range(2)
+            hosts.start(host, two_hosts.torchrun(host, command), stdout=subprocess.PIPE) for host in range(2)
         ]
         output, _ = processes[0].communicate(timeout=600)
         processes[1].communicate(timeout=60)
-    if "bytes per decoded token:" not in output:
+    if BYTES not in output:
         raise RuntimeError(f"the ranks did not count: {output}")
-    return {"study": "bytes", "layout": name, "bytes": float(output.rsplit(":", 1)[1])}
+    return {"study": "bytes", "layout": name, "bytes": float(output.rsplit(BYTES, 1)[1])}
+
+
+def count_bytes(model: str, layout: str) -> None:
+    """A rank of `bytes_row`: generate, and print what has passed through this host's end of the cable."""
+    llm = make_llm(model, "cpu", **json.loads(layout))
+    counts = [sent_by_both()]
+    for answer in (1, 1, 9):
+        answer_seconds(llm, 4, answer)
+        counts.append(sent_by_both())
+    print(BYTES, ((counts[3] - counts[2]) - (counts[2] - counts[1])) / (4 * 8), flush=True)
+    llm.close()
+
+
+def sent_by_both() -> int:
+    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("cable:")]
+    numbers = line.partition(":")[2].split()
+    return int(numbers[0]) + int(numbers[8])  # received and transmitted bytes
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -199,3 +184,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
     figure.suptitle(title, fontsize=12)
     return {"stages.png": finish(figure, title).png}
+
+
+if __name__ == "__main__":
+    count_bytes(*sys.argv[1:])
