@@ -1,12 +1,9 @@
 """What one decode step reads in 16 and in 8 bits, and how many sequences fit; counted, nothing is timed.
 
-*Read*: from the shapes of the models alone: matrices with their scales, the LM head, keys and values. A decode step at
-short contexts with few requests is nearly all weights; with many requests and long contexts it is nearly all KV cache.
-
-*Fit*: the engine loads each model for a device that has shapes and no memory (PyTorch's `meta`), so the bytes of
-weights and of KV cache are those of its own tensors. The pool is the engine's share of the memory less the weights, in
-whole blocks. A GPU also needs room for the activations of the largest step. The engine measures them there; they are
-not counted here, so somewhat fewer sequences fit.
+*Read* follows from the shapes of the models: matrices with their scales, the LM head, keys and values. For *fit* the
+engine loads each model on a device that has shapes and no memory (PyTorch's `meta`), so the bytes of weights and of KV
+cache are those of its own tensors. The pool is the engine's share of the memory less the weights, in whole blocks. On a
+GPU the engine also measures what the activations of the largest step take, so somewhat fewer sequences fit there.
 """
 
 from __future__ import annotations
@@ -20,15 +17,11 @@ from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.loading import resolve
 from stage_a_naive.presets import preset_config
-from stage_d_paged.attention import AttentionBackend
-from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import blocks_that_fit
-from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
-from stage_d_paged.weights import TensorSource
 
 README, MARKERS = "beyond/quantization", ("quantized-bytes", "quantized-fits")
-MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-7b")
+MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-7b")
 BATCHES = {"1 × 640": (1, 640), "32 × 4096": (32, 4096)}  # requests × context
 KINDS: dict[str, dict[str, object]] = {
     "bfloat16": {},
@@ -36,12 +29,10 @@ KINDS: dict[str, dict[str, object]] = {
     "weights and head": {"quantization": "int8", "quantize_lm_head": True},
     "KV cache": {"kv_cache_dtype": "int8"},
     "all": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
-    "all, fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
 }
-READ_KINDS = ("weights and head", "KV cache", "all")  # columns of the first table; fp8 takes the bytes of int8
+SHOWN = ("weights and head", "KV cache", "all")  # beside bfloat16
 MEMORIES = {"16 GB": 16 * 10**9, "141 GB": 141 * 10**9}  # of a small GPU, and of an H200
 SEQUENCE = 4096  # tokens of the sequences that should fit
-READ_SHOWN = ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-7b")  # in the lesson
 FITS_SHOWN = ("qwen2.5-0.5b", "qwen2.5-7b")
 BLOCK_SIZE = 64  # what the Triton backend prefers
 
@@ -66,14 +57,11 @@ def measure() -> dict:
 def load_shapes(model: str, options: dict[str, object]) -> Runtime:
     """The engine's model and pool of a GPU, without memory."""
     chosen = QuantizationOptions(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
-    return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), torch.bfloat16, build=build_shapes)
 
+    def build(config: object, backend: object, max_model_len: int, tensors: object, *rest: object) -> object:
+        return empty_model(config, backend, max_model_len, *rest)  # `build_quantized_model` without the weights
 
-def build_shapes(
-    config: ModelConfig, backend: AttentionBackend, max_model_len: int, tensors: TensorSource, *rest: object
-) -> DecoderModel:
-    """`build_quantized_model` without the weights."""
-    return empty_model(config, backend, max_model_len, *rest)
+    return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), torch.bfloat16, build=build)
 
 
 def weight_bytes(runtime: Runtime) -> int:
@@ -94,25 +82,22 @@ def sequences_that_fit(runtime: Runtime, memory: int) -> int:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Gigabytes in bfloat16 by model and batch, and what share of them each combination reads; sequences that fit."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    for row in results[0]["rows"]:
-        found.setdefault((row["model"], row["batch"]), {})[row["kind"]] = row["weight_bytes"] + row["kv_bytes"]
-    body = [
-        [model, batch, f"{by_kind['bfloat16'] / 1e9:.2f} GB",
-         *(f"{by_kind[kind] / by_kind['bfloat16']:.0%}" for kind in READ_KINDS)]
-        for (model, batch), by_kind in found.items() if model in READ_SHOWN
-    ]  # fmt: skip
-    head = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in READ_KINDS)]
-    counted = ["", "Counted by `python -m benchmarks.micro quantized_bytes`."]
-    return {"quantized-bytes": [*markdown(head, body), *counted], "quantized-fits": [*fits_table(results[0]), *counted]}
-
-
-def fits_table(result: dict) -> list[str]:
-    """One line per model and kind: memory of the weights, of a token, and sequences that fit."""
-    head = ["model, int8 of", "weights", "KV per token", *(f"sequences in {name}" for name in MEMORIES)]
-    body = [
+    result, read, body = results[0], {}, []
+    for row in result["rows"]:
+        read.setdefault((row["model"], row["batch"]), {})[row["kind"]] = row["weight_bytes"] + row["kv_bytes"]
+    for (model, batch), by_kind in read.items():
+        if model in MODELS:
+            whole = by_kind["bfloat16"]
+            body.append([model, batch, f"{whole / 1e9:.2f} GB", *(f"{by_kind[kind] / whole:.0%}" for kind in SHOWN)])
+    fits = [
         [f"{row['model']}, {row['kind']}", f"{row['weight_bytes'] / 1e9:.2f} GB", f"{row['kv_bytes_per_token']:,} B",
          *(f"{row['sequences'][name]:,}" for name in MEMORIES)]
-        for row in result["fits"] if row["model"] in FITS_SHOWN and row["kind"] in ("bfloat16", *READ_KINDS)
+        for row in result["fits"] if row["model"] in FITS_SHOWN and row["kind"] in ("bfloat16", *SHOWN)
     ]  # fmt: skip
-    return markdown(head, body)
+    heads = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in SHOWN)]
+    fits_heads = ["model, int8 of", "weights", "KV per token", *(f"sequences in {name}" for name in MEMORIES)]
+    counted = ["", "Counted by `python -m benchmarks.micro quantized_bytes`."]
+    return {
+        "quantized-bytes": [*markdown(heads, body), *counted],
+        "quantized-fits": [*markdown(fits_heads, fits), *counted],
+    }

@@ -43,25 +43,24 @@ def measure() -> dict:
         versions = {name: version(name) for name in LIBRARIES}
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}; pip install -c constraints.txt -e .[compare]") from error
-    texts = read_texts()
+    texts, rows = read_texts(), []
     reference = [logits_of(load("tutor", "cpu", "auto", {}), text) for text in texts]
-    rows = []
+
+    def add(by: str, num_bytes: int, logits: list[Tensor], values: dict[str, int]) -> None:
+        rows.append({"format": name, "by": by, "matrix_bytes": num_bytes, **values})
+        rows[-1] |= compare(reference, logits) | score(texts, logits)
+        print(json.dumps(rows[-1]), flush=True)
+
     for name, (form, group) in FORMAT_OF.items():
         runtime = load("tutor", "cpu", "auto", {"quantization": form, "quantization_group_size": group})
-        rows.append({"format": name, "by": "ours", "matrix_bytes": matrix_bytes(runtime)})
-        rows[-1] |= judge(texts, reference, [logits_of(runtime, text) for text in texts])
+        add("ours", matrix_bytes(runtime), [logits_of(runtime, text) for text in texts], {})
         for library in (library for library, formats in LIBRARIES.items() if name in formats):
             model = library_model(library, form, group)
-            bytes_stored = sum(map(stored_bytes, matrices(model).values()))
-            rows.append({"format": name, "by": library, "matrix_bytes": bytes_stored})
-            rows[-1] |= compare_values(matrices(model), form, group)  # before bitsandbytes moves its scales elsewhere
-            rows[-1] |= judge(texts, reference, [transformers_logits(model, text) for text in texts])
-        print(*(json.dumps(row) for row in rows if row["format"] == name), sep="\n", flush=True)
+            theirs = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+            num_bytes, values = sum(map(stored_bytes, theirs.values())), compare_values(theirs, form, group)
+            # Only now the logits: they make bitsandbytes move its scales elsewhere.
+            add(library, num_bytes, [transformers_logits(model, text) for text in texts], values)
     return {"rows": rows, "libraries": versions}
-
-
-def judge(texts: list[Text], reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
-    return compare(reference, logits) | score(texts, logits)
 
 
 def library_model(library: str, form: str, group: int | None) -> PreTrainedModel:
@@ -70,41 +69,29 @@ def library_model(library: str, form: str, group: int | None) -> PreTrainedModel
 
     model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32)
     if library == "torchao":
-        import torchao.quantization as library_of
+        import torchao.quantization as ao
 
-        int8 = library_of.Int8WeightOnlyConfig(
-            granularity=library_of.PerGroup(group) if group else library_of.PerRow()
-        )
-        library_of.quantize_(model.model, int8 if form == "int8" else library_of.Float8WeightOnlyConfig())
-    else:
-        import bitsandbytes as library_of
+        int8 = ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(group) if group else ao.PerRow())
+        ao.quantize_(model.model, int8 if form == "int8" else ao.Float8WeightOnlyConfig())
+        return model.eval()
+    import bitsandbytes
 
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns once per product
-        for parent in list(model.model.modules()):
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    setattr(parent, name, eight_bit_linear(library_of, linear))
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns once per product
+    for parent in list(model.model.modules()):
+        for name, linear in list(parent.named_children()):
+            if isinstance(linear, nn.Linear):
+                made = bitsandbytes.nn.Linear8bitLt(
+                    linear.in_features, linear.out_features, bias=linear.bias is not None, has_fp16_weights=False
+                )
+                made.load_state_dict(linear.state_dict())
+                setattr(parent, name, made.to("cpu"))  # moving it quantises the weights
     return model.eval()  # in training bitsandbytes multiplies dequantised weights
-
-
-def eight_bit_linear(bitsandbytes: object, linear: nn.Linear) -> nn.Module:
-    """bitsandbytes' `Linear8bitLt` with the layer's weights; they are quantised when it is moved to a device."""
-    made = bitsandbytes.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, bias=linear.bias is not None, has_fp16_weights=False
-    )
-    made.load_state_dict(linear.state_dict())
-    return made.to("cpu")
 
 
 @torch.inference_mode()
 def transformers_logits(model: PreTrainedModel, text: Text) -> Tensor:
     """The logits before each token of the answer, float32 `[answer tokens, vocab]`."""
     return model(torch.tensor([text.ids[:-1]])).logits[0, text.first - 1 :].float()
-
-
-def matrices(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every matrix of the model by its name in the checkpoint; a tied one once."""
-    return {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
 
 
 def stored(weight: Tensor) -> Quantized | None:
@@ -120,44 +107,33 @@ def stored_bytes(weight: Tensor) -> int:
     return sum(part.nbytes for part in stored(weight) or [weight])
 
 
-def compare_values(theirs: dict[str, Tensor], form: str, group: int | None) -> dict[str, float]:
+def compare_values(theirs: dict[str, Tensor], form: str, group: int | None) -> dict[str, int]:
     """How many stored values are not ours, before and after ours are made with the library's scales."""
     from safetensors.torch import load_file
 
-    count = differ = at_their_scale = 0
-    largest, ratio = 0.0, 1.0
+    found = dict.fromkeys(("values", "differ", "differ_at_their_scale"), 0)
     for name, weight in load_file(TUTOR_PATH / "model.safetensors").items():
         library = stored(theirs[name]) if name in theirs else None
         if library is None:
             continue
-        ours = quantize_matrix(weight.float(), FORMATS[form], group)
-        scales = library.scales.repeat_interleave(weight.shape[1] // library.scales.shape[1], 1)
-        scaled = weight.float() / scales
+        scaled = weight.float() / library.scales.repeat_interleave(weight.shape[1] // library.scales.shape[1], 1)
         again = scaled.round().clamp(-128, 127) if form == "int8" else scaled.to(FORMATS[form])
-        count += weight.numel()
-        differ += (ours.values.float() != library.values.float()).sum().item()
-        at_their_scale += (again.float() != library.values.float()).sum().item()
-        largest = max(largest, (ours.values.float() - library.values.float()).abs().max().item())
-        ratio = (library.scales / ours.scales).mean().item()
-    return {"values": count, "differ": differ, "differ_at_their_scale": at_their_scale, "largest_difference": largest,
-            "scale_ratio": ratio}  # fmt: skip
+        ours = quantize_matrix(weight.float(), FORMATS[form], group).values
+        found["values"] += weight.numel()
+        found["differ"] += (ours.float() != library.values.float()).sum().item()
+        found["differ_at_their_scale"] += (again.float() != library.values.float()).sum().item()
+    return found
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per format and library."""
-    result = results[0]
-    head = ["weights", "matrices", "values unlike ours", "KL, nats", "answers exact, unseen wordings"]
-    body = [
-        [f"{row['format']}, {row['by']}", f"{row['matrix_bytes'] / 1e6:.1f} MB", unlike(row), f"{row['kl']:.1e}",
-         f"{row['exact']:.1%}, {row['unseen']:.1%}"]
-        for row in result["rows"]
-    ]  # fmt: skip
-    versions = ", ".join(f"{name} {number}" for name, number in result["libraries"].items())
+    body = []
+    for row in results[0]["rows"]:
+        shares = [row[key] / row["values"] for key in ("differ", "differ_at_their_scale") if key in row]
+        unlike = "{:.2%} ({:.2%})".format(*shares) if shares else "–"
+        body.append([f"{row['format']}, {row['by']}", f"{row['matrix_bytes'] / 1e6:.1f} MB", unlike, f"{row['kl']:.1e}",
+                     f"{row['exact']:.1%}, {row['unseen']:.1%}"])  # fmt: skip
+    heads = ["weights", "matrices", "values unlike ours", "KL, nats", "answers exact, unseen wordings"]
+    versions = ", ".join(f"{name} {number}" for name, number in results[0]["libraries"].items())
     note = f"{versions}; in brackets: unlike ours made with the library's scales"
-    return {"quantized-library": [*markdown(head, body), "", caption(result, note)]}
-
-
-def unlike(row: dict) -> str:
-    if "values" not in row:
-        return "–"
-    return f"{row['differ'] / row['values']:.2%} ({row['differ_at_their_scale'] / row['values']:.2%})"
+    return {"quantized-library": [*markdown(heads, body), "", caption(results[0], note)]}

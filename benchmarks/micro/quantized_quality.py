@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.text import markdown
+from benchmarks.text import markdown, sections
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.chat import render_chat
@@ -47,7 +47,6 @@ KINDS: dict[str, dict[str, object]] = {
     "all int8": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
     "all fp8": {"quantization": "fp8", "quantize_lm_head": True, "kv_cache_dtype": "fp8"},
 }
-
 SHOWN = ("bfloat16", "weights int8", "KV int8", "all int8", "all fp8")  # in the lesson, and of a `random:` model
 
 
@@ -60,11 +59,10 @@ class Text:
     unseen: bool  # the question is worded in a way that the tutor was not trained on
 
 
-def measure(models: str = ",".join(MODELS), device: str = "auto") -> dict:
+def measure(device: str = "auto") -> dict:
     """Every model in every format, compared with itself unquantised (float32 on a CPU, bfloat16 on a GPU)."""
-    texts = read_texts()
-    rows = []
-    for name in models.split(","):
+    texts, rows = read_texts(), []
+    for name in MODELS:
         own = texts if name == "tutor" else texts[:RANDOM_TEXTS]
         reference: list[Tensor] = []
         for kind, options in KINDS.items():
@@ -117,28 +115,28 @@ def logits_of(runtime: Runtime, text: Text) -> Tensor:
 
 def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
     """The largest logit error and the mean KL divergence from `reference`."""
-    error, divergence, count = 0.0, 0.0, 0
-    for before, after in zip(reference, logits, strict=True):
-        error = max(error, (before - after).abs().max().item())
+    pairs = list(zip(reference, logits, strict=True))
+    divergence = 0.0
+    for before, after in pairs:
         p, q = before.double().log_softmax(-1), after.double().log_softmax(-1)
         divergence += (p.exp() * (p - q)).sum().item()
-        count += len(before)
-    return {"logit_error": error, "kl": divergence / count}
+    error = max((before - after).abs().max().item() for before, after in pairs)
+    return {"logit_error": error, "kl": divergence / sum(map(len, reference))}
 
 
 def score(texts: list[Text], logits: list[Tensor]) -> dict[str, float]:
     """Exact answers to known wordings; right starts of answers to unseen ones, and their perplexity."""
-    right = {False: [], True: []}
-    loss, count = 0.0, 0
+    known, unseen, losses = [], [], []
     for text, found in zip(texts, logits, strict=True):
         targets = torch.tensor(text.ids[text.first :], device=found.device)
         best = found.argmax(-1) == targets
-        right[text.unseen].append(best[:START].all().item() if text.unseen else best.all().item())
-        if text.unseen:
-            loss -= found.double().log_softmax(-1).gather(1, targets[:, None]).sum().item()
-            count += len(targets)
-    shares = [sum(part) / len(part) for part in (right[False], right[True])]
-    return {"exact": shares[0], "unseen": shares[1], "perplexity": float(torch.tensor(loss / count).exp())}
+        if not text.unseen:
+            known.append(best.all().item())
+            continue
+        unseen.append(best[:START].all().item())
+        losses.append(-found.double().log_softmax(-1).gather(1, targets[:, None]))
+    perplexity = torch.cat(losses).mean().exp().item()
+    return {"exact": sum(known) / len(known), "unseen": sum(unseen) / len(unseen), "perplexity": perplexity}
 
 
 def matrix_bytes(runtime: Runtime) -> int:
@@ -148,35 +146,30 @@ def matrix_bytes(runtime: Runtime) -> int:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The tutor in the formats that the lesson shows; every model and format."""
-    result = results[0]
-    models = {row["model"]: [] for row in result["rows"]}
+    result, models = results[0], {}
     for row in result["rows"]:
-        models[row["model"]].append(row)
-    everything = []
-    for name, rows in models.items():
-        shown = rows if "exact" in rows[0] else [row for row in rows if row["kind"] in SHOWN]
-        everything += [f"**{name}**", "", *lines_of(shown), ""]
-    short = [row for row in models.get("tutor", ()) if row["kind"] in SHOWN]
-    unquantised = f"unquantised is {result['dtype']}"
-    perplexities = [row["perplexity"] for row in result["rows"] if "perplexity" in row]
-    more = [f"{r['kv_bytes_per_token']} bytes of KV cache per token of the {r['model']} ({r['kind']})"
-            for r in result["rows"] if r["model"] == "tutor" and r["kind"] in ("unquantised", "KV int8")]  # fmt: skip
-    if perplexities:
-        more.append(f"perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}")
+        models.setdefault(row["model"], []).append(row)
+    few = {name: [row for row in rows if row["kind"] in SHOWN] for name, rows in models.items()}
+    tutor, unquantised = models["tutor"], f"unquantised is {result['dtype']}"
+    more = [f"{r['kv_bytes_per_token']} bytes of KV cache per token of the tutor ({r['kind']})"
+            for r in tutor if r["kind"] in ("unquantised", "KV int8")]  # fmt: skip
+    perplexities = [row["perplexity"] for row in tutor]
+    more.append(f"perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}")
+    everything = {f"**{name}**": lines_of((few | {"tutor": tutor})[name]) for name in models}
     return {
-        "quantized-quality": [*lines_of(short), "", caption(result, unquantised)] if short else [],
-        "quantized-quality-all": [*everything, caption(result, unquantised, *more)],
+        "quantized-quality": [*lines_of(few["tutor"]), "", caption(result, unquantised)],
+        "quantized-quality-all": [*sections(everything), caption(result, unquantised, *more)],
     }
 
 
 def lines_of(rows: list[dict]) -> list[str]:
     """Memory, then quality, a line per format."""
-    trained = "exact" in rows[0]
-    head = ["format", "matrices", "largest logit error", "KL, nats"]
-    head += ["answers exact, unseen wordings"] if trained else []
+    heads = ["format", "matrices", "largest logit error", "KL, nats"]
     body = [
-        [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}",
-         *([f"{row['exact']:.1%}, {row['unseen']:.1%}"] if trained else [])]
+        [row["kind"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['logit_error']:.3f}", f"{row['kl']:.1e}"]
         for row in rows
-    ]  # fmt: skip
-    return markdown(head, body)
+    ]
+    if "exact" in rows[0]:  # a trained model
+        heads.append("answers exact, unseen wordings")
+        body = [[*cells, f"{r['exact']:.1%}, {r['unseen']:.1%}"] for cells, r in zip(body, rows, strict=True)]
+    return markdown(heads, body)
