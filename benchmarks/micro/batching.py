@@ -8,16 +8,14 @@ The work is the benchmark's `mixed`, on a quarter to a third as many batch slots
 * *E*: stage E as it is. Against the row above it, only the rule of admission differs.
 
 Each row runs greedily and at a temperature, because D samples row by row and E does not. On a CPU the seconds are those
-that the process computed for, on one thread, so that other programs on the machine count for little.
+that the process computed for, on one thread.
 """
 
 from __future__ import annotations
 
 import time
 
-import torch
-
-from benchmarks.micro import caption
+from benchmarks.micro import caption, one_thread
 from benchmarks.recording import watch_model
 from benchmarks.text import markdown, medians, number, times
 from benchmarks.workloads import Call, make_workload
@@ -53,34 +51,30 @@ class StaticStageE(StageE):
 ENGINES = {"D": StageD, "E, static admission": StaticStageE, "E": StageE}
 
 
-def measure(
-    model: str = "tutor", device: str = "cpu", size: str = "cpu", slots: int = 16, repeats: int = 5, threads: int = 1
-) -> dict:
+@one_thread()
+def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots: int = 16, repeats: int = 5) -> dict:
     """Seconds, steps and rows of every engine at every temperature, the engines taking turns."""
-    torch.set_num_threads(threads)
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
     blocks = slots * -(-workload.longest // 16)  # no more than is needed: three engines share the memory
     options = {"max_num_seqs": slots, "enable_prefix_caching": False, "num_kvcache_blocks": blocks}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
-    rows = {
-        (name, temperature): {"engine": name, "temperature": temperature, "samples": []}
-        for name in ENGINES for temperature in TEMPERATURES
-    }  # fmt: skip
+    rows = [
+        {"engine": name, "temperature": temperature, "samples": []} for name in ENGINES for temperature in TEMPERATURES
+    ]
     for repeat in range(repeats + 1):  # the first is a warm-up
-        for (name, temperature), row in rows.items():
-            found = run(llms[name], call, temperature)
+        for row in rows:
+            found = run(llms[row["engine"]], call, row["temperature"])
             if repeat:
                 row["samples"].append(found.pop("seconds"))
                 row |= found
     return {"model": model, "workload": workload.description, "tokens": call.output_tokens, "slots": slots,
-            "rows": list(rows.values())}  # fmt: skip
+            "rows": rows}  # fmt: skip
 
 
 def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float]:
     """Seconds of a call of `generate`, the steps of the model in it, and the rows that these computed."""
     steps: list[int] = []
-
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
     clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
     with watch_model(llm.runtime.model, lambda arguments, _: steps.append(len(arguments[0]))):
@@ -96,15 +90,14 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
 def table(results: list[dict]) -> dict[str, list[str]]:
     lines = []
     for result in results:
-        found = medians(result["rows"], "engine", "temperature")
-        counts, body, before = {r["engine"]: r for r in result["rows"]}, [], None
-        for name, row in counts.items():
+        found, rows = medians(result["rows"], "engine", "temperature"), {row["engine"]: row for row in result["rows"]}
+        body = []
+        for before, (name, row) in zip([None, *rows], rows.items(), strict=False):
             cells = [number(result["tokens"] / found[name, temperature]) for temperature in TEMPERATURES]
             if before:
                 gains = [found[before, temperature] / found[name, temperature] for temperature in TEMPERATURES]
                 cells = [f"{rate}, {times(gain)}" for rate, gain in zip(cells, gains, strict=True)]
             body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
-            before = name
         unit = "tokens/s of CPU time" if result["environment"]["device"]["type"] == "cpu" else "tokens/s"
         heads = ["engine", "steps", "rows computed", *(f"{how}: {unit}, × the row above" for how in HOW)]
         work = f"{result['model']}, {result['slots']} batch slots; {result['workload'].partition(', temp')[0]}"

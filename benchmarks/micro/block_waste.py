@@ -1,10 +1,9 @@
 """How much KV memory stays empty, by block size, and how many tokens the prefix cache saves; counted.
 
-Nothing is timed and no model runs. *Empty memory*: which slots are held follows from the lengths of `mixed` alone. All
-requests are admitted together, each grows by one token per step and gives its memory back when it is done;
-at every step stage D's own accounting says how many slots are held. A contiguous reservation is a block of
-`max_model_len`. *Prefix cache*: stage D's block manager admits the prompts of the `prefix` workload together, with and
-without it.
+Nothing is timed and no model runs. *Empty memory*: the requests of `mixed` are admitted together, each grows by one
+token per step and gives its memory back when it is done; at every step stage D's own accounting says how many slots are
+held. A contiguous reservation is a block of `max_model_len`. *Prefix cache*: stage D's block manager admits the prompts
+of the `prefix` workload together, with and without it.
 """
 
 from __future__ import annotations
@@ -74,8 +73,10 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     result = results[0]
     prefix, command = result["prefix"], "counted by `python -m benchmarks.micro block_waste`."
     shares = ", ".join(f"{name}: {share:.1%}" for name, share in named_waste(result).items())
-    counts = [["tokens that the model runs", *(f"{prefix[name]:,}" for name in ("without", "with"))]]
-    saved = markdown([f"{prefix['requests']} prompts", "without prefix cache", "with it"], counts)
+    saved = markdown(
+        [f"{prefix['requests']} prompts", "without prefix cache", "with it"],
+        [["tokens that the model runs", f"{prefix['without']:,}", f"{prefix['with']:,}"]],
+    )
     picture = "![Share of the KV memory that is empty, by block size](block_waste.png)"
     work = f"Empty with blocks of {shares}. {result['workload']}, all admitted together; {command}"
     return {

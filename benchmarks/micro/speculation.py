@@ -7,17 +7,17 @@ The tutor's own text needs no script: there drafts are right as often as they ar
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption
+from benchmarks.micro import caption, timed, with_engine
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
@@ -30,6 +30,7 @@ from stage_f_graph_tp.step_input import StepInput
 README, MARKERS = "beyond/speculation", ("speculation", "speculation-text", "speculation-floor")
 RATE = 0.83  # of the tokens of the drafts
 PROMPT = 128  # tokens
+QUESTIONS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
 COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
@@ -76,45 +77,34 @@ def measure(
     """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
     rows = []
     for draft in drafts:
-        llm = ScriptedLLM(
-            model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
+        work = partial(measure_draft, draft, batches, tokens, repeats)
+        rows += with_engine(
+            work, ScriptedLLM, model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
             enable_prefix_caching=False, max_num_batched_tokens=4096,
         )  # fmt: skip
-        for batch in batches:
-            rows += measure_batch(llm, batch, draft, tokens, repeats)
-        llm.close()
-        del llm
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
 
 
-def measure_batch(llm: ScriptedLLM, batch: int, draft: int, tokens: int, repeats: int) -> list[dict]:
+def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: int, llm: ScriptedLLM) -> list[dict]:
     """Seconds per token of one request, in turns: without drafts, with accepted ones, with wrong ones, with none found.
 
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
     """
     greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=tokens, ignore_eos=True) for t in (0.0, 1.0))
-    ngram = llm.engine.drafter
-    found: dict[str, list[tuple[float, float]]] = {}
-    for repeat in range(repeats + 1):
-        for way, params in (
-            ("plain", greedy), ("accepted", greedy), ("wrong", greedy), ("plain, noisy", noisy), ("looking", noisy),
-        ):  # fmt: skip
-            llm.script(RATE if way == "accepted" else 0.0)
-            if way not in ("accepted", "wrong"):
-                llm.engine.drafter = ngram if way == "looking" else None
-            sample = run(llm, batch, params)
-            if repeat:  # the first is the warm-up
-                found.setdefault(way, []).append(sample)
-    llm.engine.drafter = ngram
-    rows = []
-    for way, samples in found.items():
-        seconds, per_step = zip(*samples, strict=True)
-        rows.append({"draft": draft, "batch": batch, "prompt": PROMPT, "way": way, "samples": list(seconds),
-                     "tokens_per_step": statistics.median(per_step)})  # fmt: skip
-        print(f"{draft} drafted, batch {batch}, {way}: {1e3 * min(seconds):.3f} ms per token", flush=True)
+    ways = {"plain": greedy, "accepted": greedy, "wrong": greedy, "plain, noisy": noisy, "looking": noisy}
+    ngram, rows = llm.engine.drafter, []
+    for batch in batches:
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for _ in range(repeats + 1):
+            for way, params in ways.items():
+                llm.script(RATE if way == "accepted" else 0.0)
+                if way not in ("accepted", "wrong"):
+                    llm.engine.drafter = ngram if way == "looking" else None
+                found[way].append(run(llm, batch, params))
+        for way, samples in found.items():
+            seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
+            row = timed(list(seconds), draft=draft, batch=batch, prompt=PROMPT, way=way)
+            rows.append(row | {"tokens_per_step": statistics.median(per_step)})
     return rows
 
 
@@ -130,28 +120,27 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
 
 
-def measure_text(questions: int = 16) -> list[dict]:
+def measure_text() -> list[dict]:
     """The tutor's own text: what look-up and the tutor's draft model gain. Steps and tokens are counts.
 
     Asked once, and asked the same again after its answer, which is then in the prompt.
     """
-    rows, answers = [], None
-    once = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:questions]]
-    for speculation in ("off", "ngram", "model"):
-        llm = LLM("tutor", speculation=speculation, max_num_seqs=8)
+    once = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
+    outputs = with_engine(lambda llm: llm.chat(once, GREEDY), LLM, "tutor", speculation="off", max_num_seqs=8)
+    again = [[*q, {"role": "assistant", "content": a["text"]}, *q] for q, a in zip(once, outputs, strict=True)]
+
+    def ask(llm: LLM) -> list[dict]:
         llm.chat(once[0], GREEDY)
-        answers = answers or [output["text"] for output in llm.chat(once, GREEDY)]
-        again = [[*q, {"role": "assistant", "content": a}, *q] for q, a in zip(once, answers, strict=True)]
+        rows = []
         for name, conversations in (("once", once), ("again", again)):
             before = replace(llm.engine.counters)
-            outputs = [llm.chat(messages, GREEDY)[0] for messages in conversations]
+            for messages in conversations:
+                llm.chat(messages, GREEDY)
             counted = {key: getattr(llm.engine.counters, key) - getattr(before, key) for key in COUNTS}
-            seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
-            same = answers == [output["text"] for output in outputs]
-            rows.append({"speculation": speculation, "asked": name, "requests": questions, "same_answers": same,
-                         "seconds_per_token": seconds, **counted})  # fmt: skip
-        llm.close()
-    return rows
+            rows.append({"speculation": llm.options.speculation, "asked": name, "requests": QUESTIONS, **counted})
+        return rows
+
+    return [row for drafts in NAMES for row in with_engine(ask, LLM, "tutor", speculation=drafts, max_num_seqs=8)]
 
 
 def medians_of(result: dict) -> dict[tuple[str, int, int], float]:

@@ -7,9 +7,9 @@ two steps of a GPU. Reported for 1, 32 and 256 running sequences, in microsecond
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
+from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.micro import caption
 from benchmarks.text import markdown
+from benchmarks.timing import call_seconds
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -84,37 +85,35 @@ def measure() -> dict:
 def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
     """Seconds per decode step, `repeats` runs of `steps` steps, and where they go."""
     engine = make_engine(num_sequences)
+
+    def run() -> None:
+        for _ in range(steps):
+            engine.step()
+
+    samples = [seconds / steps for seconds in call_seconds(run, torch.device("cpu"), repeats, warm_up=0)]
     parts = {"schedule": 0.0, "run": 0.0, "postprocess": 0.0}
 
     def timed(part: str, function: Callable) -> Callable:
-        def call(*args: object) -> object:
+        def call(*arguments: object) -> object:
             start = time.perf_counter()
-            result = function(*args)
+            result = function(*arguments)
             parts[part] += (time.perf_counter() - start) / steps
             return result
 
         return call
 
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        samples.append((time.perf_counter() - start) / steps)
-    engine.scheduler.schedule = timed("schedule", engine.scheduler.schedule)
-    engine.runner.run = timed("run", engine.runner.run)
-    engine.postprocess = timed("postprocess", engine.postprocess)
-    for _ in range(steps):
-        engine.step()
+    for owner, part in ((engine.scheduler, "schedule"), (engine.runner, "run"), (engine, "postprocess")):
+        setattr(owner, part, timed(part, getattr(owner, part)))
+    run()
     return {"sequences": num_sequences, "samples": samples, "parts": parts}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Microseconds per step by the number of running sequences, of the newest measurement."""
-    body = []
-    for row in results[0]["rows"]:
-        median, least, most = (1e6 * of(row["samples"]) for of in (statistics.median, min, max))
-        spread = f"{median:.0f} ({least:.0f}–{most:.0f})"
-        body.append([row["sequences"], spread, *(f"{1e6 * seconds:.0f}" for seconds in row["parts"].values())])
+    body = [
+        [row["sequences"], "{:.0f} ({:.0f}–{:.0f})".format(*(1e6 * of(row["samples"]) for of in (median, min, max))),
+         *(f"{1e6 * seconds:.0f}" for seconds in row["parts"].values())]
+        for row in results[0]["rows"]
+    ]  # fmt: skip
     heads = ["running sequences", "µs per step (range)", "schedule", "build the input", "postprocess"]
     return {"step-cost": [*markdown(heads, body), "", caption(results[0])]}

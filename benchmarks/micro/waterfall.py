@@ -15,10 +15,9 @@ from functools import partial
 import torch
 
 from benchmarks.engines import installed_engines
-from benchmarks.measure import close
-from benchmarks.micro import caption
+from benchmarks.micro import caption, with_engine
 from benchmarks.pictures.spans import draw_parts
-from benchmarks.recording import Recording, Span, record
+from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
 from stage_a_naive.sampling import SamplingParams
 
@@ -29,8 +28,6 @@ STEPS, REPEATS = 8, 7
 ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
 PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "addmm", "linear", "mm")
 FUSED_MLP = ("swiglu", "fused_kernel", "warp_kernel", "naive_kernel")  # stage C's operator is norm and MLP in one
-
-
 GENERATED = ("triton_", "cpp_fused", "combine")  # a compiler's kernels are named after all that they were fused from
 
 
@@ -88,21 +85,21 @@ def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
 
 def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: tuple[str, ...] = ENGINES) -> dict:
     """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
-    rows = {}
+    found = {}
     # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
-    for is_recorded in False, True:
+    for work in samples_of, parts_per_step:
         for name in engines:
-            llm = installed_engines()[name].build(model, "auto", "auto")
-            run = partial(seconds_per_token, llm, context)
-            run()  # the first visit to these lengths plans and compiles
-            if is_recorded:
-                rows[name] |= parts_per_step(record(name, run, llm.device, STEPS), llm)
-            else:
-                rows[name] = {"engine": name, "samples": [run() for _ in range(REPEATS)]}
-            close(llm)
-            del llm, run
+            build = installed_engines()[name].build
+            row = with_engine(partial(work, name, context), build, model, "auto", "auto")
+            found[name] = found.get(name, {"engine": name}) | row
             torch.compiler.reset()
-    return {"model": model, "context": context, "rows": list(rows.values())}
+    return {"model": model, "context": context, "rows": list(found.values())}
+
+
+def samples_of(name: str, context: int, llm: object) -> dict[str, list[float]]:
+    """The engine's own time per token, without the profiler."""
+    seconds_per_token(llm, context)  # the first visit to these lengths plans and compiles
+    return {"samples": [seconds_per_token(llm, context) for _ in range(REPEATS)]}
 
 
 def seconds_per_token(llm: object, context: int) -> float:
@@ -112,9 +109,11 @@ def seconds_per_token(llm: object, context: int) -> float:
     return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
 
 
-def parts_per_step(recording: Recording, llm: object) -> dict[str, object]:
+def parts_per_step(name: str, context: int, llm: object) -> dict[str, object]:
     """Kernels in a recorded step, and the microseconds of each part."""
-    named = parts_of_steps(recording.spans, llm.source.config.num_hidden_layers)
+    run = partial(seconds_per_token, llm, context)
+    run()
+    named = parts_of_steps(record(name, run, llm.device, STEPS).spans, llm.source.config.num_hidden_layers)
     parts = dict.fromkeys(PARTS[:-1], 0.0)
     for part, span in named:
         parts[part] += span.length / STEPS
@@ -130,10 +129,10 @@ def waterfall(row: dict) -> dict[str, float]:
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The picture, and its numbers."""
     result = results[0]
-    body = []
-    for row in result["rows"]:
-        parts = waterfall(row)
-        body.append([row["engine"], number(row["kernels"]), *(number(parts[part]) for part in PARTS)])
+    body = [
+        [row["engine"], number(row["kernels"]), *(number(waterfall(row)[part]) for part in PARTS)]
+        for row in result["rows"]
+    ]
     note = f"{result['model']}, one request after {result['context']} tokens; µs per step, median of {REPEATS}"
     picture = "![A decode step of stages A, B and C: attention, MLP, LM head, other kernels, idle](waterfall.png)"
     numbers = [*markdown(["engine", "kernels per step", *PARTS], body), "", caption(result, note)]
