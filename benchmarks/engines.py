@@ -107,7 +107,7 @@ STUDIES: dict[str, dict[str, str]] = {
 
 
 def installed_engines() -> dict[str, Engine]:
-    """The rows that can exist here by name, in table order."""
+    """The rows that can exist here, by name, in table order."""
     return {engine.name: engine for engine in ENGINES if is_installed(engine.package)}
 
 

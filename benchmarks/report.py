@@ -113,7 +113,8 @@ def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
         found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]
     for marker, study in (("ablation", "stage-b"), ("ablation-f", "stage-f"), ("tp", "ranks")):
         found[marker] = [line for g in groups if g.study == study for line in tables.study_table(g)]
-    found["f-alone"] = [line for g in groups if g.study == "stage-f-alone" for line in tables.overview_table(g)]
+    alone = [group for group in groups if group.study == "stage-f-alone"]
+    found["f-alone"] = [line for g in alone for line in [*tables.caption(g), *tables.overview(g), ""]]
     return found
 
 

@@ -19,7 +19,7 @@ from benchmarks.engines import STUDIES, select, study_engines
 from benchmarks.groups import group_results
 from benchmarks.measurement import Measurement
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
-from benchmarks.tables import overview_columns, table
+from benchmarks.tables import overview
 from benchmarks.workloads import SIZES, workload_names
 
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
@@ -35,8 +35,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
                         help="NAME, NAME[option=value,...] or NAME=module:Class (default: all here)")  # fmt: skip
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
-    parser.add_argument("--workloads", nargs="+", default=workload_names(), choices=workload_names(), metavar="NAME",
-                        help=f"of {', '.join(workload_names())} (default: all)")
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=workload_names(),
+        choices=workload_names(),
+        metavar="NAME",
+        help=f"of {', '.join(workload_names())} (default: all)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")
@@ -101,7 +107,7 @@ def show(measurement: Measurement) -> None:
     """Print the table of what was measured, and where every sample is."""
     [group] = group_results([measurement.payload() | {"file": measurement.path.name}])
     print(f"\n{group.model}, size {group.size}, {group.dtype}, {group.device} (1 × the floor: the hardware's limit)\n")
-    lines = table(group, group.engines, overview_columns(group))
+    lines = overview(group)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:

@@ -66,17 +66,12 @@ STAGE_COLUMNS = {
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
 
 
-def overview_columns(group: Group) -> list[Column]:
-    """The columns of the table that compares the engines at a glance."""
+def overview(group: Group) -> list[str]:
+    """The table that compares the engines at a glance."""
     ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
-    return [column for column in columns if column.workload in group.workloads]
-
-
-def overview_table(group: Group) -> list[str]:
-    """Every engine of a group at a glance."""
-    return [*caption(group), *table(group, group.engines, overview_columns(group)), ""]
+    return table(group, group.engines, [column for column in columns if column.workload in group.workloads])
 
 
 def gain(group: Group, engine: str, column: Column, before: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -158,24 +160,19 @@ def draw_online_softmax() -> Picture:
          "title": "above: the factor on what was added up before"},
         title="Online softmax: after every tile the output is right for the keys read so far",
     )  # fmt: skip
-    highest, total, known = -torch.inf, 0.0, torch.zeros(16)
+    highest = -torch.inf
     for i, start in enumerate(range(0, 16, TILE)):
-        tile = slice(start, start + TILE)
-        new_highest = max(highest, scores[tile].max().item())
-        shrink = torch.exp(torch.tensor(highest - new_highest)).item()
-        known = known * shrink
-        known[tile] = torch.exp(scores[tile] - new_highest)
-        total = total * shrink + known[tile].sum().item()
-        highest = new_highest
-        raw.bar(range(start, start + TILE), scores[tile].tolist(), color=PALETTE[i], label=f"tile {i}")
+        before, highest = highest, scores[: start + TILE].max().item()
+        totals = torch.exp(scores[: start + TILE] - highest).view(-1, TILE).sum(1)  # of every tile so far
+        raw.bar(range(start, start + TILE), scores[start : start + TILE], color=PALETTE[i], label=f"tile {i}")
         raw.plot([start - 0.5, start + TILE - 0.5], [highest, highest], color="black", linewidth=2)
-        raw.annotate(f"{highest:.1f}", (start + 1.5, highest), xytext=(0, 3), textcoords="offset points", ha="center")
+        above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+        raw.annotate(f"{highest:.1f}", (start + 1.5, highest), **above)
         bottom = 0.0
-        for j in range(i + 1):
-            share = known[j * TILE : (j + 1) * TILE].sum().item() / total
+        for j, share in enumerate((totals / totals.sum()).tolist()):
             weights.bar(f"after tile {i}", share, bottom=bottom, color=PALETTE[j])
             bottom += share
-        weights.annotate(f"× {shrink:.2f}" if i else "", (i, 1), xytext=(0, 3), textcoords="offset points", ha="center")
+        weights.annotate(f"× {math.exp(before - highest):.2f}" if i else "", (i, 1), **above)
     raw.legend(frameon=False, ncols=4, fontsize=9, loc="lower center")
     return finish(figure, "an online softmax over four tiles of scores: running maximum and shares of the tiles")
 
