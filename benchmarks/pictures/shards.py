@@ -42,6 +42,10 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     bounds: Bounds
 
+    @property
+    def numbers(self) -> int:
+        return prod(stop - start for start, stop in self.bounds)
+
 
 class _Recorder(TensorSource):
     """A source of weights that holds none, has a tensor of any name and shape, and notes what it is asked for."""
@@ -98,8 +102,7 @@ def draw_ranks() -> Picture:
     kilobytes = (4 * (sums - 1) + 2) * config.hidden_size / 1e3
     more = f", and {sums} sums: {kilobytes:.0f} KB to each other rank"
     labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
-    own = [[part for part in split(model, size) if part.rank == 0] for size in sizes]
-    read = [2 * sum(prod(stop - start for start, stop in part.bounds) for part in parts) / 1e6 for parts in own]
+    read = [2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes]
     texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in zip(sizes, read, strict=True)]
     draw_bars(below, labels, [(None, read, BLUE)], texts, room=1.1, height=0.6)
     below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
