@@ -71,6 +71,10 @@ help: ## print this list
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= REPLICAS= (serve)"
 	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/)"
 
+ifneq (,$(and $(TP),$(filter-out stage-f,$(filter $(STAGE_TARGETS),$(MAKECMDGOALS)))))
+$(error TP=$(TP): stages A to E run on one GPU; tensor parallelism begins at stage F: make stage-f TP=$(TP))
+endif
+
 $(STAGE_TARGETS): stage-%: $(READY)
 	$(if $(LAB),@$(PY) -m labs.starter --show)
 	@$(RUN) -m $(STAGE_$*) $(if $(MODEL),--model="$$MODEL") $(if $(PROMPT),--prompt="$$PROMPT") \

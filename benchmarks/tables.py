@@ -161,7 +161,7 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
         lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
-            lines.append(f"- † {words['elsewhere']}{file['source']}")
+            lines.append(f"- † {words['elsewhere']}{file.get(f'source_{language}', file['source'])}")
     return ["", *lines] if lines else []
 
 

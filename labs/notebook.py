@@ -7,6 +7,7 @@ A notebook needs nothing but the repository's URL in its first cell. Its cells c
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -135,7 +136,9 @@ def notebook(lab: Lab) -> str:
                       ensure_ascii=False) + "\n"  # fmt: skip
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    description = "Write the labs as notebooks, from the handouts and the starters, into labs/notebooks/."
+    argparse.ArgumentParser(prog="python -m labs.notebook", description=description).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     for letter, lab in load_labs().items():
         (FOLDER / f"lab_{letter}.ipynb").write_text(notebook(lab), encoding="utf-8")

@@ -192,6 +192,7 @@ def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
 
 def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
     elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "source": "somewhere else",
+                 "source_zh": "别的机器",
                  "rows": [{"engine": "vLLM", "workload": "single", "samples": [{"tpot_ms": 3.21}]}]}  # fmt: skip
     [group] = group_results(named(payload(), elsewhere))
     lines = front_table(group, "en")
@@ -201,6 +202,7 @@ def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
     assert any(line.startswith("| *vLLM* † | (measured elsewhere, same workload) | 3.21 |") for line in lines)
     assert "- † measured elsewhere, same workload: somewhere else" in lines
     assert front_table(group, "zh")[0].startswith("| 阶段 |")
+    assert "- † 在别处测量，负载相同：别的机器" in front_table(group, "zh")
     assert "- A，高负载：没有运行：大约要 99 秒，上限是 60 秒" in front_table(group, "zh")
 
 

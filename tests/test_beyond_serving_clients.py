@@ -184,6 +184,16 @@ def test_a_stage_and_another_engine_are_not_both_taken(capsys):
     assert "not allowed with" in capsys.readouterr().err
 
 
+def test_the_servers_help_shows_defaults(capsys):
+    from beyond.serving.__main__ import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option, default in (("--deadline", "30"), ("--model", "tutor"), ("--device", "auto"), ("--seed", "0")):
+        assert f"(default: {default})" in shown.split("server:")[1].split(f" {option} ")[1].split(" --")[0]
+
+
 def test_an_engine_of_a_plain_module_has_its_own_options(tmp_path, monkeypatch):
     from beyond.serving.__main__ import parse
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import benchmarks.pictures.__main__ as pictures
 from benchmarks.engines import select
-from benchmarks.pictures.__main__ import FIGURES
 from benchmarks.run import build_parser
+from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md")])
@@ -41,7 +43,7 @@ def test_a_lesson_is_at_most_200_lines(folder: str) -> None:
     assert len((ROOT / folder / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", pictures.FIGURES)
 def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name: str) -> None:
     file = ROOT / name
     assert any(
@@ -50,7 +52,7 @@ def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name: str) -> None:
         for target in re.findall(r"!\[[^]]+\]\(([^)]+)\)", lesson.read_text(encoding="utf-8"))
     )
     assert file.is_file()
-    picture = FIGURES[name]()
+    picture = pictures.FIGURES[name]()
     assert picture.png.startswith(b"\x89PNG") and picture.text
 
 
@@ -69,3 +71,14 @@ def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments: str
     if "--help" not in arguments and "=my_module:" not in arguments:
         args = build_parser().parse_args(shlex.split(arguments))
         select(args.engines)
+
+
+@pytest.mark.parametrize(("module", "folder"), [(pictures, "ROOT"), (pack, "PACK"), (notebook, "FOLDER")])
+def test_a_command_that_writes_files_writes_none_for_help(
+    module: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, folder, tmp_path)
+    with pytest.raises(SystemExit, match="^0$"):
+        module.main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m {module.__name__.removesuffix('.__main__')} ")
+    assert not list(tmp_path.iterdir())

@@ -60,6 +60,19 @@ def test_a_model_in_a_folder_with_spaces_is_one_argument(recorder: Path) -> None
     assert calls(recorder, "stage-d", "MODEL=/my models/$1") == [["-m", "stage_d_paged", "--model=/my models/$1"]]
 
 
+@pytest.mark.parametrize("letter", "abcde")
+def test_a_stage_before_f_says_in_one_line_that_several_ranks_are_stage_fs(recorder: Path, letter: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        calls(recorder, f"stage-{letter}", "TP=2")
+    [line] = refused.value.stderr.decode().splitlines()
+    assert "tensor parallelism begins at stage F: make stage-f TP=2" in line
+    assert not (recorder.parent / "calls").exists()
+
+
+def test_stage_f_takes_several_ranks(recorder: Path) -> None:
+    assert calls(recorder, "stage-f", "TP=2") == [["-m", "stage_f_graph_tp", "--tensor-parallel-size", "2"]]
+
+
 def test_the_notebooks_open_as_root_too_and_with_the_readers_options(recorder: Path) -> None:
     call = calls(recorder, "lab", "ARGS=--no-browser --port 9999")[-1]
     assert call[:2] == ["-m", "jupyterlab"] and call[-3:] == ["--no-browser", "--port", "9999"]

@@ -1,9 +1,11 @@
-"""Draws the figures of the lessons that need no results file.
+"""Draw the figures of the lessons that need no results file.
 
 python -m benchmarks.pictures            # all of them, beside the lessons that show them
 """
 
 from __future__ import annotations
+
+import argparse
 
 from benchmarks.micro import coalescing
 from benchmarks.pictures import pages, quantization, shards, stage_d
@@ -25,8 +27,9 @@ FIGURES = {
 }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Draw every figure, in place."""
+    argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__.splitlines()[0]).parse_args(argv)
     for name, draw in FIGURES.items():
         path = ROOT / name
         path.parent.mkdir(exist_ok=True)

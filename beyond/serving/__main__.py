@@ -57,13 +57,17 @@ def parse(
     key = os.environ.get("API_KEY") or None
     server.add_argument("--api-key", default=key, help="clients must send it (default: $API_KEY)")
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
-    server.add_argument("--deadline", type=float, default=30, help="seconds for running answers at the end")
+    deadline = "seconds that running answers have when the server ends (default: %(default)s)"
+    server.add_argument("--deadline", type=float, default=30, help=deadline)
     server.add_argument("--no-page", dest="page", action="store_false", help="no live page, and no buttons that pause")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", default="tutor", help="tutor | random:PRESET | a directory | a hub id")
-    engine.add_argument("--device", default="auto", help="auto | cpu | cuda")
-    engine.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16")
-    engine.add_argument("--seed", type=int, default=0, help="for random weights and unseeded requests")
+    for name, kind, default, meaning in (
+        ("model", str, "tutor", "tutor | random:PRESET | a directory | a hub id"),
+        ("device", str, "auto", "auto | cpu | cuda"),
+        ("dtype", str, "auto", "auto | float32 | float16 | bfloat16"),
+        ("seed", int, 0, "for random weights and unseeded requests"),
+    ):
+        engine.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
     if options.max_queue < 0 or not options.deadline >= 0:
