@@ -274,6 +274,19 @@ def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm):
     loop.join(30)
 
 
+def test_of_a_call_a_request_that_the_engine_refuses_ends_and_the_others_are_answered(llm):
+    news: SimpleQueue[list] = SimpleQueue()
+    loop = EngineLoop(llm.engine, lambda now, what: news.put(what))
+    good, other = llm.requests([QUESTION] * 2, SamplingParams(max_tokens=1))
+    loop.submit(Call([replace(other, prompt_token_ids=[7] * 100_000), good]))
+    [(_, refused, event)] = news.get(timeout=30)
+    assert len(refused.prompt_token_ids) == 100_000 and "100000" in str(event.error)
+    [(_, answered, event)] = news.get(timeout=30)
+    assert answered == good and event.output
+    loop.close()
+    loop.join(30)
+
+
 def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm):
     go_on, told = threading.Event(), []
     loop = EngineLoop(llm.engine, lambda now, what: told.extend(what))
@@ -381,6 +394,7 @@ def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm)
             wait_until(lambda: server.llm.draining)
             refused = client.post("/v1/completions", json={"prompt": QUESTION})
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+            assert int(refused.headers["retry-after"]) >= 1
             assert client.get("/health").status_code == 503
             loop.resume()
             *others, done = [line for line in lines if line]
@@ -397,6 +411,19 @@ def test_what_takes_longer_than_the_deadline_is_told_so(llm):
         *_, error, done, _ = answer.result(60).text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert done == "data: [DONE]"
+
+
+def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, monkeypatch, capsys):
+    monkeypatch.setattr("beyond.serving.server.CLOSING_SECONDS", 0.1)
+    with running(llm) as served:
+        [listening] = served.server.servers[0].sockets
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with connect(served, receive_buffer=4096) as connection:
+            connection.sendall(post_bytes(LONG | {"max_tokens": 200, "logprobs": 20}))
+            wait_until(lambda: served.llm.metrics.num_ended["length"] == 1)
+            served.server.handle_exit(15, None)
+            wait_until(lambda: not served.thread.is_alive())
+    assert "ERROR" not in capsys.readouterr().err
 
 
 def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(llm):

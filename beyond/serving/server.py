@@ -21,6 +21,7 @@ from beyond.serving.remote_engine import EngineDied, RemoteLLM, RemoteLoop
 from stage_e_batching.llm import LLM
 
 CLOSING_SECONDS = 2  # for the last bytes of answers that are complete
+HANDLER_SECONDS = 10  # for handlers without a connection; then uvicorn cancels them, and logs that as errors
 
 
 class Server(uvicorn.Server):
@@ -57,6 +58,16 @@ class Server(uvicorn.Server):
         self._llm.draining = True
         self._llm.engine_loop.close()
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections: those whose clients take nothing in, after `CLOSING_SECONDS`."""
+        cut = self._loop.call_later(CLOSING_SECONDS, self._cut_off)
+        await super().shutdown(sockets)
+        cut.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # to its handler the client is gone
 
     async def _finish(self) -> None:
         if not await self._llm.drain(self._deadline):
@@ -110,7 +121,7 @@ async def serve(
     view = LiveView(api) if page else None
     config = uvicorn.Config(
         api.app(view.routes() if view else ()), log_level="warning", access_log=False, lifespan="off",
-        timeout_graceful_shutdown=CLOSING_SECONDS,
+        timeout_graceful_shutdown=CLOSING_SECONDS + HANDLER_SECONDS,
     )  # fmt: skip
     server = Server(config, async_llm, deadline)
     if isinstance(async_llm.engine_loop, RemoteLoop):
