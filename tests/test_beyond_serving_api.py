@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -148,6 +149,26 @@ def test_an_end_that_comes_after_its_last_token_is_told_too(llm, parse):
     assert (before["finish_reason"], end["finish_reason"]) == (None, "length")
     assert end.get("text", "") == end.get("delta", {}).get("content", "") == ""
     assert [choice["finish_reason"] for choice in told(Event(0, [token] * 2, "xx", output))] == [None, "length"]
+
+
+def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
+    options = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    ask = parse_completion({"prompt": [[5], [5] * 9], **options}, Limits())
+    requests = llm.requests([[5], [5], [5] * 9, [5] * 9], SamplingParams(max_tokens=1))
+    outputs = llm.generate([request.prompt_token_ids for request in requests], SamplingParams(max_tokens=1), False)
+    sent: list[bytes] = []
+
+    async def ends():
+        for i in (0, 2, 1, 3):
+            yield [(requests[i], Event(i, [], "", outputs[i]))]
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+
+    asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send))
+    *_, usage, done = sent
+    assert json.loads(usage.decode().removeprefix("data: "))["usage"]["prompt_tokens"] == 1 + 9
+    assert done == b"data: [DONE]\n\n"
 
 
 def test_half_a_character_has_no_bytes_to_tell(llm):

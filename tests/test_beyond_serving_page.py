@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -192,6 +195,21 @@ def test_pages_that_look_at_the_same_time_share_a_picture(llm, monkeypatch):
             response = pages.enter_context(httpx.stream("GET", f"{server.url}/live/events", timeout=60))
             assert next(pictures(response))["num_blocks"] == 96
     assert len(made) == 1
+
+
+def test_a_page_that_goes_leaves_the_others_their_picture():
+    async def look() -> None:
+        described: Future[dict] = Future()
+        loop = SimpleNamespace(call=lambda function: described, paused=False)
+        api = SimpleNamespace(model="tutor", llm=SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching"))
+        view = live_view.LiveView(api)
+        goes, stays = asyncio.create_task(view.picture()), asyncio.create_task(view.picture())
+        await asyncio.sleep(0)  # both wait for the same one
+        goes.cancel()
+        described.set_result({"num_blocks": 96})
+        assert json.loads(await stays)["num_blocks"] == 96
+
+    asyncio.run(look())
 
 
 def test_nothing_is_described_while_no_page_is_open(llm, monkeypatch):
