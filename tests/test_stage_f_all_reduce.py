@@ -86,10 +86,14 @@ for dtype in torch.float32, torch.float16, torch.bfloat16:
 if rank == 0:
     assert (mailboxes[0] == 255).all(), "every part that was read is gone"
 
-    # nobody answers any more: one call is told to stop while it waits, the next before it begins
+    # nobody answers any more, and rank 1 died in the middle of its part: one call is told to stop while it waits, the
+    # next before it begins
+    parts = mailboxes[0].reshape(2, ranks, rank_sum.PROGRAMS.value, rank_sum.SLOT.value)
+    parts[:, 1, 0, :16] = parts[:, 2, 0, :32] = 0
     threading.Timer(0.5, stop.fill_, [1]).start()
-    x = torch.zeros(8)
+    x, counted = torch.zeros(8), calls[0].item()
     one_shot(x, None)
+    assert stop.item() == 1 and calls[0] == counted, "half a part is no part"
     stop.fill_(0)  # the call after it has to know without asking the host
     one_shot(x, None)
 print("right")
