@@ -13,6 +13,7 @@ sequences that is nearly all bytes. Prefill works on many tokens per weight, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os.path import commonprefix  # of any sequences
 
 from benchmarks.workloads import Call, Workload
 from stage_a_naive.floor import ModelBytes
@@ -34,8 +35,8 @@ class Work:
     operations: float
 
     def seconds(self, ceilings: Ceilings) -> float:
-        bytes_time = self.num_bytes / ceilings.copy_bytes_per_s
-        return max(bytes_time, self.operations / ceilings.matmul_operations_per_s)
+        moving = self.num_bytes / ceilings.copy_bytes_per_s
+        return max(moving, self.operations / ceilings.matmul_operations_per_s)
 
 
 class ModelCost(ModelBytes):
@@ -55,9 +56,10 @@ class ModelCost(ModelBytes):
     def prefill(self, call: Call) -> Work:
         """Prefill in one pass; a beginning that all prompts share is computed once, the LM head once per prompt."""
         layers, head = self.matmul_parameters
-        shared = _common_prefix(call.prompts) if len(call.prompts) > 1 else 0
-        tokens = shared + sum(len(prompt) - shared for prompt in call.prompts)
-        pairs = _pairs(shared) + sum(_pairs(len(prompt)) - _pairs(shared) for prompt in call.prompts)
+        lengths = [len(prompt) for prompt in call.prompts]
+        shared = len(commonprefix(call.prompts)) if len(lengths) > 1 else 0
+        tokens = shared + sum(length - shared for length in lengths)
+        pairs = _pairs(shared) + sum(_pairs(length) - _pairs(shared) for length in lengths)
         operations = 2 * layers * tokens + 2 * head * len(call.prompts) + pairs * self.attention_operations_per_pair
         return Work(self.weight_bytes, operations)
 
@@ -79,8 +81,3 @@ def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str,
 def _pairs(length: int) -> int:
     """Pairs of a query and a key that it sees."""
     return length * (length + 1) // 2
-
-
-def _common_prefix(prompts: tuple[tuple[int, ...], ...]) -> int:
-    first, last = min(prompts), max(prompts)  # whatever the smallest and the largest share, all share
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

@@ -46,11 +46,6 @@ def draw_errors(row: Tensor) -> Picture:
     return finish(figure, "the error of every number of a row in int8, below its bound", dpi=90)
 
 
-def draw_outlier() -> Picture:
-    """One outlier in a row, with one scale and with a scale per 128 columns."""
-    return draw_errors(row_with_outlier())
-
-
 def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
     """Round the layers' matrices as if they were stored in integers from -largest to largest."""
     for layer in runtime.model.layers:
