@@ -436,6 +436,15 @@ def test_a_request_that_has_finished_is_returned_after_a_step_that_fails(expecte
     assert llm.is_finished()
 
 
+def test_a_call_is_told_nothing_of_a_request_that_was_added(llm: LLM):
+    llm.add_request(prompts()[0], GREEDY)
+    pieces: list[str] = []
+    [output] = llm.generate(["hello"], GREEDY, use_tqdm=False, on_text=lambda index, piece: pieces.append(piece))
+    assert "".join(pieces) == output["text"]
+    [(_, token_ids)], _ = llm.step()
+    assert llm.tokenizer.decode(token_ids, skip_special_tokens=True) != "", "there was something to tell"
+
+
 def test_another_threads_request_waits_for_the_call_that_runs_and_a_callbacks_own_does_not(llm: LLM):
     threads: list[threading.Thread] = []
     finished: list[bool] = []
