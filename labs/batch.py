@@ -58,7 +58,7 @@ def unpack(submission: Path, target: Path) -> Path:
 def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.Namespace) -> dict[str, object]:
     """Grade one student in a process of its own; returns the row of the summary."""
     command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(target)]
-    command += ["--tests", str(args.tests)] if args.tests else []
+    command += ["--tests", str(args.tests.resolve())] if args.tests else []
     command += ["--partial"] if args.partial else []
     if args.run:  # such as: docker run --rm --network none -v {work}:{work} -v {results}:{results} IMAGE {command}
         words = {"work": str(work), "results": str(target.parent), "command": shlex.join(command)}

@@ -475,6 +475,22 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     assert len(pairs) == 1 and pairs[0].startswith("A.5,ada,bob,")
 
 
+def test_a_batch_finds_its_hidden_tests_in_whatever_folder_it_is_run(tmp_path, monkeypatch):
+    commands = []
+
+    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 2, "", "error: no")
+
+    (tmp_path / "submissions" / "ada").mkdir(parents=True)
+    monkeypatch.setattr(batch.subprocess, "run", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert batch.main(["a", "submissions", "results", "--tests", "hidden"]) == 0
+    [command] = commands
+    assert command[command.index("--tests") + 1] == str(tmp_path / "hidden")
+    assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
+
+
 def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_another(tmp_path, monkeypatch):
     monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path))
     monkeypatch.setattr(native, "_compiler", lambda: "c++")
