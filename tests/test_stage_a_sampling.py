@@ -174,6 +174,9 @@ def test_presence_counts_once_and_frequency_counts_every_time_over_the_output_al
     params = [SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), SamplingParams()]
     got = apply_penalties(logits, params, [[1], [1]], [[2, 2, 3], [2]])
     assert got.tolist() == [[0, 0, -1.0, -0.75, 0, 0], [0] * 6]
+    alone = [SamplingParams(presence_penalty=0.5), SamplingParams(frequency_penalty=0.25)]
+    got = apply_penalties(logits, alone, [[1], [1]], [[2, 2, 3], [2, 2, 3]])
+    assert got.tolist() == [[0, 0, -0.5, -0.5, 0, 0], [0, 0, -0.5, -0.25, 0, 0]]
     assert logits.abs().sum() == 0, "the caller's logits must not change"
 
 

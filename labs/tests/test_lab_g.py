@@ -214,7 +214,7 @@ class TestWholeStage:
             text = "".join(json.loads(message)["choices"][0]["text"] for message in messages)
             assert (text, len(messages), done) == (expected["text"], 12, "[DONE]")
             endless = question | {"stream": True, "max_tokens": 4000, "ignore_eos": True, "n": 3}
-            with httpx.stream("POST", url, json=endless) as response:
+            with httpx.stream("POST", url, json=endless, timeout=60) as response:
                 lines = response.iter_lines()
                 next(lines)
                 assert httpx.post(url, json=question, timeout=60).status_code == 429
