@@ -108,6 +108,16 @@ def test_a_bad_index_of_shards_is_named(tutor_copy: Path, load: object, content:
 
 
 @every_loader
+def test_a_weight_that_is_in_two_files_is_named_with_both(tutor_copy: Path, load: object) -> None:
+    (tutor_copy / "model.safetensors").rename(tutor_copy / "first.safetensors")
+    save_file({NORM: torch.ones(256)}, tutor_copy / "second.safetensors", metadata={"format": "pt"})
+    files = {NORM: "second.safetensors", "model.norm.weight": "first.safetensors"}
+    (tutor_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    says = f"{NORM} is stored twice: in first.safetensors and in second.safetensors"
+    check_refused(tutor_copy, load, says)
+
+
+@every_loader
 def test_quantised_weights_are_refused_without_a_word_about_them_in_the_config(tutor_copy: Path, load: object) -> None:
     edit_weights(tutor_copy, **{NORM: torch.ones(256, dtype=torch.int8)})
     check_refused(tutor_copy, load, rf"{NORM} in .*model\.safetensors is stored as I8; supported are F32, F16, BF16")
