@@ -1,6 +1,6 @@
 """A stand-in for the Hugging Face hub: one HTTP server on the loopback address with a few repositories.
 
-    course/tutor    the tutor's files
+    course/tutor    the tutor's files, its chat template in a file of its own, and weights in a format that is not read
     course/broken   the same, but the connection ends in the middle of the weights
     course/gated    refused: the token has no access
     any other       not found
@@ -15,7 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from stage_a_naive.tutor import TUTOR_PATH
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+READ = (
+    "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
+FILES = (*READ, "pytorch_model.bin")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -59,7 +63,9 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def read(name: str) -> bytes:
-    return (TUTOR_PATH / name).read_bytes()
+    if name == "chat_template.jinja":
+        return json.loads(read("tokenizer_config.json"))["chat_template"].encode()
+    return b"pickled" if name == "pytorch_model.bin" else (TUTOR_PATH / name).read_bytes()
 
 
 def etag(name: str) -> str:

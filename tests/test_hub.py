@@ -59,6 +59,7 @@ def test_a_model_is_downloaded_with_a_progress_bar_and_then_needs_no_hub(environ
     unreachable = environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     found = resolve(unreachable, "course/tutor", "course/never-downloaded")
     assert found["course/tutor"].startswith(environment["HF_HOME"])
+    assert {file.name for file in Path(found["course/tutor"]).iterdir()} == set(hub_server.READ)
     assert "not in the cache" in found["course/never-downloaded"]
 
 
