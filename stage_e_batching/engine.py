@@ -92,7 +92,8 @@ class Engine(LiveRequests):
     def step(self) -> list[Event]:
         """Run one step for all requests; returns the news of those that came without a mailbox."""
         self._step_unless_news(None)
-        return self._mailbox.take()
+        with self._lock:  # its mailbox is that of all threads that call `step`
+            return self._mailbox.take()
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned the ends of all requests that came without a mailbox."""

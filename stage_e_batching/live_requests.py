@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -115,8 +116,9 @@ class LiveRequests:
 
     def _wake_up(self) -> None:
         """Wake the threads that wait for the end of a step."""
-        for _ in range(len(self._waiting)):
-            self._waiting.popleft().ring()
+        with suppress(IndexError):  # another thread may be waking them up too
+            for _ in range(len(self._waiting)):
+                self._waiting.popleft().ring()
 
     # ---- under the lock: all of this may break off, and is done again then ---------------------------------------
 

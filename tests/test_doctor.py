@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_a_ninja_that_is_no_package_of_this_python_counts(monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "package_version", lambda name: None)
     monkeypatch.setattr(doctor, "program_version", lambda *names: "found" if names == ("ninja",) else None)
     assert doctor.look().ninja == "found" and doctor.look().triton is None
+
+
+def test_it_advises_what_would_work_here_and_nothing_else() -> None:
+    assert not any("Triton" in text for text in doctor.advice(replace(T4, triton=None))), "it serves no T4"
+    cpu = doctor.Machine(compiler="g++", ninja="1.11", tutor=True)
+    assert doctor.advice(cpu) == [], "no driver: there is no GPU to be seen"
+    [text] = doctor.advice(replace(cpu, driver="580.1"))
+    assert "there is an NVIDIA driver" in text
+
+
+def test_a_program_that_does_not_start_is_found_and_said_to_be_so(tmp_path: Path) -> None:
+    broken = tmp_path / "nvcc"
+    broken.write_bytes(b"\x7fELF of another machine")
+    broken.chmod(0o755)
+    assert "does not start" in doctor.program_version("", str(broken))
+    assert doctor.program_version(str(tmp_path / "none"), "no such program here") is None
 
 
 def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does_not_serve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ import stage_f_graph_tp
 from stage_a_naive.detokenize import IncrementalDecoder
 from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.mailbox import unread
+from stage_e_batching.mailbox import Mailbox, unread
 from stage_e_batching.step import BatchSequence
 
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50, 21)]
@@ -69,6 +70,28 @@ def test_threads_that_generate_stream_and_give_up_are_served_side_by_side(llm, a
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(call, range(24), timeout=120))
+
+
+def test_two_threads_may_wake_up_those_that_wait(llm, monkeypatch):
+    class Raced(deque):
+        """All but the first are taken out by another thread."""
+
+        def popleft(self) -> Mailbox:
+            first = super().popleft()
+            self.clear()
+            return first
+
+    waiting = [llm.engine.new_mailbox() for _ in range(3)]
+    monkeypatch.setattr(llm.engine, "_waiting", Raced(waiting))
+    llm.engine.settle()
+    assert waiting[0].wait(0.0)
+
+
+def test_what_a_step_brought_is_read_by_one_thread_at_a_time(llm, monkeypatch):
+    take, held = Mailbox.take, []
+    monkeypatch.setattr(Mailbox, "take", lambda box: held.append(llm.engine._lock._is_owned()) or take(box))
+    llm.step()
+    assert held == [True]
 
 
 def test_text_that_another_threads_step_adds_while_it_is_read_is_read_later(llm):
