@@ -182,12 +182,16 @@ def test_the_real_presets_have_the_published_sizes() -> None:
 
 
 def test_all_declared_end_of_sequence_ids_are_found(tutor_copy: Path) -> None:
+    config = tutor_copy / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 9}))
     source = resolve(tutor_copy)
     tokenizer = load_tokenizer(source)
     (tutor_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert {3, 4, tokenizer.eos_token_id} == eos_token_ids(source, tokenizer)
+    (tutor_copy / "generation_config.json").write_text("{}")
+    assert {9, tokenizer.eos_token_id} == eos_token_ids(source, tokenizer)
     (tutor_copy / "generation_config.json").unlink()
-    assert tokenizer.eos_token_id in eos_token_ids(source, tokenizer)
+    assert {9, tokenizer.eos_token_id} == eos_token_ids(source, tokenizer)
 
 
 def test_a_tokenizer_without_padding_gets_one(tutor_copy: Path) -> None:
