@@ -54,6 +54,12 @@ def layer_step(kind: str, rows: int) -> float:
     return layers.micros(results("layers-h200"), MODEL)[rows, kind]
 
 
+def parts_of_attention(most: str, case: int) -> float:
+    """µs per step of Qwen3 with at most so many parts of an attention."""
+    measured = results("decode_kernel_history_h200")["compiled_for_a_shape"]["parts_of_an_attention"]["most_parts"]
+    return measured[most]["qwen3-0.6b"][case]
+
+
 def layer_floor(rows: int) -> float:
     copy = results("layers-h200")["ceilings"]["copy_bytes_per_s"]
     return 1e6 * layers.floor_seconds(MODEL, rows, layers.CONTEXT, copy)
@@ -249,6 +255,14 @@ ROUGH = {
     ),
     "F: floor": (
         F, "takes [more than four times its floor]", lambda: layer_step("stage D", 32) / layer_floor(32), 4, 5,
+    ),
+    "megakernel: eight rows with fewer parts of an attention": (
+        "stage_f_graph_tp/megakernel/measurements.md", "these eight rows took a fifth less time",
+        lambda: 1 - parts_of_attention("2", -1) / parts_of_attention("4", -1), 0.15, 0.25,
+    ),
+    "megakernel: a long context with fewer parts of an attention": (
+        "stage_f_graph_tp/megakernel/measurements.md", "one row with a long context took a third more",
+        lambda: parts_of_attention("2", 2) / parts_of_attention("4", 2) - 1, 0.25, 0.42,
     ),
     "megakernel: between two steps": (
         "stage_f_graph_tp/megakernel/measurements.md", "idle time, which with a graph is about half of it",
