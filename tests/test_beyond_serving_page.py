@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -209,7 +209,8 @@ def test_a_page_that_goes_leaves_the_others_their_picture():
         described.set_result({"num_blocks": 96})
         assert json.loads(await stays)["num_blocks"] == 96
 
-    asyncio.run(look())
+    with ThreadPoolExecutor(1) as pool:  # in this thread, the event loop of the browser's driver may be running
+        pool.submit(asyncio.run, look()).result()
 
 
 def test_nothing_is_described_while_no_page_is_open(llm, monkeypatch):
