@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import test_stage_f_parallel as parallel
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +17,7 @@ from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
 from beyond.quantization.layers import QuantizedPackedLinear, empty_model
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.ranks import QuantizedRowParallelLinear
+from beyond.quantization.ranks import QuantizedRowParallelLinear, build_quantized_shard
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
@@ -60,12 +62,24 @@ def tutors_answers() -> list[list[int]]:
         ALL | {"overlap": False, "kvcache_block_size": 5},
         ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
         ALL | {"num_kvcache_blocks": 5},  # too few for both: one is preempted
-        {"quantization": "int8", "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
+        {"quantization": "int8", "quantization_group_size": 128, "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
     ],
     ids=str,
 )
 def test_every_combination_gives_the_tutors_tokens(tutors_answers, options):
     assert ids(make(**options)) == tutors_answers
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(group_size, monkeypatch):
+    """300 of 600 intermediate features each: groups of 128, 128 and 44, where the whole matrix has four and one of 88."""
+    options = QuantizationOptions(quantization="int8", quantization_group_size=group_size)
+    config = parallel.config_of("qwen2-tiny", intermediate_size=600)
+    whole = parallel.run_model(config, parallel.random_weights())
+    monkeypatch.setattr(parallel, "build_sharded_model", partial(build_quantized_shard, options=options))
+    shards = parallel.on_ranks(2, lambda group: parallel.run_model(config, parallel.random_weights(), group))
+    assert torch.equal(*shards)
+    assert (shards[0] - whole).norm() < 0.03 * whole.norm()
 
 
 def test_a_prefix_in_the_cache_is_read_as_it_was_written():
