@@ -72,7 +72,7 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options):
 
 @pytest.mark.parametrize("group_size", [None, 128])
 def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(group_size, monkeypatch):
-    """300 of 600 intermediate features each: groups of 128, 128 and 44, where the whole matrix has four and one of 88."""
+    """300 of 600 intermediate features each: groups of 128, 128 and 44; the whole matrix has four and one of 88."""
     options = QuantizationOptions(quantization="int8", quantization_group_size=group_size)
     config = parallel.config_of("qwen2-tiny", intermediate_size=600)
     whole = parallel.run_model(config, parallel.random_weights())
