@@ -48,10 +48,10 @@ def runs_and_is_idle(server, llm):
     assert_idle(llm)
 
 
-@pytest.fixture(scope="module")
-def page():
+@pytest.fixture
+def page():  # not the module's: as long as Playwright is there, so is its event loop
     if CHROMIUM is None:
-        pytest.skip("no Chromium, or no Playwright to drive it: apt-get install chromium; pip install playwright")
+        pytest.skip("no Chromium, or no Playwright to drive it: apt-get install chromium; pip install -e .[browser]")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver, driver.chromium.launch(executable_path=CHROMIUM) as browser:
