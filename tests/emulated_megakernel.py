@@ -59,7 +59,7 @@ class Launch:
 
     Attributes:
         seed: of the order in which blocks run and memory delivers; another one in each launch.
-        held: a block that starts when all others have ended, or -1.
+        held: a block that starts when all others have ended, and whose copies are slow; -1: none.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -184,8 +184,8 @@ inline std::unique_ptr<Block> make_block(int index) {
   return block;
 }
 
-// Run `body` as a kernel of so many blocks. `held`: a block that starts when all others have ended, or -1.
-// Returns null, or what went wrong.
+// Run `body` as a kernel of so many blocks. `held`: a block that starts when all others have ended, and whose copies
+// are slow, or -1. Returns null, or what went wrong.
 inline const char* launch(const std::function<void()>& body, int blocks, std::uint64_t seed, int held) {
   kernel = body;
   grid = blocks;
@@ -201,7 +201,8 @@ inline const char* launch(const std::function<void()>& body, int blocks, std::ui
     for (unsigned i = dice() % 16; i > 0 && !stores.empty(); --i) deliver_a_store();
     const int index = static_cast<int>(dice() % blocks);
     Block& block = *resident[index];
-    for (unsigned i = dice() % 6; i > 0 && !block.copies.empty(); --i) deliver_a_copy(block);
+    const unsigned copies = index == held ? dice() % 64 == 0 : dice() % 6;
+    for (unsigned i = 0; i < copies && !block.copies.empty(); ++i) deliver_a_copy(block);
     if (turns % 1024 == 0) speed[index] = 1 + dice() % 8;  // blocks do not keep step
     if (block.running == 0 || dice() % 8 >= speed[index] || (index == held && ended < blocks - 1)) continue;
     const int warp = static_cast<int>(dice() % kWarpsPerBlock);
