@@ -162,8 +162,7 @@ def test_the_cost_of_a_step_is_measured_and_split_up() -> None:
 
 
 def test_the_watermark_lowers_the_recomputation() -> None:
-    without = scheduling.tight_pool("none", scheduling.NoWatermark)
-    with_it = scheduling.tight_pool("doubling", Scheduler)
+    without, with_it = (scheduling.counts(scheduling.tight_pool(r)) for r in (scheduling.NoWatermark, Scheduler))
     assert with_it["recomputed"] < without["recomputed"] / 2
     assert with_it["preemptions"] < without["preemptions"]
 
@@ -257,8 +256,8 @@ def test_a_soak_fails_by_name(tally: Tally, message: str) -> None:
 
 def test_static_admission_takes_the_next_batch_when_the_last_of_one_has_ended() -> None:
     lengths, pool = [(8, n) for n in (9, 3, 5, 2, 7)], {"num_blocks": 50, "block_size": 4, "max_num_seqs": 2}
-    pool |= {"max_num_batched_tokens": 8, "scheduler_class": batching.StaticAdmission}  # one prompt per step
-    records = scheduling.traced(lengths, **pool)
+    pool |= {"max_num_batched_tokens": 8}  # one prompt per step
+    records = scheduling.traced(lengths, batching.StaticAdmission, **pool)
     admitted = [record["admitted"] for record in records if record["admitted"]]
     assert [i for ids in admitted for i in ids] == [0, 1, 2, 3, 4]
     for first, second, later in ((0, 1, 2), (2, 3, 4)):

@@ -66,14 +66,13 @@ def run(args: argparse.Namespace) -> Path:
         result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
-    path = args.output or LOCAL / f"{args.name}.json"
-    write(result, path)
-    if args.publish:
-        path = RESULTS / f"{args.name}-{args.publish}.json"
+    paths = [args.output or LOCAL / f"{args.name}.json"]
+    paths += [RESULTS / f"{args.name}-{args.publish}.json"] if args.publish else []
+    for path in paths:
         write(result, path)
     if result["environment"]["commit"]:
         print("\n".join(line for lines in module.table([result]).values() for line in lines))
-    return path
+    return paths[-1]
 
 
 if __name__ == "__main__":

@@ -97,9 +97,8 @@ def measure() -> dict:
             except BackendUnavailable as error:
                 skipped[name] = str(error)
                 continue
-            sizes = {backend.preferred_block_size}
-            if name == "triton" and case.name.startswith(BLOCK_STUDY):
-                sizes.update(BLOCK_SIZES)
+            studied = name == "triton" and case.name.startswith(BLOCK_STUDY)
+            sizes = {backend.preferred_block_size, *(BLOCK_SIZES if studied else ())}
             rows += [measure_case(case, backend, size) for size in sorted(sizes)]
             torch.cuda.empty_cache()
     return {"rows": rows, "skipped": skipped}

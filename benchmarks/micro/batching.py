@@ -1,14 +1,9 @@
 """What continuous batching is worth by itself: the same requests, fewer batch slots than requests, one change a row.
 
-The work is the benchmark's `mixed`, on a quarter to a third as many batch slots as requests. Rows:
-
-* *D*: stage D. A static batch, padding rows for requests that have ended, tokens sampled row by row.
-* *E, static admission*: stage E, admitting requests only when all of the last batch have ended. No padding, and the
-  whole batch is sampled at once; who runs together is what it was in D.
-* *E*: stage E as it is. Against the row above it, only the rule of admission differs.
-
-Each row runs greedily and at a temperature, because D samples row by row and E does not. On a CPU the seconds are those
-that the process computed for, on one thread.
+*D* is stage D: a static batch, padding rows for requests that have ended, tokens sampled row by row. *E, static
+admission* is stage E, admitting requests only when all of the last batch have ended: no padding, and the whole batch is
+sampled at once. *E* differs from it in the rule of admission alone. Each row runs greedily and at a temperature. On a
+CPU the seconds are those that the process computed for, on one thread.
 """
 
 from __future__ import annotations

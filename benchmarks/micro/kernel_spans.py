@@ -84,10 +84,18 @@ DRAWN = {
     "stage F, graphs only, 32 requests": "32 requests,\nstage D's layers",
     "stage F, 32 requests": "32 requests,\nskinny GEMM",
 }
-_ATTENTION = ("_prefill_kernel", "decode_kernel", "flash", "fmha")
-_PRODUCTS = ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass")
-_SAMPLING = ("_best_of", "argmax", "reduce_kernel<512")
-_COPIES = ("memcpy", "index", "gather", "scatter")
+# What a kernel is, by the first words that its name has; anything else is a norm, a rotation or a SiLU.
+KERNELS = {
+    "megakernel": ("decode_step_kernel",),
+    "attention": ("_prefill_kernel", "decode_kernel", "flash", "fmha"),
+    "MLP": ("::fused_kernel",),  # stage C's operator: gate-up, down and what is around them
+    "product": ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass"),
+    "its sum": ("splitkreduce",),
+    "all-reduce": ("all_reduce", "nccl"),
+    "sampling": ("_best_of", "argmax", "reduce_kernel<512"),
+    "norm, rotation, SiLU": ("flip",),  # of the rotation, although it is a gather
+    "copies": ("memcpy", "index", "gather", "scatter"),
+}
 
 
 def account(recording: Recording) -> dict[str, float]:
@@ -130,29 +138,21 @@ def _parts(spans: list[Span]) -> list[str]:
     found: list[str] = []
     products: list[int] = []  # since the last attention
     for i, span in enumerate(spans):
-        name = span.name.lower()
-        if "decode_step_kernel" in name:
-            found.append("megakernel")
-        elif any(word in name for word in _ATTENTION):
+        matches = (kind for kind, words in KERNELS.items() if any(word in span.name.lower() for word in words))
+        part = next(matches, "norm, rotation, SiLU")
+        if part == "attention":
             if products:
                 found[products[-1]] = "QKV"  # the last product before attention
             products = []
-            found.append("attention")
-        elif "::fused_kernel" in name:  # stage C's operator: gate-up, down and what is around them
+        elif part == "MLP":
             products += [i, i]
-            found.append("gate-up")
-        elif any(word in name for word in _PRODUCTS):
+            part = "gate-up"
+        elif part == "product":
             products.append(i)
-            found.append(("output", "gate-up", "down", "LM head")[min(len(products), 4) - 1])
-        elif "splitkreduce" in name:
-            found.append(found[-1])
-        elif "all_reduce" in name or "nccl" in name:
-            found.append("all-reduce")
-        elif any(word in name for word in _SAMPLING):
-            found.append("sampling")
-        else:
-            moves = any(word in name for word in _COPIES) and "flip" not in name  # `flip` belongs to the rotation
-            found.append("copies" if moves else "norm, rotation, SiLU")
+            part = ("output", "gate-up", "down", "LM head")[min(len(products), 4) - 1]
+        elif part == "its sum":
+            part = found[-1]
+        found.append(part)
     return found
 
 

@@ -37,15 +37,14 @@ def measure_recompute(llm: LLM, prompt_token_ids: list[int], num_tokens: int, re
     Returns:
         `prompt_tokens`, and seconds of every step, `cached` and `recomputed`: the best of the repeats.
     """
-    runs = [
-        [_generate(llm, prompt_token_ids, num_tokens, use_cache) for use_cache in (True, False)] for _ in range(repeats)
-    ]
-    if any(ids != runs[0][0][0] for pair in runs for ids, _ in pair):
+    runs: dict[str, list] = {"cached": [], "recomputed": []}
+    for _ in range(repeats):
+        for way, found in runs.items():
+            found.append(_generate(llm, prompt_token_ids, num_tokens, use_cache=way == "cached"))
+    if len({tuple(ids) for found in runs.values() for ids, _ in found}) > 1:
         raise RuntimeError("the tokens with and without the cache differ: the cache must not change anything")
-    cached, recomputed = (
-        [min(step) for step in zip(*(times for _, times in way), strict=True)] for way in zip(*runs, strict=True)
-    )
-    return {"prompt_tokens": len(prompt_token_ids), "cached": cached, "recomputed": recomputed}
+    times = {way: zip(*(seconds for _, seconds in found), strict=True) for way, found in runs.items()}
+    return {"prompt_tokens": len(prompt_token_ids), **{way: list(map(min, steps)) for way, steps in times.items()}}
 
 
 def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[list[int], list[float]]:
@@ -63,17 +62,16 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """The picture, and the time of the first step, of the last and of all, for each way."""
-    result = results[0]
-    [row] = result["rows"]
-    body = []
-    for name, key in (("without a cache", "recomputed"), ("with the KV cache", "cached")):
-        steps = row[key]
-        body.append([name, *(number(1e3 * t) for t in (steps[1], steps[-1])), number(sum(steps))])
+    result, [row] = results[0], results[0]["rows"]
+    body = [
+        [name, *(number(1e3 * row[key][i]) for i in (1, -1)), number(sum(row[key]))]
+        for name, key in (("without a cache", "recomputed"), ("with the KV cache", "cached"))
+    ]
     heads = ["", "2nd token, ms", f"token {len(row['cached'])}, ms", "all of them, s"]
-    prompt, repeats = row["prompt_tokens"], result["repeats"]
-    note = f"{result['model']}, after a prompt of {prompt} tokens; a step is the fastest of {repeats} runs"
+    note = f"{result['model']}, after a prompt of {row['prompt_tokens']} tokens"
+    repeats = f"a step is the fastest of {result['repeats']} runs"
     lines = ["![Time of every step without a cache and with the KV cache](no_cache.png)", ""]
-    return {"no-cache": [*lines, *markdown(heads, body), "", caption(result, note)]}
+    return {"no-cache": [*lines, *markdown(heads, body), "", caption(result, note, repeats)]}
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
@@ -87,9 +85,9 @@ def draw_recompute(times: dict) -> Picture:
     x_label = f"generated token (after a prompt of {times['prompt_tokens']})"
     figure, axes = new_panel(8, 3.6, x_label, "ms per step", title)
     for name, steps, colour in (("without a cache", recomputed, RED), ("with the KV cache", cached, GREEN)):
-        label = f"{name}: {sum(steps):.2f} s in all"
-        axes.plot(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, linewidth=1.5, label=label)
-        axes.fill_between(range(1, len(steps) + 1), [1e3 * t for t in steps], color=colour, alpha=0.15)
+        numbers, times_ms = range(1, len(steps) + 1), [1e3 * seconds for seconds in steps]
+        axes.plot(numbers, times_ms, color=colour, linewidth=1.5, label=f"{name}: {sum(steps):.2f} s in all")
+        axes.fill_between(numbers, times_ms, color=colour, alpha=0.15)
     axes.set_ylim(0, 1.35e3 * max(recomputed))
     axes.legend(frameon=False, loc="upper left")
     return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")

@@ -1,16 +1,10 @@
 """What 8-bit weights and an 8-bit KV cache cost in quality: the tutor's answers, logits, and perplexity.
 
 Every answer of the tutor's FAQ, in the wording that it was trained on and in wordings that it never saw, is run in one
-forward pass behind its question. From the logits before each of its tokens follow
-
-    exact answers    the best token is the answer's at every position: greedy decoding gives this answer word for word
-    perplexity       of the answers to unseen wordings, e ^ (mean of -log p(the answer's token)); 1 is certainty, which
-                     the tutor has of the answers that it was trained on
-    logit error      the largest difference of any logit from that of the unquantised model
-    KL               mean over positions of KL(unquantised || quantised), in nats: 0 is the same distribution
-
-A `random:` model has no answers; it reads the same text, and its logits are compared. Its weights are normally
-distributed. A trained model's have outliers, which cost more, so the tutor is the better judge.
+forward pass behind its question. An answer is *exact* if the best token is its own at every position. *Perplexity* is
+that of the answers to unseen wordings. *Logit error* is the largest difference of any logit from the unquantised
+model's, *KL* the mean over positions of KL(unquantised || quantised), in nats. A `random:` model has no answers; it
+reads the same text, and its logits are compared.
 """
 
 from __future__ import annotations

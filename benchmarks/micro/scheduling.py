@@ -22,46 +22,6 @@ from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
 README, MARKERS = "stage_e_batching", ("preemption",)
-TIGHT_LENGTHS = [(8, 60)] * 16
-TIGHT_POOL = {
-    "num_blocks": 40, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, "enable_prefix_caching": False
-}  # fmt: skip
-
-
-def measure() -> dict:
-    """Counts; no sample differs from another."""
-    pools = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that doubles": rules.Scheduler}
-    return {"rows": [tight_pool(name, scheduler) for name, scheduler in pools.items()]}
-
-
-def run(
-    lengths: Sequence[tuple[int, int]],
-    trace: Path | None = None,
-    later: int | None = None,
-    scheduler_class: type[rules.Scheduler] = rules.Scheduler,
-    **options: object,
-) -> dict[str, int]:
-    """Serve requests of these (prompt, answer) lengths; returns the engine's counters at the end.
-
-    Args:
-        trace: record the steps here.
-        later: requests from this one on arrive one by one, every third step.
-    """
-    engine = null_engine(scheduler_class(**options), trace=Trace(trace) if trace else None)
-    waiting = []
-    for i, (prompt, answer) in enumerate(lengths):
-        params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        ids = [(i * 131 + j * 7) % 4000 + 1 for j in range(prompt)]  # no two share a block
-        waiting.append(Request(i, ids, params, seed=i))
-    arriving = len(waiting) if later is None else later
-    for request in waiting[:arriving]:
-        engine.add_request(request, streams=False)
-    rest = waiting[arriving:]
-    while rest or engine.has_unfinished():
-        if rest and engine.counters.num_steps % 3 == 2:
-            engine.add_request(rest.pop(0), streams=False)
-        engine.step()
-    return engine.stats()
 
 
 class NoWatermark(rules.Scheduler):
@@ -78,12 +38,56 @@ class NoDoubling(rules.Scheduler):
         return self.block_manager.blocks_for(rules.WATERMARK * (self.num_running + 1)) if self.num_running else 0
 
 
-def tight_pool(name: str, scheduler_class: type[rules.Scheduler]) -> dict[str, object]:
-    """16 requests of 8 in / 60 out in 40 blocks of 4."""
-    counters = run(TIGHT_LENGTHS, scheduler_class=scheduler_class, **TIGHT_POOL)
-    return {"rule": name, "preemptions": counters["num_preemptions"],
-            "recomputed": counters["num_recomputed_tokens"], "useful": 16 * (8 + 59),
-            "steps": counters["num_steps"]}  # fmt: skip
+POOLS = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that doubles": rules.Scheduler}
+
+
+def traced(
+    lengths: Sequence[tuple[int, int]], scheduler_class: type[rules.Scheduler], later: int | None = None,
+    **options: object,
+) -> list[dict]:  # fmt: skip
+    """Serve requests of these (prompt, answer) lengths; returns the record of every step.
+
+    Args:
+        later: requests from this one on arrive one by one, every third step.
+        options: of the scheduler.
+    """
+    requests = []
+    for i, (prompt, answer) in enumerate(lengths):
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        ids = [(i * 131 + j * 7) % 4000 + 1 for j in range(prompt)]  # no two share a block
+        requests.append(Request(i, ids, params, seed=i))
+    rest = [] if later is None else requests[later:]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        engine = null_engine(scheduler_class(**options), trace=Trace(path))
+        for request in requests[:later]:
+            engine.add_request(request, streams=False)
+        while rest or engine.has_unfinished():
+            if rest and engine.counters.num_steps % 3 == 2:
+                engine.add_request(rest.pop(0), streams=False)
+            engine.step()
+        return timeline.read_trace(path)
+
+
+def tight_pool(scheduler_class: type[rules.Scheduler]) -> list[dict]:
+    """The steps of 16 requests of 8 in / 60 out in 40 blocks of 4."""
+    return traced(
+        [(8, 60)] * 16, scheduler_class, num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+def counts(records: list[dict]) -> dict[str, int]:
+    """Preemptions, and tokens that were computed again."""
+    return {"preemptions": sum(len(record["preempted"]) for record in records),
+            "recomputed": sum(record["num_recomputed"] for record in records)}  # fmt: skip
+
+
+def measure() -> dict:
+    """Counts; no sample differs from another."""
+    steps = {name: tight_pool(rule) for name, rule in POOLS.items()}
+    return {"rows": [{"rule": name, **counts(records), "useful": 16 * (8 + 59), "steps": len(records)}
+                     for name, records in steps.items()]}  # fmt: skip
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -96,14 +100,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     heads.append("steps, × the first row")
     work = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs"
     return {"preemption": [*markdown(heads, body), "", f"{work}. `python -m benchmarks.micro scheduling`."]}
-
-
-def traced(lengths: Sequence[tuple[int, int]], **options: object) -> list[dict]:
-    """The records of every step of `run`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.jsonl"
-        run(lengths, path, **options)
-        return timeline.read_trace(path)
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
@@ -122,7 +118,7 @@ def draw_chunks(chunked: bool) -> bytes:
         else ("Whole prompts in steps of their own: every decode waits for them", 96)
     )  # fmt: skip
     records = traced(
-        lengths, later=5, num_blocks=44, block_size=8, max_num_seqs=6, max_num_batched_tokens=tokens,
+        lengths, rules.Scheduler, later=5, num_blocks=44, block_size=8, max_num_seqs=6, max_num_batched_tokens=tokens,
         enable_chunked_prefill=chunked,
     )  # fmt: skip
     return timeline.draw(records, title).png
@@ -132,7 +128,7 @@ def draw_static() -> bytes:
     """Sixteen requests on four batch slots, in static batches and continuously."""
     lengths = [(8, answer) for answer in (12, 40, 8, 20, 30, 6, 16, 10, 36, 14, 8, 22, 18, 9, 28, 11)]
     pool = {"num_blocks": 100, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    static, continuous = (traced(lengths, scheduler_class=rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
+    static, continuous = (traced(lengths, rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
     batch: set[int] = set()
     for record in static:  # a static batch keeps the batch slots of those that have ended
         batch = set(record["admitted"]) or batch
@@ -145,10 +141,9 @@ def draw_static() -> bytes:
 def draw_watermark() -> bytes:
     """The tight pool without a watermark and with the scheduler's own."""
     runs = {}
-    for name, rule in (("no watermark", NoWatermark), ("watermark that doubles", rules.Scheduler)):
-        records = traced(TIGHT_LENGTHS, scheduler_class=rule, **TIGHT_POOL)
-        preempted = sum(len(record["preempted"]) for record in records)
-        again = sum(record["num_recomputed"] for record in records)
-        runs[f"{name}: {preempted} preemptions, {again:,} tokens recomputed"] = records
+    for name in ("no watermark", "watermark that doubles"):
+        records = tight_pool(POOLS[name])
+        heading = "{preemptions} preemptions, {recomputed:,} tokens recomputed".format(**counts(records))
+        runs[f"{name}: {heading}"] = records
     title = "The watermark holds requests back (grey) instead of admitting and preempting them"
     return timeline.draw_panels(runs, title, height=3.2).png

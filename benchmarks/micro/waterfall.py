@@ -1,9 +1,9 @@
 """Where the time of a decode step goes: attention, MLP, LM head, what is between them, and idle time.
 
 Stages A, B and C run the same model, so their kernels come in the same order: in each layer the products of Q, K and V,
-attention, the output product, then the MLP; after the last layer the LM head. The study records one request under
-PyTorch's profiler and cuts it by that order. The time of a step is the engine's own, without the profiler, which slows
-down the CPU and not the kernels; idle is what the kernels do not fill of it. On a CPU the spans are operators.
+attention, the output product, then the MLP; after the last layer the LM head. A request is recorded under PyTorch's
+profiler and cut by that order. The time of a step is the engine's own, without the profiler; idle is what the kernels
+do not fill of it. On a CPU the spans are operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stage_a_naive.sampling import SamplingParams
 README, MARKERS = "stage_b_decode_step", ("waterfall", "waterfall-numbers")
 ENGINES = ("A", "B", "B compiled", "C", "C compiled")
 PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
-STEPS, REPEATS = 8, 7
+CONTEXT, STEPS, REPEATS = 128, 8, 7
 ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
 PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "addmm", "linear", "mm")
 FUSED_MLP = ("swiglu", "fused_kernel", "warp_kernel", "naive_kernel")  # stage C's operator is norm and MLP in one
@@ -83,35 +83,35 @@ def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
     return named
 
 
-def measure(model: str = "random:qwen2.5-0.5b", context: int = 128, engines: tuple[str, ...] = ENGINES) -> dict:
+def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
     found = {}
     # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
     for work in samples_of, parts_per_step:
-        for name in engines:
+        for name in ENGINES:
             build = installed_engines()[name].build
-            row = with_engine(partial(work, name, context), build, model, "auto", "auto")
+            row = with_engine(partial(work, name), build, model, "auto", "auto")
             found[name] = found.get(name, {"engine": name}) | row
             torch.compiler.reset()
-    return {"model": model, "context": context, "rows": list(found.values())}
+    return {"model": model, "context": CONTEXT, "rows": list(found.values())}
 
 
-def samples_of(name: str, context: int, llm: object) -> dict[str, list[float]]:
+def samples_of(name: str, llm: object) -> dict[str, list[float]]:
     """The engine's own time per token, without the profiler."""
-    seconds_per_token(llm, context)  # the first visit to these lengths plans and compiles
-    return {"samples": [seconds_per_token(llm, context) for _ in range(REPEATS)]}
+    seconds_per_token(llm)  # the first visit to these lengths plans and compiles
+    return {"samples": [seconds_per_token(llm) for _ in range(REPEATS)]}
 
 
-def seconds_per_token(llm: object, context: int) -> float:
+def seconds_per_token(llm: object) -> float:
     """Decode `STEPS` tokens of one request; returns the engine's own time per token."""
-    prompt = [(7 * j) % 1000 for j in range(context)]
+    prompt = [(7 * j) % 1000 for j in range(CONTEXT)]
     params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
 
 
-def parts_per_step(name: str, context: int, llm: object) -> dict[str, object]:
+def parts_per_step(name: str, llm: object) -> dict[str, object]:
     """Kernels in a recorded step, and the microseconds of each part."""
-    run = partial(seconds_per_token, llm, context)
+    run = partial(seconds_per_token, llm)
     run()
     named = parts_of_steps(record(name, run, llm.device, STEPS).spans, llm.source.config.num_hidden_layers)
     parts = dict.fromkeys(PARTS[:-1], 0.0)
