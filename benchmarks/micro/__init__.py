@@ -72,6 +72,10 @@ def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: o
             torch.cuda.empty_cache()
 
 
+def device_name(result: dict) -> str:
+    return result["environment"]["device"]["name"]
+
+
 def caption(result: dict, *more: str) -> str:
     """One line below a table: what it was measured with."""
     where = result["environment"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from matplotlib.patches import Rectangle
 
-from benchmarks.micro import caption
+from benchmarks.micro import caption, device_name, timed
 from benchmarks.pictures.picture import BLUE, ORANGE, SKY, Picture, finish, new_panel, new_panels
 from benchmarks.text import medians, number
 from benchmarks.timing import graph_seconds
@@ -25,24 +25,18 @@ LANES, SECTOR = 32, 32  # threads of a warp; bytes that the memory delivers at l
 Read = tuple[int, int, int]  # weight row, first byte in it, number of bytes
 
 
-def measure(wanted: int = WANTED) -> dict:
+def measure() -> dict:
     """Seconds for the same number of wanted bytes, by the distance of neighbouring threads' addresses."""
     from benchmarks.micro._kernels import BLOCK, strided_sums  # Triton, which not every system has
 
-    source = torch.ones(wanted * max(STRIDES), dtype=torch.float32, device="cuda")
+    source = torch.ones(WANTED * max(STRIDES), dtype=torch.float32, device="cuda")
     rows = []
     for stride in STRIDES:
-        if not bool((strided_sums(source, stride, wanted) == BLOCK).all()):
+        if not bool((strided_sums(source, stride, WANTED) == BLOCK).all()):
             raise RuntimeError(f"the sums at stride {stride} are wrong")
-        samples = graph_seconds([lambda stride=stride: strided_sums(source, stride, wanted)], REPEATS)
-        rows.append({"stride_bytes": 4 * stride, "wanted_bytes": 4 * wanted, "samples": samples})
+        samples = graph_seconds([lambda stride=stride: strided_sums(source, stride, WANTED)], REPEATS)
+        rows.append(timed(samples, stride_bytes=4 * stride, wanted_bytes=4 * WANTED))
     return {"rows": rows}
-
-
-def bandwidths(result: dict) -> dict[int, float]:
-    """Wanted bytes per second, by the distance in bytes."""
-    found = medians(result["rows"], "stride_bytes", "wanted_bytes")
-    return {stride: wanted / seconds for (stride, wanted), seconds in found.items()}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -54,15 +48,14 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """One bar per distance, its length the bandwidth of what was wanted."""
-    found = bandwidths(results[0])
+    times = medians(results[0]["rows"], "stride_bytes", "wanted_bytes")
+    found = {f"{distance} B": wanted / seconds / 1e9 for (distance, wanted), seconds in times.items()}
     first, *_, last = found.values()
-    device = results[0]["environment"]["device"]["name"]
-    title = f"Scattered reads deliver 1/{first / last:.0f} of the wanted bytes ({device})"
+    title = f"Scattered reads deliver 1/{first / last:.0f} of the wanted bytes ({device_name(results[0])})"
     x_label = "distance between the addresses of neighbouring threads"
     figure, axes = new_panel(8, 3.4, x_label, "GB/s of wanted bytes", title)
-    colours = [BLUE, *[ORANGE] * (len(found) - 1)]
-    bars = axes.bar([f"{distance} B" for distance in found], [v / 1e9 for v in found.values()], color=colours)
-    axes.bar_label(bars, [number(v / 1e9) for v in found.values()], padding=2)
+    bars = axes.bar(list(found), list(found.values()), color=[BLUE, *[ORANGE] * (len(found) - 1)])
+    axes.bar_label(bars, list(map(number, found.values())), padding=2)
     return {"coalescing.png": finish(figure, "bandwidth against the distance of neighbouring threads' addresses").png}
 
 

@@ -20,7 +20,7 @@ from itertools import chain
 from multiprocessing import get_context
 
 from benchmarks.local_server import LocalServer, local_server
-from benchmarks.micro import caption, one_thread
+from benchmarks.micro import caption, device_name, one_thread
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, draw_bars, finish, new_panel
 from benchmarks.serve import Answer, make_prompts, offer
 from benchmarks.text import markdown, number
@@ -146,7 +146,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     axis = unit(result, "output tokens per second", " of the engine's CPU time")
     title = (
         f"Over HTTP the engine reaches {statistics.median(shares_of(result)['HTTP']):.0%} of its offline throughput\n"
-        f"({result['environment']['device']['name']})"
+        f"({device_name(result)})"
     )
     figure, axes = new_panel(8, 2.6, f"{axis}, {result['streams']} requests at once", title=title, grid="x")
     names, colours = zip(*(WAYS[way] for way in rates), strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
-from benchmarks.micro import caption, with_engine
+from benchmarks.micro import caption, device_name, with_engine
 from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import markdown
@@ -222,7 +222,7 @@ def columns(head: str, found: Mapping[str, dict[str, float]], total: str, form: 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Decode steps of one request and the shortest recorded prompt on a time axis; the parts of steps from a graph."""
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
-    device = results[0]["environment"]["device"]["name"]
+    device = device_name(results[0])
     decodes = [r for name, r in recordings.items() if not name.split(", ")[-1][0].isdigit() and "prompt" not in name]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks.micro import caption, timed
+from benchmarks.micro import caption, device_name, timed
 from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments, step_by_layers
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, draw_lines, finish, new_panel
 from benchmarks.text import grid, medians, sections
@@ -111,7 +111,7 @@ def model_table(result: dict, model: str, kinds: Iterable[str], shown: tuple[int
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
     result, name = results[0], models_of(results[0])[0]
-    found, device = micros(result, name), result["environment"]["device"]["name"]
+    found, device = micros(result, name), device_name(result)
     figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
     figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
     colours = (ORANGE, GREEN, BLUE, PINK, "black")

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.micro import caption, timed
+from benchmarks.micro import caption, device_name, timed
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, finish, new_panel, new_panels
 from benchmarks.text import grid, medians, number, sections
 from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
@@ -129,7 +129,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, panels = new_panels(
         9.5, 4.4, *({"title": f"{model}, floor {floors[model]:.1f} µs"} for model in shown),
         title=f"Up to {max(faster)} rows the fused kernel is faster than the unfused chain "
-              f"({result['environment']['device']['name']}, bfloat16)",
+              f"({device_name(result)}, bfloat16)",
     )  # fmt: skip
     for axes, (model, floor) in zip(panels, floors.items(), strict=True):
         draw_lines(axes, [

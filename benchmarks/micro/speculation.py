@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption, timed, with_engine
+from benchmarks.micro import caption, device_name, timed, with_engine
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
@@ -215,7 +215,7 @@ def floor_table(result: dict) -> list[str]:
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
     result = results[0]
-    device = result["environment"]["device"]["name"]
+    device = device_name(result)
     figure, (gain, need) = new_panels(
         9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
         {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},

@@ -13,7 +13,7 @@ import random
 import statistics
 
 from benchmarks.local_server import local_server
-from benchmarks.micro import caption
+from benchmarks.micro import caption, device_name
 from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
 from benchmarks.text import grid, number
@@ -102,7 +102,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     """Lines of TTFT p99, and of its median, over the rate, on the newest results."""
     result = results[0]
     found = times(result, "ttft_ms")
-    words = f"{title(result)}\n({result['environment']['device']['name']})"
+    words = f"{title(result)}\n({device_name(result)})"
     figure, axes = new_panel(8, 3.8, "requests per second, arriving at random", "time to first token, ms", words)
     for (engine, name), colour in zip(NAMES.items(), (BLUE, ORANGE), strict=True):
         for share, line in ((99, "o-"), (50, "o:")):

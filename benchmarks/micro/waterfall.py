@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks.engines import installed_engines
-from benchmarks.micro import caption, with_engine
+from benchmarks.micro import caption, device_name, with_engine
 from benchmarks.pictures.spans import draw_parts
 from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
@@ -147,5 +147,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     idle = found[first]["idle"] / sum(found[first].values())
     step = sum(found[fastest].values()) / 1e3
     title = f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
-    axis = f"ms per decode step; {result['model']} on {result['environment']['device']['name']}"
+    axis = f"ms per decode step; {result['model']} on {device_name(result)}"
     return {"waterfall.png": draw_parts(found, axis, title).png}
