@@ -27,6 +27,7 @@ from benchmarks.micro.__main__ import main
 from benchmarks.micro.kernel_spans import record_engine
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
+from benchmarks.text import grid
 from benchmarks.workloads import Call, make_workload
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
@@ -104,6 +105,31 @@ def test_an_option_of_several_values_takes_one_or_several(
     assert main(["x", word, "--output", str(tmp_path / "x.json")]) == 0
     [row] = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert tuple(row["ranks"]) == expected
+
+
+def test_an_engine_is_closed_when_its_work_is_done_or_fails() -> None:
+    closed = []
+    engine = lambda name: SimpleNamespace(name=name, close=lambda: closed.append(name))  # noqa: E731
+    assert micro.with_engine(lambda llm: llm.name, engine, "first") == "first"
+    with pytest.raises(ZeroDivisionError):
+        micro.with_engine(lambda llm: 1 / 0, engine, name="second")
+    assert closed == ["first", "second"]
+
+
+def test_a_study_on_one_thread_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert micro.one_thread()(torch.get_num_threads)() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_a_grid_has_its_columns_in_the_order_and_the_words_that_are_asked_for() -> None:
+    cells = {("x", 2): "b", ("x", 1): "a", ("y", 1): "c"}
+    assert grid("", cells)[2:] == ["| x | b | a |", "| y | – | c |"]
+    assert grid("line", cells, {1: "one", 2: "two"}) == [
+        "| line | one | two |", "|---|---:|---:|", "| x | a | b |", "| y | c | – |"
+    ]  # fmt: skip
 
 
 def test_attention_counts_every_visible_pair_twice_for_each_product() -> None:

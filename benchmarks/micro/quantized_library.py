@@ -1,12 +1,8 @@
 """Our 8-bit weights beside those of two libraries, torchao and bitsandbytes: integers, quality, bytes.
 
 Every linear layer of the tutor is quantised by us and by the library. Compared are the stored values, which may differ
-where a number is halfway between two, and what the quality study compares: each answer of the FAQ run in one forward
-pass, in our engine and, for a library, in the transformers model with the library's layers.
-
-    torchao        weights alone in 8 bits, as here. Its int8 scale is max |w| / 127.5 and its values begin at -128
-    bitsandbytes   LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339). Its scale is ours, max |w| / 127. It multiplies
-                   integers, so the inputs of every layer are quantised too
+where a number is halfway between two, and what `quantized_quality` compares, in our engine and in the transformers
+model with the library's layers. bitsandbytes is LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
 """
 
 from __future__ import annotations
