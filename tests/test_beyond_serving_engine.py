@@ -145,10 +145,11 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}, timeout=60).status_code == 200
 
 
-def test_a_client_that_leaves_inside_its_body_is_no_failure(llm, capsys):
+@pytest.mark.parametrize("path", ["POST /v1/completions", "GET /live/events"])
+def test_a_client_that_leaves_inside_its_body_is_no_failure(llm, capsys, path):
     with running(llm) as server:
         with connect(server) as connection:
-            connection.sendall(post_bytes(LONG)[:-3])
+            connection.sendall(post_bytes(LONG)[:-3].replace(b"POST /v1/completions", path.encode()))
             wait_until(lambda: server.server.server_state.tasks)
         wait_until(lambda: not server.server.server_state.tasks)
     assert "Traceback" not in capsys.readouterr().err

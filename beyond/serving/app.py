@@ -60,8 +60,8 @@ class Api:
     def app(self, more_routes: Sequence[Route] = ()) -> Starlette:
         """The application for a web server."""
         routes = [
-            Route("/v1/models", self.get(self.models)),
-            Route("/v1/models/{model:path}", self.get(self.one_model)),
+            Route("/v1/models", self.guarded(self.models)),
+            Route("/v1/models/{model:path}", self.guarded(self.one_model)),
             Route("/v1/completions", self.post(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
             Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
@@ -74,14 +74,13 @@ class Api:
 
     # ---- the door -----------------------------------------------------------------------------------------------
 
-    def post(self, handler: Handler) -> Endpoint:
-        """An endpoint that hands `handler` the body, and answers with an error where one is raised."""
+    def guarded(self, handler: Handler) -> Endpoint:
+        """An endpoint for clients with the key: `handler` gets the request, and what it raises becomes an error object."""
 
         async def endpoint(request: HttpRequest) -> Response:
             try:
                 self._check_key(request)
-                body = await self._read_json(request)
-                return await unless_gone(request.receive, handler(body))
+                return await handler(request)
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
             except Exception as error:
@@ -89,17 +88,14 @@ class Api:
 
         return endpoint
 
-    def get(self, handler: Handler) -> Endpoint:
-        """An endpoint that hands `handler` the request, and answers with an error where one is raised."""
+    def post(self, handler: Handler) -> Endpoint:
+        """A guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
 
-        async def endpoint(request: HttpRequest) -> Response:
-            try:
-                self._check_key(request)
-                return await handler(request)
-            except Exception as error:
-                return error_response(error)
+        async def read_and_answer(request: HttpRequest) -> Response:
+            body = await self._read_json(request)
+            return await unless_gone(request.receive, handler(body))
 
-        return endpoint
+        return self.guarded(read_and_answer)
 
     def _check_key(self, request: HttpRequest) -> None:
         if self._key is None:

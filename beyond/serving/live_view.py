@@ -56,7 +56,7 @@ class LiveView:
         return [
             Route("/", _file(PAGE / "index.html")),
             *(Route(f"/page/{path.name}", _file(path)) for path in files),
-            Route("/live/events", self._api.get(self.events)),
+            Route("/live/events", self._api.guarded(self.events)),
             Route("/live/control", self._api.post(self.control), methods=["POST"]),
         ]
 
