@@ -75,7 +75,7 @@ class Api:
     # ---- the door -----------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
-        """An endpoint for clients with the key: `handler` gets the request, and what it raises becomes an error object."""
+        """An endpoint for clients with the key; an error that `handler` raises is answered as one."""
 
         async def endpoint(request: HttpRequest) -> Response:
             try:
