@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from labs import batch, bodies, grade, hint, native, pack, progress, starter
+from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
-from labs.report import Mark, Report
-from labs.submission import read_answer
+from labs.report import Mark, Report, hash_of_tests
+from labs.submission import intruders, read_answer
 
 LETTERS = list(load_labs())
 every_lab = pytest.mark.parametrize("letter", LETTERS)
@@ -434,6 +435,61 @@ def test_make_passes_the_options_on():
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")
 
 
+def test_a_decorated_function_is_found_whole_in_a_file_that_does_not_parse():
+    text = "def other(:\n\nclass C:\n    @staticmethod\n    @cache\n    def f(x):\n        return x\n\n    def g():\n"
+    start, end = bodies.find_in_broken(text, "C.f")
+    assert text[start:end].strip() == "@staticmethod\n    @cache\n    def f(x):\n        return x"
+
+
+def test_what_was_kept_aside_is_no_intruder(tmp_path):
+    for folder in (tmp_path / "old" / "a-20260101-000000", tmp_path / "stage_a_naive"):
+        folder.mkdir(parents=True)
+        (folder / "conftest.py").write_text("")
+    assert intruders(tmp_path) == ["stage_a_naive/conftest.py: ignored; it would replace a module of the judge"]
+
+
+def test_two_marks_of_other_exercises_or_other_tests_are_not_of_the_same_hash(tmp_path, monkeypatch):
+    for file in ("test_lab_a.py", "exercises.toml"):
+        shutil.copy(PUBLIC_TESTS / file if file.startswith("test") else LABS / file, tmp_path)
+    monkeypatch.setattr("labs.report.LABS", tmp_path)
+    hashes = [hash_of_tests([tmp_path], "a")]
+    for file in ("test_lab_a.py", "exercises.toml"):
+        with (tmp_path / file).open("a") as more:
+            more.write("# changed")
+        hashes.append(hash_of_tests([tmp_path], "a"))
+    assert len(set(hashes)) == 3
+
+
+def test_progress_names_the_next_exercise_of_a_lab_that_was_begun(tmp_path):
+    assert "next: A.1" in progress.table(tmp_path)
+    starter.write_starter(load_labs()["d"], tmp_path)
+    assert "next: D.1" in progress.table(tmp_path)
+
+
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_what_is_forbidden_is_named_with_its_line(indent):
+    source = "".join(f"{indent}{line}\n" for line in ("def f():", "    x = 1", "    import os"))
+    exercise = load_labs()["a"].exercises[0]
+    assert find_forbidden(source, exercise) == ("import of os", 3)
+
+
+def test_an_exercise_whose_tests_cannot_run_here_is_not_judged():
+    mark = Mark("C.2", "", 10)
+    ends = [{"event": "end", "state": state, "reason": why, "seconds": 0.1} for state, why in (
+        ("passed", ""), ("skipped", "no C++ compiler")
+    )]  # fmt: skip
+    enter([{"event": "collected", "count": 2}, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
+    assert (mark.state, mark.reason, mark.points) == ("not judged", "no C++ compiler", 0)
+
+
+def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
+    mark = Mark("A.1", "", 10, partial=True)
+    ends = [{"event": "end", "state": "passed", "reason": "", "seconds": 0.1}] * 2
+    starts, ended = [{"event": "start", "test": "test_three"}] * 3, {"event": "ended", "reason": "SIGSEGV"}
+    enter([{"event": "collected", "count": 4}, *starts, *ends, ended], mark)
+    assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_three")
+
+
 # ---- for courses --------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +529,13 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     assert json.loads((tmp_path / "results" / "ada.json").read_text())["tests"][4]["score"] == 10
     pairs = (tmp_path / "results" / "similarity.csv").read_text().splitlines()[1:]
     assert len(pairs) == 1 and pairs[0].startswith("A.5,ada,bob,")
+
+
+def test_a_submission_is_a_folder_or_an_archive(tmp_path):
+    (tmp_path / "ada").mkdir()
+    for name in ("bob.tar.gz", "cay.tgz", "dan.tar", "README.md"):
+        (tmp_path / name).touch()
+    assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan"]
 
 
 def test_a_batch_finds_its_hidden_tests_in_whatever_folder_it_is_run(tmp_path, monkeypatch):
