@@ -1,6 +1,6 @@
 """One request while the engine works on it: its tokens, and where their keys and values are stored.
 
-Two counts describe a sequence's progress, in prefill, in decode and after a preemption alike:
+Two counts describe a sequence's progress, in prefill and in decode alike:
 
 * `len(token_ids)`: the tokens that are known (the prompt, then what was generated);
 * `num_computed_tokens`: how many of them already have their K and V in the pool.
@@ -27,7 +27,6 @@ class Sequence:
     completion: Completion  # what was asked, and the answer so far: tokens, text, when it ends
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the sequence was admitted
-    num_preemptions: int = 0  # times its blocks were taken away (from stage E on)
     block_table: list[int] = field(default_factory=list)  # block of positions 0..block_size-1, of the next ones, …
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
     num_indexed_blocks: int = 0  # leading blocks of block_table that are in the prefix cache's index
@@ -69,7 +68,7 @@ class Sequence:
     @property
     def is_new(self) -> bool:
         """Whether nothing of it has run yet: what the prefix cache has of it now is not its own doing."""
-        return self.num_generated_tokens == 0 and self.num_preemptions == 0
+        return self.num_generated_tokens == 0
 
     @property
     def is_finished(self) -> bool:

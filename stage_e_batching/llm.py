@@ -4,7 +4,8 @@
 
 Stage D prefilled a batch, decoded it to the end of its longest answer, and only then let others in. Here the engine
 decides before every step what runs: an answer that is done frees its batch slot at once, and a prompt that comes in
-shares its steps with the decodes of the others. """
+shares its steps with the decodes of the others.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ class LLM(Frontend):
 
         Returns:
             (id, generated token ids) of each request that finished, and the step's number of tokens: of prompts, or,
-            where none was prefilled, minus the number of decoded tokens. With overlap, of the step before.
+            where none was prefilled, minus the number of decoded tokens.
 
         Raises:
             Exception: what ended a request, which is dropped; the others go on.

@@ -40,6 +40,7 @@ class BatchSequence(Sequence):
     request_id: int = -1  # counts up, so it is also the order of arrival
     state: State = State.WAITING
     batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
+    num_preemptions: int = 0  # times its blocks were taken away
     highest_computed: int = 0  # most tokens computed before a preemption: what is below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
@@ -50,6 +51,11 @@ class BatchSequence(Sequence):
     streams: bool = True  # whether its call reads tokens as they come, or only the end
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of it has run yet, here also not before a preemption."""
+        return self.num_generated_tokens == 0 and self.num_preemptions == 0
 
     @property
     def max_total_tokens(self) -> int:

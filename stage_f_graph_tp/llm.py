@@ -37,6 +37,8 @@ class LLM(stage_e.LLM):
     `LLM(..., tensor_parallel_size=n)` starts its own workers. Under `torchrun` the processes are there already: every
     one makes the same `LLM`; rank 0's returns, the others' work for it and end with the process when it closes.
 
+    With overlap, `step` returns what came of the step before.
+
     Args:
         model, device, dtype, seed: as in stage A.
         options: those of `GraphOptions`, by name.

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.queues import by_arrival
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_f_graph_tp.model_runner import InFlight
+from stage_f_graph_tp.async_runner import InFlight
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,6 @@ Rank 0 prepares each step, sends its packed input to the other ranks, and all ex
 temperature, all ranks sample together, each among its own tokens (`tensor_parallel/shard_sampling.py`), inside the
 graph too. A step that needs whole rows of logits is sampled by rank 0, which alone knows the requests, and the ids are
 broadcast on the device.
-
-Ranks, collectives and the model's shards are those of `tensor_parallel/`.
 """
 
 from __future__ import annotations
@@ -81,8 +79,17 @@ class Job:
         return f"tensor_parallel_size={self.num_ranks}"
 
     def build(self, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
-        """Build one rank's share of the engine."""
-        return build_rank(self, rendezvous, workers)
+        """Build one rank's share of the engine. The KV pool has the number of blocks that every rank has room for."""
+        options = self.options_class(**self.options)
+        device = rendezvous.device(torch.device(self.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        group = RankGroup(rendezvous, device, workers)
+        runtime = self.load(options, device, group)
+        group.gather("loaded")  # a collective may only be entered when every rank will enter it
+        group.connect()
+        num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
+        return runtime, RankRunner(runtime, runtime.make_pool(num_blocks), options, group, workers)
 
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""
@@ -93,7 +100,7 @@ class Job:
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Build a worker's share of the engine; returns what executes rank 0's commands."""
-    return build_rank(Job(**json.loads(message)), rendezvous)[1].execute_command
+    return Job(**json.loads(message)).build(rendezvous)[1].execute_command
 
 
 def build_ranks(job: Job, config: ModelConfig, build_worker: Build = build_worker) -> tuple[Runtime, RankRunner]:
@@ -113,20 +120,6 @@ def build_ranks(job: Job, config: ModelConfig, build_worker: Build = build_worke
     with workers.needed():
         workers.send(job.encode())
         return job.build(rendezvous, workers)
-
-
-def build_rank(job: Job, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, RankRunner]:
-    """Load one rank's share. The KV pool has the number of blocks that every rank has room for."""
-    options = job.options_class(**job.options)
-    device = rendezvous.device(torch.device(job.device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    group = RankGroup(rendezvous, device, workers)
-    runtime = job.load(options, device, group)
-    group.gather("loaded")  # a collective may only be entered when every rank will enter it
-    group.connect()
-    num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
-    return runtime, RankRunner(runtime, runtime.make_pool(num_blocks), options, group, workers)
 
 
 @dataclass(frozen=True)
@@ -163,12 +156,7 @@ class RankRunner(GraphModelRunner):
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        kv_cache: KVCache,
-        options: GraphOptions,
-        group: RankGroup,
-        workers: Workers | None,
+        self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, group: RankGroup, workers: Workers | None
     ) -> None:
         self.group = group
         self.workers = workers

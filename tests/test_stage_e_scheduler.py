@@ -203,6 +203,18 @@ def test_a_prompt_under_way_is_preempted_before_an_older_decode():
     assert engine.runner.steps[-1].num_decodes == 3
 
 
+def test_what_a_preempted_prompt_finds_of_itself_is_not_counted_as_cached():
+    manager = block_manager.BlockManager(10, 4)
+    sequence = BatchSequence(completion_of(prompt_of(9)))
+    manager.allocate(sequence, 9)
+    sequence.num_computed_tokens = 9
+    manager.index_computed(sequence)
+    manager.free(sequence)
+    sequence.num_preemptions = 1
+    manager.allocate(sequence, 9)
+    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 0)
+
+
 def test_a_step_that_preempts_admits_nobody():
     engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=128)
     add(engine, 4, 100)

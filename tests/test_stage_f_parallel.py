@@ -32,7 +32,7 @@ from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
 from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.rank_runner import Job, build_rank
+from stage_f_graph_tp.rank_runner import Job
 from stage_f_graph_tp.tensor_parallel import rank_group
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
@@ -298,7 +298,7 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks(monkeypatc
     monkeypatch.setattr(Job, "load", slow_load)
     monkeypatch.setattr(RankGroup, "connect", noted_connect)
     with ThreadPoolExecutor(2) as pool:
-        runners = [runner for _, runner in pool.map(partial(build_rank, job), meetings)]
+        runners = [runner for _, runner in pool.map(job.build, meetings)]
     assert events == ["loaded"] * 2 + ["connects"] * 2, "a collective is entered when all ranks will enter it"
     assert [runner.kv_cache.num_blocks for runner in runners] == [30, 30]
     assert {runner.kv_cache.tensor.shape[-2] for runner in runners} == {1}, "one of the two KV heads each"

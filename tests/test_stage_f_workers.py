@@ -30,7 +30,7 @@ from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.model_runner import GraphModelRunner
-from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight, build_rank
+from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
@@ -79,7 +79,7 @@ RECORDER = EagerRecorder()
 
 def build_recording_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Stage F's `build_worker`, with steps recorded as on a GPU."""
-    runner = build_rank(Job(**json.loads(message)), rendezvous)[1]
+    runner = Job(**json.loads(message)).build(rendezvous)[1]
     runner.capture(RECORDER, SIZES, PREFILLS)
     return runner.execute_command
 

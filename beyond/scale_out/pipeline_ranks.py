@@ -27,7 +27,7 @@ from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_f_graph_tp.kernels import choose_layers
-from stage_f_graph_tp.rank_runner import Job, build_rank
+from stage_f_graph_tp.rank_runner import Job
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
 
 
@@ -40,7 +40,7 @@ class OneStageJob(Job):
 
 def build_one_stage_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Build a worker's share of an engine with one stage; returns what executes rank 0's commands."""
-    return build_rank(OneStageJob(**json.loads(message)), rendezvous)[1].execute_command
+    return OneStageJob(**json.loads(message)).build(rendezvous)[1].execute_command
 
 
 @dataclass(frozen=True)

@@ -161,12 +161,12 @@ class TestAllocate:
         assert manager.num_free == 3
         manager.check_invariants([])
 
-    def test_after_a_preemption_the_cached_tokens_of_the_request_stay_as_they_were(self):
+    def test_the_cached_tokens_of_a_request_that_is_not_new_stay_as_they_were(self):
         manager = BlockManager(10, 4)
         first = computed(manager, sequence_of(range(9)))
         manager.free(first)
-        first.num_preemptions = 1
-        assert manager.allocate(first, 9)
+        first.completion.append(9)  # it has run
+        assert manager.allocate(first, 10)
         assert (first.num_computed_tokens, first.num_cached_tokens) == (8, 0), "it found its own blocks, not somebody's"
 
 

@@ -40,9 +40,7 @@ SCRIPT = Path(__file__).with_name("worker_process.py")
 CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
 WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
 CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named: others may follow within that time
-
 HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
-
 ADVICE = "the engine cannot go on, close it and make a new one"
 
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
