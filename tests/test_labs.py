@@ -11,10 +11,13 @@ import subprocess
 import tarfile
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from labs import batch, bodies, grade, hint, native, pack, progress, starter
+from labs import batch, bodies, grade, hint, native, pack, progress, recorder, starter
+from labs import judge as judge_module
 from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
@@ -22,6 +25,7 @@ from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
 from labs.report import Mark, Report, hash_of_tests
 from labs.submission import intruders, read_answer
+from stage_a_naive import filters, sampling
 
 LETTERS = list(load_labs())
 every_lab = pytest.mark.parametrize("letter", LETTERS)
@@ -387,6 +391,26 @@ def test_a_reason_says_what_was_expected_and_what_came():
     assert expected_and_got("assert [1] == [2]") == "expected [2], got [1]"
     assert expected_and_got("2 wanted, got 1\nassert 1 == 2") == "2 wanted, got 1"
     assert expected_and_got("no number\nassert False") == "no number"
+    assert expected_and_got("assert (f(1) == [2] and True)").endswith(", got f(1)")
+
+
+def test_what_an_answer_changed_is_named_and_put_back(monkeypatch):
+    honest = torch.allclose
+    monkeypatch.setattr(torch, "allclose", honest)  # whatever happens below
+    before = recorder._snapshot(SimpleNamespace(module=SimpleNamespace()))
+    torch.allclose = lambda *_: True
+    assert recorder._restore(before) == ["torch.allclose"] and torch.allclose is honest
+    assert recorder._restore(before) == []
+
+
+def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(tmp_path, monkeypatch):
+    original = sampling.filter_logits
+    for module in (filters, sampling):
+        monkeypatch.setattr(module, "filter_logits", original)  # put back after the test
+    starter.write_starter(load_labs()["a"], tmp_path, missing=[])
+    judge_module.install(read_answer(load_labs()["a"].exercises[2], tmp_path))
+    assert sampling.filter_logits is filters.filter_logits is not original
+    assert filters.filter_logits.__code__.co_filename == str(tmp_path / "stage_a_naive" / "filters.py")
 
 
 def test_hints_come_one_after_another(tmp_path):

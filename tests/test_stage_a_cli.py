@@ -14,7 +14,7 @@ import pytest
 from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.progress import progress_bar
-from stage_a_naive.tutor import is_known, read_faq
+from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = [
@@ -102,6 +102,10 @@ def test_a_question_outside_the_tutors_faq_is_said_to_be_with_the_nearest_one(
     assert ask("--prompt", "How do I shard a paged atention kernel?", "--max-tokens", "1") == 0
     note, nearest = (line for line in capsys.readouterr().err.splitlines() if line.startswith("note: "))
     assert "knows one FAQ" in note and "What is paged attention?" in nearest
+
+
+def test_a_question_that_shares_nothing_with_the_faq_has_no_nearest_one() -> None:
+    assert nearest_questions("Zzyzx qq?", read_faq()) == []
 
 
 @pytest.mark.parametrize("question", ["什么是kv cache", "WHAT IS THE KV CACHE", "Hello!", "你是谁？"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -197,3 +199,50 @@ def test_model_card_quotes_the_recorded_check():
         cells = " | ".join(format(report[dtype][key], style) for dtype in ("float32", "bfloat16"))
         assert f"| {cells} |" in card
     assert f"{len(FAQ)} questions and answers" in card
+
+
+# ---- how it is trained: `models/tutor/` is a folder of programs, and no package -----------------------------------
+
+
+@pytest.fixture
+def text(monkeypatch):
+    monkeypatch.syspath_prepend(str(TUTOR))
+    return importlib.import_module("tutor_text")
+
+
+def test_a_sample_is_what_the_template_renders_and_only_answers_are_trained(text, tokenizer):
+    turns = [(entry["question"], entry["answer"]) for entry in FAQ[:2]]
+    ids, labels = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns)
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": said} for turn in turns for role, said in zip(roles, turn, strict=True)]
+    rendered = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids == rendered[: len(ids)] and len(rendered) <= len(ids) + 2, "the last end is predicted and not read"
+    trained = tokenizer.decode([label for label in labels if label != text.IGNORED])
+    assert trained == "".join(f"{answer}<|im_end|>" for _, answer in turns)
+    assert all(label in (text.IGNORED, following) for label, following in zip(labels, ids[1:], strict=False))
+
+
+def test_padding_is_on_the_right_and_trains_nothing(text):
+    ids, labels = text.pad([([1, 2, 3], [text.IGNORED, 3, 4]), ([5], [6])], pad_id=9)
+    assert ids.tolist() == [[1, 2, 3], [5, 9, 9]]
+    assert labels.tolist() == [[text.IGNORED, 3, 4], [6, text.IGNORED, text.IGNORED]]
+
+
+def test_a_margin_is_from_the_right_token_to_the_best_other_one(text):
+    logits = torch.tensor([[1.0, 5.0, 3.0], [1.0, 5.0, 3.0]])
+    assert text.logit_margins(logits, torch.tensor([1, 2])).tolist() == [2.0, -2.0]
+
+
+def test_every_sample_is_in_one_batch_of_similar_lengths_and_limited_size(text):
+    train = importlib.import_module("train")
+    samples = [([i] * length, [i] * length) for i, length in enumerate([5, 90, 17, 60, 8, 200, 33, 21, 64])]
+    found = train.batches(samples, tokens_per_batch=200, pad_id=0, rng=random.Random(0))
+    rows = [set(row.tolist()) - {text.IGNORED} for _, labels in found for row in labels]
+    assert sorted(i for row in rows for i in row) == list(range(len(samples)))
+    assert len(found) > 3 and all(len(ids) == 1 or ids.numel() <= 200 + 16 * len(ids) for ids, _ in found)
+
+
+def test_the_learning_rate_rises_for_a_moment_and_ends_at_zero(text):
+    rate = importlib.import_module("train").learning_rate_factor
+    assert rate(0.0) == 0 and rate(0.015) == pytest.approx(0.5, abs=0.01) and rate(1.0) == pytest.approx(0)
+    assert rate(0.03) == max(rate(i / 1000) for i in range(1001)) > 0.99
