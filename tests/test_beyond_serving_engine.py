@@ -301,6 +301,24 @@ def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm)
     assert busy.result(0) and [type(event.error) for _, _, event in told] == [EngineClosed]
 
 
+def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(llm):
+    go_on = threading.Event()
+    loop = EngineLoop(llm.engine, lambda now, what: None)
+    loop.call(lambda _: go_on.wait(30))  # what follows is in the inbox when the thread looks
+    loop.pause()
+    loop.single_step()
+    call = Call(llm.requests([QUESTION]))
+    loop.submit(call)
+    early = loop.call(lambda _: loop._may_step)
+    loop.single_step()
+    asked = loop.call(lambda _: loop._may_step)
+    loop.drop(call)
+    go_on.set()
+    assert (early.result(30), asked.result(30)) == (False, True)
+    loop.close()
+    loop.join(30)
+
+
 def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
     async def use() -> None:
         many = AsyncLLM(llm)

@@ -71,7 +71,8 @@ def parse(
     importlib.import_module(_options_module(chosen)).add_options(engine)
     options = parser.parse_args(argv)
     if options.max_queue < 0 or not options.deadline >= 0:
-        raise ValueError("--max-queue and --deadline must be 0 or more")
+        given = f"got {options.max_queue} and {options.deadline:g}"
+        raise ValueError(f"--max-queue and --deadline must be 0 or more, {given}")
     if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
         raise ValueError("--host and --api-key must not be empty")
     names = [action.dest for action in engine._group_actions]

@@ -98,8 +98,8 @@ class EngineLoop:
         self._inbox.put(partial(setattr, self, "paused", False))
 
     def single_step(self) -> None:
-        """Run one step although paused."""
-        self._inbox.put(partial(setattr, self, "_single_step", True))
+        """Run one step although paused, if there is anything to do."""
+        self._inbox.put(self._allow_step)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Call `function` with the engine in its thread between two steps; the result comes in the future."""
@@ -159,6 +159,9 @@ class EngineLoop:
             news.append((call, request, event))
         if news:
             self._deliver(time.perf_counter(), news)
+
+    def _allow_step(self) -> None:
+        self._single_step = bool(self._calls)
 
     def _add(self, call: Call) -> None:
         for request in call.requests:

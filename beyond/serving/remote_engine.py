@@ -133,7 +133,7 @@ class RemoteLoop:
         self._send("resume")
 
     def single_step(self) -> None:
-        """Run one step although paused."""
+        """Run one step although paused, if there is anything to do."""
         self._send("single_step")
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
