@@ -87,3 +87,8 @@ def test_the_times_of_all_repeats_make_one_percentile():
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
     assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
+    of_f = [row | {"engine": "F"} for row in rows if row["engine"] == "E"]
+    faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
+    both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
+    assert "4.0 to 4.0 × shorter with stage F" in ttft_rate.title(both)
+    assert set(ttft_rate.draw([both, result])) == {"figures/ttft_rate.png", "figures/ttft_rate_f.png"}

@@ -2,8 +2,9 @@
 
 An open loop: requests arrive as a Poisson process, whether or not the earlier ones are answered. Answers differ in
 length. `E` is compared with `static`, which is stage E with one rule changed: it admits requests only when all of the
-last batch have ended, as stage D does. Rates are shares of what `E` reaches when all requests come at once, which is
-measured first, so that they mean the same on every machine. Both take turns, at every rate, on the same requests.
+last batch have ended, as stage D does; or with `F`, on a GPU. Rates are shares of what `E` reaches when all requests
+come at once, which is measured first, so that they mean the same on every machine. Both take turns, at every rate, on
+the same requests.
 """
 
 from __future__ import annotations
@@ -19,31 +20,36 @@ from benchmarks.serve import latencies, make_prompts, offer, percentile, schedul
 from benchmarks.text import grid, number
 
 README, MARKERS = "beyond/serving", ("ttft-rate",)
-ENGINES = {"E": ("--stage", "e"), "static": ("--engine", "benchmarks.micro.batching:StaticStageE")}
-NAMES = {"E": "E, continuous", "static": "E, static admission"}
-SHARES, REPEATS = (0.25, 0.5, 0.75), 3
+ENGINES = {
+    "E": ("--stage", "e"), "static": ("--engine", "benchmarks.micro.batching:StaticStageE"), "F": ("--stage", "f")
+}  # fmt: skip
+NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
+FIGURES = {"static": "figures/ttft_rate.png", "F": "figures/ttft_rate_f.png"}
+REPEATS = 3
 
 
 def measure(
-    model: str = "tutor", device: str = "cpu", slots: int = 8, requests: int = 48, input_len: int = 32,
-    longest: int = 64,
+    model: str = "tutor", device: str = "cpu", other: str = "static", slots: int = 8, requests: int = 48,
+    input_len: int = 32, longest: int = 64, shares: tuple[float, ...] = (0.25, 0.5, 0.75),
 ) -> dict:  # fmt: skip
     """TTFT and TPOT of every request, by engine and rate.
 
     Args:
+        other: the engine that E is compared with, `static` or `F`.
         slots: batch slots of every engine.
         longest: answers have 1 to this many tokens.
+        shares: of what E reaches: the rates.
     """
     words = ["--model", model, "--device", device, "--max-num-seqs", str(slots), "--no-prefix-caching", "--no-page"]
     words += ["--max-queue", str(requests), "--gpu-memory-utilization", "0.25"]
     work, rows = (requests, input_len, longest), []
-    with local_server(*ENGINES["E"], *words) as ours, local_server(*ENGINES["static"], *words) as static:
-        urls = {"E": ours.url, "static": static.url}
+    with local_server(*ENGINES["E"], *words) as ours, local_server(*ENGINES[other], *words) as others:
+        urls = {"E": ours.url, other: others.url}
         for url in urls.values():
             load(url, *work, float("inf"), -1)  # a warm-up
         capacity = load(urls["E"], *work, float("inf"), 0)["requests_per_s"]
         for repeat in range(REPEATS):
-            for share in SHARES:
+            for share in shares:
                 for name, url in urls.items():
                     row = {"engine": name, "share": share, "rate": share * capacity, "repeat": repeat}
                     rows.append(row | load(url, *work, share * capacity, repeat))
@@ -82,8 +88,9 @@ def times(result: dict, figure: str) -> dict[tuple[float, str], list[float]]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    lines, heads = [], {engine: f"{name}: TTFT p50 / p99, TPOT p50, ms" for engine, name in NAMES.items()}
+    lines = []
     for result in results:
+        heads = {name: f"{NAMES[name]}: TTFT p50 / p99, TPOT p50, ms" for name in engines_of(result)}
         tpot, cells = times(result, "tpot_ms"), {}
         for (rate, engine), ttft in times(result, "ttft_ms").items():
             shown = statistics.median(ttft), percentile(ttft, 99), statistics.median(tpot[rate, engine])
@@ -98,25 +105,38 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"ttft-rate": lines}
 
 
+def engines_of(result: dict) -> list[str]:
+    """The two engines of a comparison, E first."""
+    return list(dict.fromkeys(row["engine"] for row in result["rows"]))
+
+
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """Lines of TTFT p99, and of its median, over the rate, on the newest results."""
-    result = results[0]
+    """A figure for each engine that E was compared with, on the newest results."""
+    newest = {engines_of(result)[1]: result for result in reversed(results)}
+    return {FIGURES[other]: draw_one(result) for other, result in newest.items()}
+
+
+def draw_one(result: dict) -> bytes:
+    """Lines of TTFT p99, and of its median, over the rate."""
     found = times(result, "ttft_ms")
     words = f"{title(result)}\n({device_name(result)})"
     figure, axes = new_panel(8, 3.8, "requests per second, arriving at random", "time to first token, ms", words)
-    for (engine, name), colour in zip(NAMES.items(), (BLUE, ORANGE), strict=True):
+    for engine, colour in zip(engines_of(result), (BLUE, ORANGE), strict=True):
         for share, line in ((99, "o-"), (50, "o:")):
             values = {rate: percentile(each, share) for (rate, own), each in found.items() if own == engine}
-            label = f"{name}: {'p99' if share == 99 else 'median'}"
+            label = f"{NAMES[engine]}: {'p99' if share == 99 else 'median'}"
             axes.plot(list(values), list(values.values()), line, color=colour, markersize=4, label=label)
     axes.set_xlim(0)
     axes.set_ylim(0)
     axes.legend(frameon=False)
-    return {"figures/ttft_rate.png": finish(figure, "time to first token against request rate, by engine").png}
+    return finish(figure, "time to first token against request rate, by engine").png
 
 
 def title(result: dict) -> str:
     """What is to be seen: the ratio of the two engines' p99 over the rates."""
+    ours, other = engines_of(result)
     p99 = {key: percentile(each, 99) for key, each in times(result, "ttft_ms").items()}
-    ratios = [p99[rate, "static"] / p99[rate, "E"] for rate, engine in p99 if engine == "E"]
+    ratios = [p99[rate, other] / p99[rate, ours] for rate, engine in p99 if engine == ours]
+    if other == "F":
+        return f"TTFT's p99 is {1 / max(ratios):.1f} to {1 / min(ratios):.1f} × shorter with stage F than with E"
     return f"With static admission TTFT's p99 is {min(ratios):.1f} to {max(ratios):.1f} × as long"
