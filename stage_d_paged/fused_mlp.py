@@ -1,4 +1,4 @@
-"""Whether the MLP blocks of small steps run as stage C's one operator instead of five kernels."""
+"""Stage C's operator in stage D's model: one kernel instead of five for the MLP blocks of steps of a few tokens."""
 
 from __future__ import annotations
 

@@ -177,16 +177,3 @@ def memory_report(
         blocks=len(filled),
         reserved_tokens=len(holders) * max_model_len,
     )
-
-
-def waste_by_block_size(lengths: list[int], block_sizes: list[int], max_model_len: int) -> list[dict[str, float]]:
-    """Count the slots that sequences of these lengths hold and leave empty, per block size.
-
-    `block_size == max_model_len` is the contiguous reservation: one block per sequence.
-    """
-    used = sum(lengths)
-    points = []
-    for block_size in [*block_sizes, max_model_len]:
-        held = sum(-(-length // block_size) * block_size for length in lengths)
-        points.append({"block_size": block_size, "tokens": used, "slots": held, "waste": 1 - used / held})
-    return points

@@ -106,6 +106,7 @@ def unread(sequence: BatchSequence) -> Event | None:
 
 
 def unread_tokens(sequence: BatchSequence) -> list[Token]:
+    """Return the tokens that its call has not read yet, and count them as read."""
     completion, num_prompt_tokens = sequence.completion, sequence.num_prompt_tokens
     ends, logprobs = completion.text_ends, completion.logprobs
     start, sequence.num_read = sequence.num_read, len(ends)

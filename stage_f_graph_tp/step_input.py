@@ -102,6 +102,7 @@ def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list[np.ndarra
 
 
 def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata:
+    """Tell the attention kernels where each token of a step's input belongs."""
     return AttentionMetadata(
         cu_seqlens_q=inputs.cu_seqlens_q,
         context_lens=inputs.context_lens,

@@ -132,6 +132,10 @@ def test_a_grid_has_its_columns_in_the_order_and_the_words_that_are_asked_for() 
     ]  # fmt: skip
 
 
+def test_slots_held_grow_with_the_block_up_to_the_contiguous_reservation() -> None:
+    assert [block_waste.slots_held([5, 9], block_size) for block_size in (1, 4, 16)] == [14, 20, 32]
+
+
 def test_attention_counts_every_visible_pair_twice_for_each_product() -> None:
     case = attention.Case("prefill", (2, 1), (5, 4), heads=3, kv_heads=1, head_dim=8)
     pairs = (4 + 5) + 4  # two queries that end a context of 5, one that ends a context of 4

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stage_d_paged import block_manager as block_manager_module
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.kv_cache import memory_report, waste_by_block_size
+from stage_d_paged.kv_cache import memory_report
 from stage_d_paged.sequence import Sequence
 
 
@@ -223,12 +223,6 @@ def test_the_memory_report_counts_a_shared_block_once():
     assert report.reservation_waste == pytest.approx(1 - 11 / 40)
     assert (report.block_bytes, report.reserved_bytes) == (96, 320)
     assert "3 blocks of 4" in str(report)
-
-
-def test_waste_grows_with_the_block_up_to_the_contiguous_reservation():
-    points = waste_by_block_size([5, 9], [1, 4], max_model_len=16)
-    assert [p["slots"] for p in points] == [14, 20, 32]
-    assert points[0]["waste"] == 0 and points[-1]["waste"] == pytest.approx(1 - 14 / 32)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

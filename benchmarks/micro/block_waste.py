@@ -1,9 +1,9 @@
 """How much KV memory stays empty, by block size, and how many tokens the prefix cache saves; counted.
 
 Nothing is timed and no model runs. *Empty memory*: the requests of `mixed` are admitted together, each grows by one
-token per step and gives its memory back when it is done; at every step stage D's own accounting says how many slots are
-held. A contiguous reservation is a block of `max_model_len`. *Prefix cache*: stage D's block manager admits the prompts
-of the `prefix` workload together, with and without it.
+token per step and gives its memory back when it is done; at every step the slots of their blocks are counted. A
+contiguous reservation is a block of `max_model_len`. *Prefix cache*: stage D's block manager admits the prompts of the
+`prefix` workload together, with and without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from benchmarks.workloads import make_workload
 from stage_a_naive import SamplingParams
 from stage_a_naive.outputs import Completion, Request
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.kv_cache import waste_by_block_size
 from stage_d_paged.sequence import Sequence
 
 README, MARKERS = "stage_d_paged", ("page-waste", "prefix-tokens")
@@ -36,6 +35,11 @@ def computed(manager: BlockManager, token_ids: Iterable[int]) -> Sequence:
     return sequence
 
 
+def slots_held(lengths: Iterable[int], block_size: int) -> int:
+    """Count the slots in the blocks that sequences of these lengths hold."""
+    return sum(-(-length // block_size) * block_size for length in lengths)
+
+
 def measure(size: str = "gpu") -> dict:
     """Slots held and tokens in them, summed over all steps, for every block size."""
     workload = make_workload("mixed", size)
@@ -45,10 +49,9 @@ def measure(size: str = "gpu") -> dict:
     for step in range(max(call.max_tokens)):
         requests = zip(call.prompts, call.max_tokens, strict=True)
         lengths = [len(prompt) + step for prompt, most in requests if step < most]
-        points = waste_by_block_size(lengths, BLOCK_SIZES, MAX_MODEL_LEN)
-        tokens += points[0]["tokens"]
-        for point in points:
-            held[point["block_size"]] += point["slots"]
+        tokens += sum(lengths)
+        for block_size in held:
+            held[block_size] += slots_held(lengths, block_size)
     rows = [{"block_size": block_size, "slots": slots, "tokens": tokens} for block_size, slots in held.items()]
     return {"workload": workload.description, "hash": workload.hash, "rows": rows, "prefix": prefix_tokens(size)}
 
