@@ -1,4 +1,4 @@
-"""Stage C's operator in stage D's model: one kernel instead of five for the MLP blocks of steps of a few tokens."""
+"""Stage C's operator in this model: the MLP blocks of small steps run as one operator instead of five kernels."""
 
 from __future__ import annotations
 

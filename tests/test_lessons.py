@@ -11,6 +11,7 @@ import pytest
 
 import benchmarks.pictures.__main__ as pictures
 from benchmarks.engines import select
+from benchmarks.pictures import served
 from benchmarks.run import build_parser
 from labs import notebook, pack
 
@@ -73,7 +74,9 @@ def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments: str
         select(args.engines)
 
 
-@pytest.mark.parametrize(("module", "folder"), [(pictures, "ROOT"), (pack, "PACK"), (notebook, "FOLDER")])
+@pytest.mark.parametrize(
+    ("module", "folder"), [(pictures, "ROOT"), (served, "ROOT"), (pack, "PACK"), (notebook, "FOLDER")]
+)
 def test_a_command_that_writes_files_writes_none_for_help(
     module: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

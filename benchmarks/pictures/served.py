@@ -5,6 +5,7 @@ python -m benchmarks.pictures.served        # draw the lesson's figure of the pa
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
@@ -67,5 +68,11 @@ async def watch(moments: Mapping[str, int]) -> dict[str, Picture]:
     return found
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Draw the lesson's figure of the page, in place."""
+    argparse.ArgumentParser(prog="python -m benchmarks.pictures.served", description=main.__doc__).parse_args(argv)
     asyncio.run(watch({"page": 20}))["page"].save(ROOT / "beyond/serving/figures/page.png")
+
+
+if __name__ == "__main__":
+    main()
