@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """The copy bandwidth of this machine's device, measured once and kept in `cache_file()`."""
+    """The copy bandwidth of this machine's device, measured once and kept in `cache_file()` if it can be."""
     file = cache_file()
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if device.type == "cuda":
@@ -110,10 +111,11 @@ def copy_bandwidth(device: torch.device) -> float:
         name = f"{platform.node()}, {torch.get_num_threads()} threads"
     if name not in known:
         known[name] = measure_copy_bandwidth(device)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(file)  # at once: another process may be reading it
+        with suppress(OSError):  # where nothing can be kept, it is measured every time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+            unfinished.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+            unfinished.replace(file)  # at once: another process may be reading it
     return known[name]
 
 

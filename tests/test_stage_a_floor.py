@@ -80,6 +80,14 @@ def test_a_file_of_bandwidths_that_is_half_written_is_read_by_nobody(monkeypatch
     assert copy_bandwidth(CPU) == 5e9 and len(json.loads(cache_file().read_text())) == 2
 
 
+def test_where_nothing_can_be_kept_it_is_measured_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    rates = iter([5e9, 6e9])
+    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: next(rates))
+    assert [copy_bandwidth(CPU), copy_bandwidth(CPU)] == [5e9, 6e9]
+
+
 def test_a_copy_reads_and_writes_and_its_best_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [9.0, 9.0, 0.1, 4.0, 2.0, 8.0]  # the first three are warm-up
     clock = iter([time for i, length in enumerate(seconds) for time in (100.0 * i, 100.0 * i + length)])
