@@ -164,7 +164,7 @@ def draw_online_softmax() -> Picture:
     for i, start in enumerate(range(0, 16, TILE)):
         before, highest = highest, scores[: start + TILE].max().item()
         totals = torch.exp(scores[: start + TILE] - highest).view(-1, TILE).sum(1)  # of every tile so far
-        raw.bar(range(start, start + TILE), scores[start : start + TILE], color=PALETTE[i], label=f"tile {i}")
+        raw.bar(range(start, start + TILE), scores[start : start + TILE].tolist(), color=PALETTE[i], label=f"tile {i}")
         raw.plot([start - 0.5, start + TILE - 0.5], [highest, highest], color="black", linewidth=2)
         above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
         raw.annotate(f"{highest:.1f}", (start + 1.5, highest), **above)
