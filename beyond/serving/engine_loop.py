@@ -20,14 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event
-
-if TYPE_CHECKING:
-    from beyond.serving.piped_loop import PipeInbox
 
 CLOSED = "the engine was closed before the answer was complete"
 
@@ -54,6 +51,19 @@ News = list[tuple[Call, Request, Event]]
 T = TypeVar("T")
 
 
+class Inbox(Protocol):
+    """What an `EngineLoop` reads, item by item; a `SimpleQueue` is one."""
+
+    def put(self, item: Callable[[], None], /) -> None:
+        """Add something to do."""
+
+    def empty(self) -> bool:
+        """Tell whether nothing is there now."""
+
+    def get(self) -> Callable[[], None]:
+        """Return the next thing to do; wait for it."""
+
+
 class EngineLoop:
     """Runs an engine in a thread of its own.
 
@@ -64,16 +74,14 @@ class EngineLoop:
         inbox: what others ask for; a queue by default.
     """
 
-    def __init__(
-        self, engine: Engine, deliver: Callable[[float, News], None], inbox: PipeInbox | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[float, News], None], inbox: Inbox | None = None) -> None:
         self.paused = False
         self.failure: Exception | None = None  # what broke the last step off
         self._engine = engine
         self._deliver = deliver
         self._mailbox = engine.new_mailbox()
         self._calls: dict[int, Call] = {}  # by request id
-        self._inbox: SimpleQueue[Callable[[], None]] | PipeInbox = inbox or SimpleQueue()
+        self._inbox: Inbox = inbox or SimpleQueue()
         self._single_step = False  # run one step although paused
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
