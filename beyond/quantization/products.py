@@ -28,8 +28,9 @@ from beyond.quantization.product_kernels import (
     product_kernel,
     scale_kernel,
 )
-from beyond.quantization.tiles import Tiles, ceil_div, choose_tiles, token_block
+from beyond.quantization.tiles import Tiles, choose_tiles, token_block
 from stage_f_graph_tp.kernels.pdl import pdl_settings
+from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
 
 PRODUCT_MAX_TOKENS = 128  # above, dequantise and let the library multiply
 

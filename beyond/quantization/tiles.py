@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 import torch
 import triton
 
+from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -95,10 +97,6 @@ def _measured_tiles(
 def token_block(tokens: int) -> int:
     """Tokens of a program's tile."""
     return max(8, min(128, triton.next_power_of_2(tokens)))
-
-
-def ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
 
 
 @cache

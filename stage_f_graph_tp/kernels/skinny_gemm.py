@@ -126,7 +126,7 @@ def qkv_rotate(
     query = torch.empty(tokens, num_heads, head_dim, dtype=stream.x.dtype, device=stream.x.device)
     head_weight, head_eps = head_norm if head_norm is not None else (weight, 0.0)
     parts = len(stream.squares)
-    grid = heads * _ceil_div(half, pairs), _ceil_div(tokens, _token_block(tokens))
+    grid = heads * ceil_div(half, pairs), ceil_div(tokens, _token_block(tokens))
     qkv_rotate_kernel[grid](
         stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight,
         weight if bias is None else bias, query, k_cache, v_cache, k_cache.stride(1), *rotary, positions, slot_mapping,
@@ -155,7 +155,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     rows = (tiles or Tiles(_tile_rows(intermediate, 1, weight.device))).rows
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
-    gate_up_silu_kernel[_ceil_div(intermediate, rows), _ceil_div(tokens, _token_block(tokens))](
+    gate_up_silu_kernel[ceil_div(intermediate, rows), ceil_div(tokens, _token_block(tokens))](
         stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight, out,
         SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=rows,
         **_settings(tokens, stream.x.dtype, stream.x.device, 2 * rows, hidden),
@@ -181,10 +181,10 @@ def product_add(
     tokens, in_features = x.shape
     out_features = weight.shape[0]
     if tiles is None:
-        splits = min(8, _power_of_2(_ceil_div(in_features, out_features)))
+        splits = min(8, _power_of_2(ceil_div(in_features, out_features)))
         tiles = Tiles(_tile_rows(out_features, splits, weight.device), splits)
     block_m = _token_block(tokens)
-    blocks = _ceil_div(out_features, tiles.rows), _ceil_div(tokens, block_m)
+    blocks = ceil_div(out_features, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
     if peers is not None and (num_tiles > PROGRAMS.value or 4 * tiles.rows * block_m > SLOT.value):
         tile = f"{tiles.rows} x {block_m}"
@@ -199,7 +199,7 @@ def product_add(
         x, x.stride(0), tokens, weight, residual, residual.stride(0), squares, partial, arrival_counters,
         arrival_counters if peers is None else peers.addresses, SIZE=in_features, OUT_SIZE=out_features,
         SPLITS=tiles.splits, BLOCK_N=tiles.rows, RANK=peers.rank if peers else 0, RANKS=peers.size if peers else 1,
-        **_settings(tokens, x.dtype, x.device, tiles.rows, _ceil_div(in_features, tiles.splits)),
+        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits)),
     )  # fmt: skip
     return Stream(residual, squares)
 
@@ -210,7 +210,7 @@ def _tile_rows(rows: int, splits: int, device: torch.device) -> int:
     On an H200, a search over tiles of 16, 32 and 64 rows found the same for every product of both reference models.
     """
     for height in (16, 32):
-        if _ceil_div(rows, height) * splits <= _chip(device)[0]:
+        if ceil_div(rows, height) * splits <= _chip(device)[0]:
             return height
     return 64
 
@@ -240,7 +240,8 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _ceil_div(number: int, by: int) -> int:
+def ceil_div(number: int, by: int) -> int:
+    """Divide and round up."""
     return -(-number // by)
 
 
