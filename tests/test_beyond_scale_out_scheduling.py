@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import islice
 
@@ -24,6 +25,7 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.step import ScheduledStep
@@ -98,24 +100,31 @@ def test_and_so_it_is_with_whole_prompts(requests, options):
     run_and_compare(requests, options | {"enable_chunked_prefill": False}, make_pipeline)
 
 
-def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_slot_until_then():
-    engine = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
-    engine.scheduler.watermark = lambda sequence: 0
-    ends = (22, 9, 22)  # the second ends, and frees its blocks, while the preempted one is still in flight
-    requests = [make_request(i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate(ends)]
+def run_and_count(engine: PipelineEngine, requests: list[Request], count: Callable[[], int], longest: int) -> int:
+    """Check every answer; returns the sum of `count()` over all steps."""
     for request in requests:
         engine.add_request(request, streams=False)
-    held = 0
-    outputs = {}
+    total, outputs = 0, {}
     while engine.has_unfinished():
         outputs |= {event.request_id: event.output for event in engine.step() if event.output}
-        scheduler = engine.scheduler
-        for sequence in scheduler.waiting:
-            if sequence.num_in_flight:
-                held += 1
-                assert len(scheduler._free_batch_slots) + scheduler.num_running < scheduler.max_num_seqs
-    assert held, "no sequence was preempted in flight"
-    assert [outputs[i]["token_ids"] for i in range(3)] == [answer_alone(r, 4096)[0] for r in requests]
+        total += count()
+    assert [outputs[r.index]["token_ids"] for r in requests] == [answer_alone(r, longest)[0] for r in requests]
+    return total
+
+
+def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_slot_until_then():
+    engine = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
+    scheduler = engine.scheduler
+    scheduler.watermark = lambda sequence: 0
+    ends = (22, 9, 22)  # the second ends, and frees its blocks, while the preempted one is still in flight
+    requests = [make_request(i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate(ends)]
+
+    def held() -> int:
+        number = sum(sequence.num_in_flight > 0 for sequence in scheduler.waiting)
+        assert not number or len(scheduler._free_batch_slots) + scheduler.num_running < scheduler.max_num_seqs
+        return number
+
+    assert run_and_count(engine, requests, held, 4096), "no sequence was preempted in flight"
 
 
 def test_a_sequence_preempted_in_flight_waits_for_its_token_also_where_the_order_takes_it_from_far_behind():
@@ -125,15 +134,11 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_also_where_the_order
     scheduler.order = Priority(len)
     requests = [make_request(i, [i % VOCAB] * 48, 1) for i in range(LOOKAHEAD)]  # as many tokens as the pool has
     requests += [make_request(LOOKAHEAD + i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate((22, 9, 22))]
-    for request in requests:
-        engine.add_request(request, streams=False)
-    held = 0
-    outputs = {}
-    while engine.has_unfinished():
-        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
-        held += any(sequence.num_in_flight for sequence in islice(scheduler.waiting, LOOKAHEAD, None))
-    assert held, "no sequence was preempted in flight"
-    assert [outputs[r.index]["token_ids"] for r in requests] == [answer_alone(r, 49)[0] for r in requests]
+
+    def held_far_behind() -> int:
+        return sum(sequence.num_in_flight > 0 for sequence in islice(scheduler.waiting, LOOKAHEAD, None))
+
+    assert run_and_count(engine, requests, held_far_behind, 49), "no sequence was preempted in flight"
 
 
 def test_chunks_of_a_prompt_are_in_flight_together():
