@@ -55,7 +55,7 @@ def layer_step(kind: str, rows: int) -> float:
 
 
 def parts_of_attention(most: str, case: int) -> float:
-    """µs per step of Qwen3 with at most so many parts of an attention."""
+    """µs per step of Qwen3 with at most this many parts of an attention."""
     measured = results("decode_kernel_history_h200")["compiled_for_a_shape"]["parts_of_an_attention"]["most_parts"]
     return measured[most]["qwen3-0.6b"][case]
 

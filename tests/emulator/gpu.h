@@ -184,7 +184,7 @@ inline std::unique_ptr<Block> make_block(int index) {
   return block;
 }
 
-// Run `body` as a kernel of so many blocks. `held`: a block that starts when all others have ended, and whose copies
+// Run `body` as a kernel of this many blocks. `held`: a block that starts when all others have ended, and whose copies
 // are slow, or -1. Returns null, or what went wrong.
 inline const char* launch(const std::function<void()>& body, int blocks, std::uint64_t seed, int held) {
   kernel = body;
