@@ -42,6 +42,7 @@ from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.cli import performance_summary
+from stage_a_naive.presets import PRESETS
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.config import ModelConfig
 from stage_e_batching.engine import Sampled
@@ -641,6 +642,18 @@ def test_a_small_model_that_is_wrong_changes_no_token(plain):
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(plain.generate(PROMPTS, GREEDY, False))
     assert 0 < llm.engine.counters.num_accepted_tokens < llm.engine.counters.num_draft_tokens
+
+
+def test_a_small_model_may_lack_padding_tokens_of_the_large_ones_vocabulary(monkeypatch):
+    monkeypatch.setitem(PRESETS, "qwen2-tiny-padded", PRESETS["qwen2-tiny"] | {"vocab_size": 4224})
+    prompts = [[4100, 4223, 1, 2], *PROMPTS[:2]]
+    padded = stage_f_graph_tp.LLM("random:qwen2-tiny-padded", device="cpu", num_kvcache_blocks=64)
+    llm = LLM("random:qwen2-tiny-padded", device="cpu", speculation="model", draft_model="random:qwen2-tiny",
+              num_kvcache_blocks=64)  # fmt: skip
+    answers = ids(llm.generate(prompts, GREEDY, False))
+    assert answers == ids(padded.generate(prompts, GREEDY, False))
+    assert max(map(max, answers)) >= 4096, "answers have tokens that the small model lacks, too"
+    assert llm.engine.counters.num_draft_tokens > 0
 
 
 def test_the_tutors_draft_model_knows_most_of_its_answers():

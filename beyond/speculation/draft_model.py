@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import RegrownBatch
 from beyond.speculation.sequence import SpeculativeSequence
@@ -20,6 +22,7 @@ from stage_d_paged.sequence import Sequence
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.step_input import StepInput
 
 
 @dataclass
@@ -40,7 +43,21 @@ class Followed:
 
 
 class FollowingBatch(RegrownBatch):
-    """Builds the small model's input: a sequence has kept the blocks of the tokens that the small model computed."""
+    """Builds the small model's input: a sequence has kept the blocks of the tokens that the small model computed.
+
+    Args:
+        vocab_size: the small model's. In place of a padding token that it lacks it runs its last one.
+        limits: as of `InputBatch`.
+    """
+
+    def __init__(self, vocab_size: int, *limits: int) -> None:
+        super().__init__(*limits)
+        self._vocab_size = vocab_size
+
+    def fill(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+        generated = super().fill(step, out)
+        np.minimum(out.input_ids, self._vocab_size - 1, out=out.input_ids)
+        return generated
 
     def num_lasting_tokens(self, sequence: Sequence) -> int:
         return sequence.memory.num_computed_tokens
@@ -59,7 +76,8 @@ class ModelDrafter:
         self._runner = runner
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._num_tokens = options.num_speculative_tokens
-        runner.batch = FollowingBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+        limits = options.max_num_seqs, runtime.max_model_len, runtime.block_size
+        runner.batch = FollowingBatch(runtime.config.vocab_size, *limits)
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
         """Return True: a model always has a guess."""

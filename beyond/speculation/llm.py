@@ -133,11 +133,12 @@ class LLM(stage_f.LLM):
             raise ValueError("speculation='model' needs draft_model=: a small model of the same vocabulary")
         source = resolve(name)
         config = ModelConfig.from_hf(source.config)
-        for what, have, want in (
-            ("tokens in its vocabulary", config.vocab_size, runtime.config.vocab_size),
-            ("positions", min(config.max_position_embeddings, runtime.max_model_len), runtime.max_model_len),
-        ):
-            if have != want:
+        positions, most = min(config.max_position_embeddings, runtime.max_model_len), runtime.max_model_len
+        for what, have, least, want in (
+            ("tokens in its vocabulary", config.vocab_size, len(self.tokenizer), runtime.config.vocab_size),
+            ("positions", positions, most, most),
+        ):  # a vocabulary may be padded to more tokens than the tokenizer has, in each size of a model to others
+            if not least <= have <= want:
                 raise ValueError(f"draft_model={str(name)!r} has {have} {what}, and the model {want}; choose another")
         return source
 

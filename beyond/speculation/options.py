@@ -21,7 +21,8 @@ class SpeculationOptions(GraphOptions):
         speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "model" asks
             a small model; "off" makes none, which is stage F.
         num_speculative_tokens: the longest draft.
-        draft_model: the small model, of the same vocabulary. The tutor has one of its own.
+        draft_model: the small model, of the same tokenizer: its vocabulary may lack padding tokens that the model's has.
+            The tutor has a small model of its own.
     """
 
     speculation: str = "ngram"
@@ -61,7 +62,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     """The options on the command line."""
     add_graph_options(group)
     group.add_argument("--speculation", choices=KINDS, default="ngram", help="where drafts come from")
-    group.add_argument("--draft-model", metavar="MODEL", help="a small model of the same vocabulary")
+    group.add_argument("--draft-model", metavar="MODEL", help="a small model of the same tokenizer")
     group.add_argument(
         "--num-speculative-tokens", type=int, default=4, metavar="N", help="the longest draft (default: %(default)s)"
     )
