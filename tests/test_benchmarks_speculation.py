@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.micro import speculation
@@ -21,11 +23,29 @@ def test_a_script_calls_the_share_right_that_it_was_given(rate, drafted, monkeyp
     llm = speculation.ScriptedLLM(
         "random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, num_speculative_tokens=drafted
     )
+    check_rate(llm, rate, drafted)
+
+
+@pytest.mark.parametrize(("rate", "drafted"), [(0.5, 4), (0.83, 8), (1.0, 5)])
+def test_a_script_calls_the_share_of_a_small_models_guesses_right_that_it_was_given(rate, drafted):
+    llm = speculation.ScriptedModelLLM(
+        "random:qwen2-tiny", draft_model="random:qwen3-tiny", device="cpu", num_kvcache_blocks=64,
+        num_speculative_tokens=drafted,
+    )  # fmt: skip
+    check_rate(llm, rate, drafted)
+    assert len(llm.seconds["drafting"]) == len(llm.seconds["verification"]) == llm.engine.counters.num_verifications
+
+
+def check_rate(llm: speculation.ScriptedLLM | speculation.ScriptedModelLLM, rate: float, drafted: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     llm.script(rate)
-    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), False)
-    counters = llm.engine.counters
+    llm.generate([[1, 2, 3]], params, False)
+    counters = replace(llm.engine.counters)
     assert counters.num_accepted_tokens == pytest.approx(rate * counters.num_draft_tokens, abs=drafted)
     assert counters.num_generated_tokens == 150
+    llm.script(None)
+    llm.generate([[1, 2, 3]], params, False)
+    assert llm.engine.counters.num_draft_tokens == counters.num_draft_tokens, "switched off it guesses nothing"
 
 
 def result_of(step_seconds: dict[int, float], plain: float) -> dict:
@@ -57,6 +77,24 @@ def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
     assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in tables["speculation"])
     assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in tables["speculation-text"]
     assert speculation.draw([result])["break_even.png"].startswith(b"\x89PNG")
+
+
+def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
+    result = result_of({1: 1e-3}, plain=1e-3)
+    assert speculation.table([result])["speculation-pair"] == []
+    rows = [{"rate": rate, "samples": [seconds] * 3, "tokens_per_step": tokens} for rate, seconds, tokens in
+            ((None, 2e-3, 1.0), (speculation.RATE, 1e-3, 4.0), (speculation.HALF, 1.5e-3, 2.5))]  # fmt: skip
+    model = {"rows": rows, "drafting": 1.8e-3, "verification": 2.1e-3}
+    drafts = {"ngram": {"rows": rows, "verification": 2.5e-3}, "model": model}
+    result["pair"] = {"model": "random:large", "draft_model": "random:small", "drafts": drafts}
+    lines = speculation.table([result])["speculation-pair"]
+    assert "| look-up | in the verification | 2.50 | 2.00 / 1.00 / 1.50 | 1.0 |" in lines
+    assert "| small | 1.80 | 2.10 | 2.00 / 1.00 / 1.50 | 1.0 |" in lines
+
+
+def test_one_model_is_no_pair():
+    with pytest.raises(ValueError, match="pair=tutor has 1 models; give two"):
+        speculation.measure(pair=("tutor",))
 
 
 def test_recorded_steps_join_to_the_answer_and_count_the_guesses():

@@ -1,8 +1,6 @@
 """Speculative decoding: what a verification costs beside a decode step, and what it must gain to pay for itself.
 
-The acceptance is scripted: every draft is the same tokens, and of each one as many are called right as make the rate
-that was asked for. The tokens mean nothing then, and every step does the work that it would do with a real draft.
-The tutor's own text needs no script: there drafts are right as often as they are.
+The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there drafts are right as often as they are.
 """
 
 from __future__ import annotations
@@ -11,24 +9,23 @@ import random
 import statistics
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption, device_name, timed, with_engine
+from benchmarks.micro._scripted import ScriptedLLM, ScriptedModelLLM
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
-from beyond.speculation.token_table import TokenTable
 from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_a_naive.tutor import read_faq
-from stage_f_graph_tp.step_input import StepInput
 
-README, MARKERS = "beyond/speculation", ("speculation", "speculation-text", "speculation-floor")
-RATE = 0.83  # of the tokens of the drafts
+README = "beyond/speculation"
+MARKERS = ("speculation", "speculation-text", "speculation-floor", "speculation-pair")
+RATE, HALF = 0.83, 0.5  # of the tokens of the drafts
+PAIR, PAIR_DRAFT = ("random:qwen2.5-7b", "random:qwen2.5-0.5b"), 4  # a large and a small model; tokens
 PROMPT = 128  # tokens
 QUESTIONS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
@@ -36,45 +33,19 @@ NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
 COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
 
 
-class ScriptedTable(TokenTable):
-    """Guesses of which a given share is called right, whatever the model samples. They are looked up all the same."""
-
-    def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
-        super().__init__(num_slots, max_model_len, draft_tokens, device)
-        self.rate = torch.zeros(1, device=device)
-        self._owed = torch.zeros(num_slots + 1, device=device)  # guesses to call right, by batch slot
-        self._numbers = torch.arange(1, draft_tokens + 1, device=device)
-
-    def guess(self, slots: Tensor) -> None:
-        """Guess 1 where it will be right, and 0 where not."""
-        super().guess(slots)
-        self._owed[slots] = self._owed[slots] % 1 + self.rate * len(self._numbers)
-        right = self._numbers <= self._owed[slots, None]
-        self.tokens[slots[:, None], self.last[slots, None] + self._numbers] = right.int()
-
-    def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
-        """Let every row sample 1 where the next row's guess is to be right, and 2 where not."""
-        next_rows = inputs.sample_tokens[1 : len(ids)]
-        ids[:-1] = 2 - (inputs.input_ids[next_rows] == 1).long()
-        super().keep(ids, inputs, last_tokens)
-
-
-class ScriptedLLM(LLM):
-    """Speculative decoding with a scripted acceptance."""
-
-    table_class = ScriptedTable
-
-    def script(self, rate: float) -> None:
-        """Guess in every step, and call this share right."""
-        self.engine.drafter = SimpleNamespace(has_draft=lambda sequence: True)
-        self.runner.table.rate.fill_(rate)
-
-
 def measure(
     model: str = "random:qwen2.5-0.5b", drafts: tuple[int, ...] = (4, 8, 12),
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 160, repeats: int = 5,
+    pair: tuple[str, ...] = (),
 ) -> dict:  # fmt: skip
-    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
+    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size.
+
+    Args:
+        pair: a large and a small model that drafts for it (default: `PAIR` on a GPU, and none on a CPU).
+    """
+    pair = pair or (PAIR if torch.cuda.is_available() else ())
+    if len(pair) not in (0, 2):
+        raise ValueError(f"pair={','.join(pair)} has {len(pair)} models; give two, the large and the small one")
     rows = []
     for draft in drafts:
         work = partial(measure_draft, draft, batches, tokens, repeats)
@@ -82,7 +53,10 @@ def measure(
             work, ScriptedLLM, model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
             enable_prefix_caching=False, max_num_batched_tokens=4096,
         )  # fmt: skip
-    return {"model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text()}
+    return {
+        "model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text(),
+        **({"pair": measure_pair(*pair, tokens, repeats)} if pair else {}),
+    }  # fmt: skip
 
 
 def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: int, llm: ScriptedLLM) -> list[dict]:
@@ -118,6 +92,34 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     prefill_steps = -(-batch * PROMPT // llm.options.max_num_batched_tokens)
     seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
+
+
+def measure_pair(model: str, draft_model: str, tokens: int, repeats: int) -> dict:
+    """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
+    limits = {"num_speculative_tokens": PAIR_DRAFT, "max_model_len": 2048, "max_num_seqs": 1,
+              "max_num_batched_tokens": 512, "enable_prefix_caching": False}  # fmt: skip
+    work = partial(measure_rates, tokens, repeats)
+    looked_up = with_engine(work, ScriptedLLM, model, **limits)
+    drafted = with_engine(work, ScriptedModelLLM, model, draft_model=draft_model, **limits)
+    return {"model": model, "draft_model": draft_model, "drafts": {"ngram": looked_up, "model": drafted}}
+
+
+def measure_rates(tokens: int, repeats: int, llm: ScriptedLLM | ScriptedModelLLM) -> dict:
+    """Seconds per token without drafts and by acceptance, in turns; of a draft; and of its verification."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    found: dict[float | None, list[tuple[float, float]]] = {None: [], RATE: [], HALF: []}
+    for _ in range(repeats + 1):
+        for rate, samples in found.items():
+            llm.script(rate)
+            samples.append(run(llm, 1, params))
+    rows = []
+    for rate, samples in found.items():
+        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
+        row = timed(list(seconds), drafts=llm.options.speculation, rate=rate)
+        rows.append(row | {"tokens_per_step": statistics.median(per_step)})
+    if isinstance(llm, ScriptedModelLLM):
+        return {"rows": rows} | {part: statistics.median(seconds) for part, seconds in llm.seconds.items()}
+    return {"rows": rows, "verification": statistics.median(rows[1]["samples"]) * rows[1]["tokens_per_step"]}
 
 
 def measure_text() -> list[dict]:
@@ -197,7 +199,23 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             caption(result, f"the tutor, {result['text'][0]['requests']} questions, one request at a time"),
         ],
         "speculation-floor": floor_table(result) if "ceilings" in result else [],
+        "speculation-pair": pair_table(result, **result["pair"]) if "pair" in result else [],
     }  # fmt: skip
+
+
+def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dict]) -> list[str]:
+    """What looked-up drafts and a small model's cost and gain at one request of a larger model."""
+    body, names = [], {"ngram": "look-up", "model": draft_model.removeprefix("random:")}
+    for kind, found in drafts.items():
+        seconds, rows = medians(found["rows"], "rate"), found["rows"]
+        even = seconds[RATE,] * rows[1]["tokens_per_step"] / seconds[None,] - 1
+        drafting = number(1e3 * found["drafting"]) if "drafting" in found else "in the verification"
+        per_token = " / ".join(number(1e3 * seconds[rate,]) for rate in (None, RATE, HALF))
+        body.append([names[kind], drafting, number(1e3 * found["verification"]), per_token, f"{even:.1f}"])
+    rates = f"without / {100 * RATE:.0f} % right / {100 * HALF:.0f} %"
+    heads = ["drafts from", f"ms to draft {PAIR_DRAFT}", "ms to verify", f"ms per token {rates}", "right to break even"]
+    note = f"{model.removeprefix('random:')}, one request, a prompt of {PROMPT}, {result['tokens']} tokens"
+    return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]
 
 
 def floor_table(result: dict) -> list[str]:

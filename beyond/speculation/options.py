@@ -21,8 +21,8 @@ class SpeculationOptions(GraphOptions):
         speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "model" asks
             a small model; "off" makes none, which is stage F.
         num_speculative_tokens: the longest draft.
-        draft_model: the small model, of the same tokenizer: its vocabulary may lack padding tokens that the model's has.
-            The tutor has a small model of its own.
+        draft_model: the small model, of the same tokenizer; its vocabulary may have fewer padding tokens. The tutor has
+            one of its own.
     """
 
     speculation: str = "ngram"

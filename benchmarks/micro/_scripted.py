@@ -1,0 +1,88 @@
+"""Speculative decoding with a scripted acceptance: of every draft as many tokens are right as make a given rate.
+
+The tokens mean nothing then, and every step does the work that it would do with a real draft.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from beyond.speculation import LLM
+from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
+from stage_e_batching.engine import Sampled
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.step_input import StepInput
+
+
+class ScriptedTable(TokenTable):
+    """Guesses of which a given share is called right, whatever the model samples. They are looked up all the same."""
+
+    def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
+        super().__init__(num_slots, max_model_len, draft_tokens, device)
+        self.rate = torch.zeros(1, device=device)
+        self._owed = torch.zeros(num_slots + 1, device=device)  # guesses to call right, by batch slot
+        self._numbers = torch.arange(1, draft_tokens + 1, device=device)
+
+    def guess(self, slots: Tensor) -> None:
+        """Guess 1 where it will be right, and 0 where not."""
+        super().guess(slots)
+        self._owed[slots] = self._owed[slots] % 1 + self.rate * len(self._numbers)
+        right = self._numbers <= self._owed[slots, None]
+        self.tokens[slots[:, None], self.last[slots, None] + self._numbers] = right.int()
+
+    def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
+        """Let every row sample 1 where the next row's guess is to be right, and 2 where not."""
+        next_rows = inputs.sample_tokens[1 : len(ids)]
+        ids[:-1] = 2 - (inputs.input_ids[next_rows] == 1).long()
+        super().keep(ids, inputs, last_tokens)
+
+
+class ScriptedLLM(LLM):
+    """Look-up with a scripted acceptance."""
+
+    table_class = ScriptedTable
+
+    def script(self, rate: float | None) -> None:
+        """Guess in every step, and call this share right; None: guess nothing."""
+        self.engine.drafter = None if rate is None else SimpleNamespace(has_draft=lambda sequence: True)
+        self.runner.table.rate.fill_(rate or 0.0)
+
+
+class ScriptedModelLLM(LLM):
+    """Drafts from a small model with a scripted acceptance, for one request at a time.
+
+    The tokens that the large model sampled are replaced on the host, so that the small one finds its guesses come true.
+
+    Attributes:
+        seconds: that each draft and each verification took, until its tokens were on the host.
+    """
+
+    def __init__(self, model: str, **options: object) -> None:
+        super().__init__(model, speculation="model", **options)
+        self.seconds: dict[str, list[float]] = {"drafting": [], "verification": []}
+        self._owed = 0.0  # guesses to call right
+        self._complete, self._drafter.complete = self._drafter.complete, self._timed_draft
+        self._run, self.runner.run = self.runner.run, self._verify
+
+    def script(self, rate: float | None) -> None:
+        """Guess in every step, and call this share right; None: guess nothing."""
+        self.engine.drafter = None if rate is None else self._drafter
+        self._rate = rate
+
+    def _timed_draft(self, sequences: list[SpeculativeSequence]) -> None:
+        start = perf_counter()
+        self._complete(sequences)
+        self.seconds["drafting"].append(perf_counter() - start)
+
+    def _verify(self, step: ScheduledStep) -> Sampled:
+        draft, start = step.sequences[0].draft, perf_counter()
+        sampled = self._run(step)
+        self.seconds["verification"].append(perf_counter() - start)
+        self._owed = self._owed % 1 + self._rate * len(draft)
+        ids = [guess if i < int(self._owed) else (guess + 1) % 2 for i, guess in enumerate(draft)]
+        return sampled._replace(token_ids=[*ids, 2])
