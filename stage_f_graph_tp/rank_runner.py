@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -47,7 +46,6 @@ from stage_f_graph_tp.tensor_parallel import (
 )
 
 RELEASE_SECONDS = 10.0  # for NCCL to release its memory
-STEP_SECONDS = 60.0  # a step that takes longer has ranks that wait for each other
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class RankRunner(GraphModelRunner):
     def in_step(self, command: bytes) -> Iterator[None]:
         """Send the others a command, and execute rank 0's part in the block. It must not be left while they wait."""
         self._sampling_failed = False
-        with interrupts_held():
+        with interrupts_held(), self.workers.awaited():
             self.workers.send(command)
             try:
                 yield
@@ -246,11 +244,9 @@ class WatchedInFlight(InFlight):
         Raises:
             WorkerError: a rank died or failed, or the step took too long.
         """
-        deadline = time.monotonic() + STEP_SECONDS
-        while self.arrived is not None and not self.arrived.query():
-            self.workers.check()
-            if time.monotonic() > deadline:
-                self.workers.fail(f"the ranks did not finish a step within {STEP_SECONDS:.0f} s")
+        with self.workers.awaited():
+            while self.arrived is not None and not self.arrived.query():
+                self.workers.check()
         sampled = super().wait()
         self.workers.check()
         return sampled

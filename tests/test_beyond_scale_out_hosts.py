@@ -23,16 +23,16 @@ from stage_a_naive.sampling import SamplingParams
 
 PROMPTS = [[5, 6, 7], [(i * 37) % 4000 + 1 for i in range(40)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SECONDS = 30  # from the disappearance to the end of both processes; the collectives' own timeout is a minute
+SECONDS = 30  # from the disappearance to the end of both processes; the ranks' own limit is minutes
 
 pytestmark = pytest.mark.skipif(two_hosts.missing() is not None, reason=str(two_hosts.missing()))
 
 RANK = f"""
 import json, sys
 from beyond.scale_out import LLM, SamplingParams
-from stage_f_graph_tp.tensor_parallel import workers
+from stage_f_graph_tp.tensor_parallel import rendezvous
 
-workers.HOST_SECONDS = 2
+rendezvous.HOST_SECONDS = 2
 llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, **json.loads(sys.argv[1]))
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 while True:

@@ -19,6 +19,7 @@ from beyond.scale_out.__main__ import main
 from beyond.scale_out.links import Link, Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
+from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
 from labs.tests.forks import fork_worker
@@ -45,7 +46,7 @@ MIXED = [
     SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
     GREEDY,
 ]
-SECONDS = 30  # an error must come much sooner than the collectives' timeout of a minute
+SECONDS = 30  # an error must come much sooner than the ranks' limit of minutes (`ANSWER_SECONDS`)
 START_WORKER = workers._start_worker
 TIGHT = {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6}
 
@@ -202,6 +203,26 @@ def test_a_killed_stage_is_an_error_within_seconds(monkeypatch):
     assert time.monotonic() - start < SECONDS
     with pytest.raises(WorkerError, match="close it and make a new one"):
         llm.generate(PROMPTS, GREEDY, False)
+    llm.close()
+    assert children() == before
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_process(monkeypatch):
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 3.0)
+    before, execute = children(), PipelineRunner.execute
+
+    def stop_in_stage_1(self, *arguments):
+        if self.links.stage == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return execute(self, *arguments)
+
+    monkeypatch.setattr(PipelineRunner, "execute", stop_in_stage_1)
+    llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, **TIGHT)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 3 is stopped and did not answer within 3 s"):
+        llm.generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
     llm.close()
     assert children() == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import operator
 import os
@@ -25,6 +26,7 @@ from test_stage_f_graphs import EagerRecorder
 
 import stage_e_batching
 import stage_f_graph_tp
+from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import rank_runner
@@ -33,7 +35,7 @@ from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
-from stage_f_graph_tp.tensor_parallel.rank_group import finish_or_raise
+from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup, finish_or_raise
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
 from stage_f_graph_tp.tensor_parallel.workers import WorkerError, Workers, interrupts_held
 
@@ -41,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
 PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SECONDS = 30  # an error must come much sooner than the collectives' timeout of a minute
+SECONDS = 30  # an error must come much sooner than the ranks' limit of minutes (`ANSWER_SECONDS`)
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 
@@ -434,11 +436,70 @@ def test_a_step_that_will_not_arrive_because_a_rank_died_is_not_waited_for(puppe
 
 
 def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
-    monkeypatch.setattr(rank_runner, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 0.4)
     never = SimpleNamespace(query=lambda: False)
     step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), never, puppets(2))
-    with pytest.raises(WorkerError, match="the ranks did not finish a step within 0 s"):
+    with pytest.raises(WorkerError, match="the other ranks did not answer within 0 s"):
         step.wait()
+
+
+def test_a_command_that_a_stopped_rank_does_not_read_is_an_error_that_names_it(puppets):
+    before = children()
+    ranks = puppets(4)
+    ranks.send(b"pass")
+    os.kill(ranks._processes[2].pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="rank 2 of 4 is stopped and did not answer within 1 s"), ranks.awaited(1.0):
+        for _ in range(100):
+            ranks.send(b"#" * 2**20)
+    ranks.close()
+    assert children() == before
+
+
+def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late(puppets):
+    ranks = puppets(2)
+    with ranks.awaited(100.0):
+        ranks._awaited.seconds = 50.0
+        with ranks.awaited(200.0):
+            assert (ranks._awaited.limit, ranks._awaited.seconds < 50) == (200.0, True)
+        assert (ranks._awaited.limit, ranks._awaited.seconds < 50) == (100.0, True)
+    assert ranks._awaited is None, "between two steps nobody is waited for"
+
+
+def test_time_in_which_rank_0_is_stopped_itself_does_not_count(puppets, monkeypatch):
+    looks, wait, clock = threading.Semaphore(0), workers_module.wait, time.monotonic
+    monkeypatch.setattr(workers_module, "wait", lambda *arguments: looks.release() or wait(*arguments))
+    ranks = puppets(2)
+    with ranks.awaited(100.0):
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)  # as after a long Ctrl-Z
+        assert all(looks.acquire(timeout=SECONDS) for _ in range(4))
+        ranks.check()
+
+
+def stop_in(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every rank but 0 stop when it comes to a function."""
+    original, here = getattr(owner, name), os.getpid()
+
+    def stop(*arguments: object) -> object:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, stop)
+
+
+@pytest.mark.parametrize("phase", [(Job, "load"), (RankGroup, "connect"), (RankRunner, "run_model")], ids=str)
+def test_a_rank_that_stops_is_an_error_after_a_time_limit_and_leaves_no_process(phase, monkeypatch):
+    before = children()
+    monkeypatch.setattr(workers_module, "_start_worker", fork_worker)
+    monkeypatch.setattr(workers_module, "START_SECONDS", 4.0)
+    monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 1.0)
+    stop_in(*phase, monkeypatch)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="did not answer within . s; the engine cannot go on"):
+        ranked().generate(PROMPTS, GREEDY, False)
+    assert time.monotonic() - start < SECONDS
+    gc.collect()  # the engine, which nobody closed
+    assert children() == before
 
 
 def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error(puppets):

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from stage_f_graph_tp.tensor_parallel.workers import Workers
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # gloo asks for one; how long rank 0 waits is the workers' matter (`awaited`)
 CONNECT_TIMEOUT = timedelta(seconds=0.5)  # of an attempt of gloo's, which makes five, a second apart
 ENQUEUE_SECONDS = 1.0  # how long an abort waits for a launch under way, which may itself be what is blocked
 
@@ -50,6 +51,7 @@ class RankGroup:
         self.one_shot: OneShotAllReduce | None = None
         self._rendezvous = rendezvous
         self._check: Callable[[], None] = lambda: None
+        self._awaited: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._group: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         self._enqueuing = threading.Lock()
         self._released = False
@@ -58,6 +60,7 @@ class RankGroup:
         self._may_lose_hosts = rendezvous.is_torchrun and device.type == "cpu" and workers is not None
         if workers is not None:
             self._check = workers.check
+            self._awaited = workers.awaited
             workers.stop_waiting = self.stop_waiting
 
     def gather(self, key: str, value: str = "") -> list[str]:
@@ -128,10 +131,12 @@ class RankGroup:
     def _wait(self, work: dist.Work) -> None:
         if self.device.type == "cuda":
             work.wait()  # the device waits, and goes on with what is enqueued after this
-        elif self._may_lose_hosts:
-            finish_or_raise(lambda: work.wait(COLLECTIVE_TIMEOUT), self._check)
-        else:
-            work.wait(COLLECTIVE_TIMEOUT)  # without it, a receive would end after `CONNECT_TIMEOUT`
+            return
+        with self._awaited():
+            if self._may_lose_hosts:
+                finish_or_raise(lambda: work.wait(COLLECTIVE_TIMEOUT), self._check)
+            else:
+                work.wait(COLLECTIVE_TIMEOUT)  # without it, a receive would end after `CONNECT_TIMEOUT`
 
     def stop_waiting(self) -> None:
         """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
 
 
 class WatchedStore(dist.Store):
@@ -110,3 +112,23 @@ def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
     return Rendezvous(store, rank, size, True)
+
+
+def watched(connection: Connection) -> Connection:
+    """Make a TCP connection break within seconds of the other host's disappearance, and send messages at once.
+
+    A host that loses its power or its network closes nothing. So the kernel asks an idle connection's other end every
+    second for a sign of life, and gives up when none comes. (Nagle's algorithm would hold a small message back until
+    the one before is acknowledged.)
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, HOST_SECONDS),
+            (socket.TCP_USER_TIMEOUT, 1000 * HOST_SECONDS),  # where something was sent and not acknowledged
+        ):
+            same.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection

@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import LOOPBACK, Rendezvous
-from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, HOST_SECONDS, Build, watched
+from stage_f_graph_tp.tensor_parallel.rendezvous import HOST_SECONDS, LOOPBACK, Rendezvous, watched
+from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, Build
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:

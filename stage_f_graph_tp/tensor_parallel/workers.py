@@ -8,10 +8,11 @@ Each worker that rank 0 starts inherits one end of a socket pair. Under torchrun
 so they connect over TCP, with a key that rank 0 puts into torchrun's store. A process that can read that store could
 send commands too. It could do no more than that: nothing that is received is ever unpickled.
 
-When a rank dies, the others wait for it: in a collective, in a launch behind a kernel that waits, in the store. Rank
-0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they start. When
-one dies, it ends the waits on the GPU (`stop_waiting`), finds out which rank failed first, and ends all workers. The
-results of collectives are invalid from then on: `check` raises, and every result is checked before it is returned.
+When a rank dies, or is stopped, the others wait for it: in a collective, in a launch behind a kernel that waits, in the
+store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they
+start. When one dies, or rank 0 waits for too long (`awaited`), it ends the waits on the GPU (`stop_waiting`), finds out
+which rank failed first, and ends all workers. The results of collectives are invalid from then on: `check` raises, and
+every result is checked before it is returned.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -34,13 +37,14 @@ from typing import NoReturn
 
 import torch
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, watched
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
 CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
+START_SECONDS = 1800.0  # until all ranks have loaded the model and recorded their graphs
+ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
 WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
 CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named: others may follow within that time
-HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
 ADVICE = "the engine cannot go on, close it and make a new one"
 
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
@@ -48,6 +52,14 @@ Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first mess
 
 class WorkerError(RuntimeError):
     """Another rank died or failed; the engine it belonged to cannot go on."""
+
+
+@dataclass
+class Awaited:
+    """What rank 0 is doing, which ends when the other ranks have done their part."""
+
+    limit: float  # seconds
+    seconds: float = 0.0  # so far
 
 
 class Workers:
@@ -71,6 +83,7 @@ class Workers:
         self._failing = threading.Event()  # set before anything invalid can be seen
         self._failed = threading.Event()  # set when the reason is known
         self._reason = ""
+        self._awaited: Awaited | None = None
         try:
             if rendezvous.is_torchrun:
                 self._connections = _accept_workers(rendezvous)
@@ -110,9 +123,10 @@ class Workers:
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """End the workers if the block raises; what a rank's death has broken is raised as that rank's error."""
+        """End the workers if the block raises or takes too long; what a rank's death breaks is raised as its error."""
         try:
-            yield
+            with self.awaited(START_SECONDS):
+                yield
         except BaseException as error:
             try:
                 if isinstance(error, RuntimeError):
@@ -120,6 +134,18 @@ class Workers:
             finally:
                 self.close()
             raise
+
+    @contextlib.contextmanager
+    def awaited(self, limit: float | None = None) -> Iterator[None]:
+        """End the workers if the block, for which rank 0 needs them, is not done within `limit` seconds.
+
+        A block within another one is a sign of life: the time of the other one begins again.
+        """
+        outer, self._awaited = self._awaited, Awaited(ANSWER_SECONDS if limit is None else limit)
+        try:
+            yield
+        finally:
+            self._awaited = outer and Awaited(outer.limit)
 
     def close(self) -> None:
         """End the workers. A second call does nothing, and neither does one in a forked child of rank 0."""
@@ -135,6 +161,10 @@ class Workers:
             signs = wait(self._connections.values(), WATCH_INTERVAL)
             if signs or any(process.poll() is not None for process in self._processes.values()):
                 self._give_up(self._find_cause)
+            elif awaited := self._awaited:
+                awaited.seconds += WATCH_INTERVAL  # counted: nobody is late while this process is stopped itself
+                if awaited.seconds >= awaited.limit:
+                    self._give_up(partial(self._find_silent, awaited.limit))
 
     def _give_up(self, find_reason: Callable[[], str]) -> None:
         """End every wait for the workers, note the reason, end the workers. Only the first call does anything."""
@@ -172,6 +202,12 @@ class Workers:
             return f"rank {silent[0]} of {self._size} died{self._exit_status(silent[0])}; {ADVICE}"
         rank, report = next(iter(reports.items()))
         return f"rank {rank} of {self._size} failed; {ADVICE}\n{report}"
+
+    def _find_silent(self, seconds: float) -> str:
+        """Which rank keeps rank 0 waiting, where that can be seen."""
+        stopped = [rank for rank, process in self._processes.items() if _is_stopped(process)]
+        who = f"rank {stopped[0]} of {self._size} is stopped and" if stopped else "the other ranks"
+        return f"{who} did not answer within {seconds:.0f} s; {ADVICE}"
 
     def _exit_status(self, rank: int) -> str:
         process = self._processes.get(rank)
@@ -235,27 +271,15 @@ def interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+def _is_stopped(process: subprocess.Popen) -> bool:
+    """Whether a signal has stopped one of this process's children, as far as the system tells."""
+    with contextlib.suppress(ChildProcessError):  # it has ended
+        if hasattr(os, "waitid"):  # not on macOS
+            return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
 def _shut_down(connection: Connection) -> None:
     """Break a connection that another thread may be using: closing it would free its number for another file."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
-
-
-def watched(connection: Connection) -> Connection:
-    """Make a TCP connection break within seconds of the other host's disappearance, and send messages at once.
-
-    A host that loses its power or its network closes nothing. So the kernel asks an idle connection's other end every
-    second for a sign of life, and gives up when none comes. (Nagle's algorithm would hold a small message back until
-    the one before is acknowledged.)
-    """
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_NODELAY, 1),
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, HOST_SECONDS),
-            (socket.TCP_USER_TIMEOUT, 1000 * HOST_SECONDS),  # where something was sent and not acknowledged
-        ):
-            same.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection
