@@ -244,6 +244,25 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
     assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 2}).status_code == 200
 
 
+def test_a_step_that_fails_is_logged_once_and_told_to_every_client(server, llm, monkeypatch, capsys):
+    loop = server.llm.engine_loop
+    loop.pause()
+    fail_after(0, llm, monkeypatch)
+    ask = {"prompt": QUESTION, "n": 2}
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask | {"stream": i == 0}, timeout=60)
+            for i in range(3)
+        ]
+        wait_until(lambda: server.llm.num_unfinished == 6)
+        loop.resume()
+        answers = [answer.result(60) for answer in asked]
+    assert [answer.status_code for answer in answers] == [200, 500, 500]
+    assert all('"type":"server_error"' in answer.text for answer in answers)
+    log = capsys.readouterr().err
+    assert log.count("Traceback") == 1 and "requests that this ended: 6" in log
+
+
 def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm):
     [expected] = llm.generate([QUESTION], GREEDY, False)
     ask = {"prompt": QUESTION, "temperature": 0, "max_tokens": 12}

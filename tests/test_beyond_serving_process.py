@@ -166,9 +166,19 @@ def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(s
     assert told[-1]["error"]["message"] == "the server failed (RuntimeError); its log says how"
     log = capsys.readouterr().err
     assert "secret detail" in log and "in the engine's process" in log and "in run_step" in log
+    assert "requests that this ended: 1" in log
     assert served.llm.engine_loop.failure is not None
     assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200  # it has tried a step of its own
     assert served.llm.engine_loop.failure is None
+
+
+def test_an_error_of_several_requests_crosses_once_and_stays_one_error():
+    failure = RuntimeError("why")
+    requests = [Request(number, [1], SamplingParams(), 0) for number in range(64)]
+    news = [(Call([]), request, Event(0, [], "", error=failure)) for request in requests]
+    packed = wire.pack_news(0.0, failure, news)
+    [(_, _, told, rows)] = wire.take_messages(bytearray(wire.HEAD.pack(len(packed)) + packed))
+    assert {id(wire.unpack_event(*row).error) for row in rows} == {id(told)}
 
 
 def test_signals_that_a_terminal_sends_to_all_processes_do_not_end_the_engine(served):

@@ -153,6 +153,7 @@ class EngineLoop:
             self.failure, self._single_step = error, False
         self._hand_out(self._mailbox.take())
         if self.failure is not None:
+            self.failure.add_note(f"requests that this ended: {len(self._calls)}")  # for the log
             self._fail_all(self.failure)
 
     def _hand_out(self, events: list[Event]) -> None:

@@ -18,14 +18,16 @@ RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Turn an exception into what the client is told. What no request caused is logged, and told without details."""
+    """Turn an exception into what the client is told. What no request caused is logged once, and told without details."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, QueueFull):
         return RequestError(str(error), 429, code="queue_full", retry_after=RETRY_SECONDS)
     if isinstance(error, EngineClosed):
         return RequestError(str(error), 503, code="shutting_down", retry_after=RETRY_SECONDS)
-    traceback.print_exception(error, file=sys.stderr)
+    if "is_logged" not in vars(error):  # a step that fails has one error for all its requests
+        vars(error)["is_logged"] = True
+        traceback.print_exception(error, file=sys.stderr)
     return RequestError(f"the server failed ({type(error).__name__}); its log says how", 500, code="internal_error")
 
 

@@ -70,13 +70,15 @@ def pack_news(now: float, failure: Exception | None, news: News) -> bytes:
         news: of requests whose `index` is their number on the wire.
     """
     rows: list[tuple] = []
+    broken = failure and portable(failure)  # of all requests of the step, so it crosses once
     for _, request, event in news:
         tokens, output, error = event.tokens, event.output, event.error
         if output is None and error is None and len(tokens) == 1 and tokens[0].logprobs is None:
             rows.append((request.index, tokens[0].token_id, tokens[0].text))
         else:
-            rows.append((request.index, [tuple(token) for token in tokens], output, error and portable(error)))
-    return pickle.dumps((NEWS, now, failure and portable(failure), rows), pickle.HIGHEST_PROTOCOL)
+            error = broken if error is failure else error and portable(error)
+            rows.append((request.index, [tuple(token) for token in tokens], output, error))
+    return pickle.dumps((NEWS, now, broken, rows), pickle.HIGHEST_PROTOCOL)
 
 
 def take_messages(unread: bytearray) -> Iterator[tuple]:
@@ -113,5 +115,5 @@ def portable(error: BaseException) -> BaseException:
     if type(error).__module__ == "builtins" or isinstance(error, EngineClosed):
         with suppress(Exception):  # it may hold what cannot be pickled
             copy = pickle.loads(pickle.dumps(error))
-    copy.add_note("in the engine's process:\n" + "".join(traceback.format_exception(error)))
+    copy.__notes__ = ["in the engine's process:\n" + "".join(traceback.format_exception(error))]
     return copy
