@@ -195,6 +195,26 @@ def test_logprobs_are_the_engines_likeliest_first(client, llm):
         assert bytes(token["bytes"]).decode() == token["token"]
 
 
+def test_a_tokens_offset_is_where_it_begins_in_the_text_also_while_that_is_held_back(llm):
+    text = "a KV 龘 cache"  # with a character of several tokens
+    answer = Answer(parse_completion({"prompt": "x", "logprobs": 0}, Limits()), "tutor", llm.tokenizer)
+    for i in llm.tokenizer.encode(text):
+        told = json.loads(answer.chunk(0, Token(i, "", {i: -0.5}), None))["choices"][0]["logprobs"]
+        [token], [offset] = told["tokens"], told["text_offset"]
+        assert text.startswith(token.replace("\ufffd", ""), offset) and ("\ufffd" not in token or text[offset] in " 龘")
+    assert (token, offset) == (" cache", 6)
+
+
+def test_a_sampled_token_is_among_a_completions_top_logprobs_also_when_it_was_unlikely(client):
+    """So has OpenAI's API: up to one more than were asked for."""
+    ask = {"prompt": QUESTION, "temperature": 5, "seed": 1, "max_tokens": 8}
+    for count in (0, 2):
+        found = post(client, "/v1/completions", logprobs=count, **ask)["choices"][0]["logprobs"]
+        assert {len(top) for top in found["top_logprobs"]} == {count + 1}
+        for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+            assert top[token] == logprob == min(top.values())
+
+
 def test_answers_to_one_prompt_differ_by_their_seed_and_can_be_had_again(client):
     ask = {"prompt": QUESTION, "temperature": 3, "max_tokens": 24}
     three = [c["text"] for c in post(client, "/v1/completions", n=3, seed=5, **ask)["choices"]]
@@ -263,6 +283,9 @@ def test_models_tokens_and_health(client, llm):
         ("max_tokens", 0),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
+        ("stream_options", {"continuous_usage_stats": True}),
+        ("stream_options", "include_usage"),
+        ("top_k", -2),
         ("logprobs", 21),
         ("stop", ["x"] * 17),
         ("stop", {"x": 1}),
@@ -280,10 +303,22 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field,
     assert error["param"] == field and error["type"] == "invalid_request_error"
 
 
-def test_a_field_that_asks_for_nothing_is_granted(client):
-    nothing = {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "user": "someone", "logprobs": None}
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "logprobs": None, "length_penalty": 1.0},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "function_call": "none"},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "none"},
+        {"store": False, "metadata": {}, "service_tier": "auto", "top_logprobs": 0, "top_k": -1, "min_tokens": 0},
+        {"skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "priority": 0},
+        {"user": "someone", "safety_identifier": "someone", "prompt_cache_key": "someone"},
+        {"stream_options": {"include_usage": False, "include_obfuscation": False, "continuous_usage_stats": None}},
+    ],
+    ids=lambda nothing: next(iter(nothing)),
+)
+def test_a_field_that_asks_for_nothing_is_granted(client, nothing):
     post(client, "/v1/completions", prompt=QUESTION, max_tokens=1, **nothing)
-    post(client, "/v1/chat/completions", messages=CHAT, max_tokens=1, tools=[], response_format={"type": "text"})
+    post(client, "/v1/chat/completions", messages=CHAT, max_tokens=1, **nothing)
 
 
 @pytest.mark.parametrize(

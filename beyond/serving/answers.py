@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from beyond.serving.protocol import Ask
-from stage_a_naive.detokenize import placeholder
+from stage_a_naive.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.outputs import GenerationOutput
 from stage_e_batching.mailbox import Token
 
@@ -31,12 +31,13 @@ class Answer:
     def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         self._ask = ask
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if ask.is_chat else {})
         self._begun: set[int] = set()  # choices that have told a token; in a chat the first chunk tells the role
         self._around: dict[int, list[str]] = {}  # by choice: what comes before and behind the text
-        self._offsets: dict[int, int] = {}  # characters of each choice that have been told
+        self._decoders: dict[int, IncrementalDecoder] = {}  # by choice: say where a token begins in the text
+        self._offsets: dict[int, int] = {}  # characters of each choice so far, told or held back
 
     def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, object]:
         """The whole answer.
@@ -104,16 +105,18 @@ class Answer:
             return {"content": [self._chat_logprobs(token, count) for token in tokens]}
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
+            decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
             offset = self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(token.text)
+            self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(self._text(token.token_id))
             written["token_logprobs"].append(token.logprobs[token.token_id])
-            written["top_logprobs"].append({self._text(i): value for i, value in likeliest(token, count)})
+            written["top_logprobs"].append({self._text(i): value for i, value in token.logprobs.items()})
             written["text_offset"].append(offset)
         return written
 
     def _chat_logprobs(self, token: Token, count: int) -> dict[str, object]:
-        others = [self._chat_token(i, value) for i, value in likeliest(token, count)]
+        likeliest = list(token.logprobs.items())[:count]  # the sampled token comes behind them
+        others = [self._chat_token(i, value) for i, value in likeliest]
         return self._chat_token(token.token_id, token.logprobs[token.token_id]) | {"top_logprobs": others}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
@@ -122,11 +125,6 @@ class Answer:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     def _text(self, token_id: int) -> str:
-        if self._backend.id_to_token(token_id) is None:
+        if self._tokenizer.backend_tokenizer.id_to_token(token_id) is None:
             return placeholder(token_id)
-        return self._backend.decode([token_id], skip_special_tokens=False)
-
-
-def likeliest(token: Token, count: int) -> list[tuple[int, float]]:
-    """The `count` likeliest ids at a token's position, with log-probabilities; they come before the sampled one."""
-    return list(token.logprobs.items())[:count]
+        return self._tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)

@@ -18,7 +18,7 @@ RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Turn an exception into what the client is told. What no request caused is logged once, and told without details."""
+    """Turn an exception into what the client is told. What no request caused is logged, and told without details."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, QueueFull):

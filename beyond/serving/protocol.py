@@ -2,8 +2,9 @@
 
 A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty, its
 `tools` or its `logit_bias` had an effect. So everything that is not in the tables below is an error, with two
-exceptions: `null` means "not given", and a value that asks for nothing (`"echo": false`) is granted. `user`, the name
-of the person behind a client, changes no answer. Further fields of a message are left to the model's template.
+exceptions: `null` means "not given", and so does a value that asks for nothing (`"echo": false`). `user` and its
+successors, `safety_identifier` and `prompt_cache_key`, only tell who asks, and change no answer. Further fields of a
+message are left to the model's template.
 
 Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's extra sampling parameters.
 """
@@ -84,24 +85,41 @@ SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop", "stop_token_ids", "ignore_eos", "seed", "max_tokens",
 }  # fmt: skip
-SHARED = SAMPLING | {"model", "n", "stream", "stream_options", "logprobs", "user"}
+WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
+SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt"}
 CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
-# Fields that are not supported, with the values of them that ask for nothing.
+# Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
+    "include_obfuscation": (False,),  # this and the next: in `stream_options`
+    "continuous_usage_stats": (False,),
+    # vLLM's
+    "top_k": (-1,),
+    "top_logprobs": (0,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "priority": (0,),
 }
 
 
@@ -140,10 +158,10 @@ def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
 def check_fields(body: object, known: set[str]) -> dict[str, object]:
     """The fields of a JSON object that say something; `RequestError` names one that is not supported."""
     if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, got {shown(body)}")
-    fields = {name: value for name, value in body.items() if value is not None}
-    for name, value in fields.items():
-        if name not in known and value not in ASKS_FOR_NOTHING.get(name, ()):
+        raise RequestError(f"expected a JSON object, got {shown(body)}")
+    fields = {name: value for name, value in body.items() if value not in (None, *ASKS_FOR_NOTHING.get(name, ()))}
+    for name in fields:
+        if name not in known:
             raise RequestError(
                 f"{shown(name)} is not supported here; supported: {', '.join(sorted(known))}",
                 param=shown(name)[1:-1],  # it may hold what no UTF-8 can
@@ -155,14 +173,13 @@ def check_fields(body: object, known: set[str]) -> dict[str, object]:
 def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
     n = _integer(fields, "n", 1, limits.n) or 1
     streams = _boolean(fields, "stream")
-    options = fields.get("stream_options", {})
-    if not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise RequestError(
-            f"stream_options has include_usage and nothing else, got {shown(options)}", param="stream_options"
-        )
-    if options and not streams:
+    try:
+        include_usage = _boolean(check_fields(fields.get("stream_options", {}), {"include_usage"}), "include_usage")
+    except RequestError as error:
+        raise RequestError(f"stream_options: {error}", param="stream_options", code=error.code) from None
+    if include_usage and not streams:
         raise RequestError('stream_options needs "stream": true', param="stream_options")
-    return Ask(prompts, params, n, streams, _boolean(options, "include_usage"), is_chat)
+    return Ask(prompts, params, n, streams, include_usage, is_chat)
 
 
 def _sampling_params(
