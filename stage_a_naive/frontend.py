@@ -123,7 +123,7 @@ class Frontend:
         texts = [render_chat(self.tokenizer, conversation) for conversation in ([messages] if one else messages)]
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
-        return [self._encode(i, text, add_special) for i, text in enumerate(texts)]
+        return [self.encode(i, text, add_special) for i, text in enumerate(texts)]
 
     def close(self) -> None:
         """End the engine: later calls are refused. A second call does nothing."""
@@ -163,7 +163,7 @@ class Frontend:
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         raise NotImplementedError(f"{type(self).__name__} has no engine")
 
-    def _encode(self, index: int, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, index: int, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text -> token ids, with what this tokenizer puts around a text (Llama's begin-of-sequence token)."""
         limit = self.max_model_len - 1
         if len(text) > 16 * limit:  # few tokens are longer: cutting a shorter text into tokens will not take long
@@ -203,7 +203,7 @@ class Frontend:
             raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
         if not isinstance(prompt, str):
             prompt = text_or_ids(index, prompt)
-        ids = self._encode(index, prompt) if isinstance(prompt, str) else prompt
+        ids = self.encode(index, prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
         if len(ids) > self.max_model_len - 1:

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import assert_idle, running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from beyond.serving.answers import Answer  # noqa: E402
+from beyond.serving.answers import Answer, text_of  # noqa: E402
 from beyond.serving.event_stream import EventStream  # noqa: E402
 from beyond.serving.protocol import Limits, parse_chat, parse_completion  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
@@ -171,6 +171,12 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     assert done == b"data: [DONE]\n\n"
 
 
+def test_ids_that_the_tokenizer_does_not_know_are_shown_between_the_text_of_the_others(llm):
+    word = llm.tokenizer.encode("龘")  # several tokens, of which none is text
+    unknown = len(llm.tokenizer)
+    assert text_of([*word, unknown, unknown, *word], llm.tokenizer) == f"龘⟨{unknown}⟩⟨{unknown}⟩龘"
+
+
 def test_half_a_character_has_no_bytes_to_tell(llm):
     half = next(i for i in range(llm.vocab_size) if "\ufffd" in llm.tokenizer.decode([i]))
     ask = parse_chat({"messages": CHAT, "logprobs": True}, Limits(), 64)
@@ -261,7 +267,14 @@ def test_models_tokens_and_health(client, llm):
     text = "键值缓存 KV cache"
     ids = post(client, "/tokenize", prompt=text)["tokens"]
     assert ids == llm.tokenizer.encode(text) and post(client, "/detokenize", tokens=ids)["prompt"] == text
-    assert post(client, "/tokenize", messages=CHAT)["tokens"] == llm.chat_prompts(CHAT)[0]
+    told = post(client, "/tokenize", messages=CHAT, add_generation_prompt=True)
+    assert told["tokens"] == llm.chat_prompts(CHAT)[0]
+    rendered = post(client, "/detokenize", tokens=told["tokens"])["prompt"]
+    assert rendered.startswith("<|im_start|>") and post(client, "/tokenize", prompt=rendered) == told
+    assert post(client, "/tokenize", prompt="")["count"] == 0
+    assert post(client, "/tokenize", prompt="x " * 5000)["count"] > 4096  # so that a client can count what it must cut
+    assert refused(client, "/tokenize", prompt="x", add_special_tokens=False)["param"] == "add_special_tokens"
+    assert refused(client, "/tokenize", prompt="x", messages=CHAT)["param"] == "prompt"
     assert client.get("/health").status_code == 200
 
 
@@ -308,10 +321,10 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field,
     [
         {"logit_bias": {}, "echo": False, "best_of": 1, "suffix": None, "logprobs": None, "length_penalty": 1.0},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "function_call": "none"},
-        {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "none"},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": "none"},
         {"store": False, "metadata": {}, "service_tier": "auto", "top_logprobs": 0, "top_k": -1, "min_tokens": 0},
         {"skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "priority": 0},
-        {"user": "someone", "safety_identifier": "someone", "prompt_cache_key": "someone"},
+        {"verbosity": "medium", "user": "someone", "safety_identifier": "someone", "prompt_cache_key": "someone"},
         {"stream_options": {"include_usage": False, "include_obfuscation": False, "continuous_usage_stats": None}},
     ],
     ids=lambda nothing: next(iter(nothing)),

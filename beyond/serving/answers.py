@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -108,9 +109,10 @@ class Answer:
             decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(decoder.append(token.token_id))
-            written["tokens"].append(self._text(token.token_id))
+            written["tokens"].append(text_of([token.token_id], self._tokenizer))
             written["token_logprobs"].append(token.logprobs[token.token_id])
-            written["top_logprobs"].append({self._text(i): value for i, value in token.logprobs.items()})
+            top = {text_of([i], self._tokenizer): value for i, value in token.logprobs.items()}
+            written["top_logprobs"].append(top)
             written["text_offset"].append(offset)
         return written
 
@@ -120,11 +122,16 @@ class Answer:
         return self._chat_token(token.token_id, token.logprobs[token.token_id]) | {"top_logprobs": others}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
-        text = self._text(token_id)
+        text = text_of([token_id], self._tokenizer)
         whole = "\ufffd" not in text  # else the token is a part of a character, whose bytes a text cannot show
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
-    def _text(self, token_id: int) -> str:
-        if self._tokenizer.backend_tokenizer.id_to_token(token_id) is None:
-            return placeholder(token_id)
-        return self._tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)
+
+def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Token ids as text, special tokens too, and a placeholder for each id that the tokenizer does not know."""
+    backend = tokenizer.backend_tokenizer
+    parts = []
+    for known, group in groupby(ids, lambda i: backend.id_to_token(i) is not None):
+        run = list(group)
+        parts += [backend.decode(run, skip_special_tokens=False)] if known else map(placeholder, run)
+    return "".join(parts)

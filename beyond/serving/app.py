@@ -22,14 +22,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from beyond.serving.answers import Answer
+from beyond.serving.answers import Answer, text_of
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
 from beyond.serving.http_errors import error_response, refused_by_router
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
-from stage_a_naive.detokenize import IncrementalDecoder
 from stage_a_naive.errors import shown
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_a_naive.params import as_integer
@@ -154,7 +153,7 @@ class Api:
             raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
         try:
             if messages is None:
-                ids = (await asyncio.to_thread(self.llm.llm.requests, [prompt]))[0].prompt_token_ids
+                ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt)
             else:
                 ids = await asyncio.to_thread(self._chat_ids, messages)
         except ValueError as error:
@@ -174,8 +173,7 @@ class Api:
                 f"got {shown(ids)}",
                 param="tokens",
             )
-        decoder = IncrementalDecoder(llm.tokenizer)  # unlike the tokenizer, it knows what to do with unknown ids
-        return JSONResponse({"prompt": "".join(map(decoder.append, ids)) + decoder.flush()})
+        return JSONResponse({"prompt": text_of(ids, llm.tokenizer)})
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
