@@ -33,27 +33,36 @@ class AheadEngine(DraftingEngine):
     def __init__(self, *args: object, draft_tokens: int, **options: object) -> None:
         super().__init__(*args, **options)
         self._draft_tokens = draft_tokens
+        self._promised: list[SpeculativeSequence] = []  # those that get a draft in the step that is being launched
+        self._guessing: list[SpeculativeSequence] = []  # those that had one in the step launched last
+        self._arriving: list[SpeculativeSequence] = []  # and in the step before it, which is fetched next
 
     def run_step(self) -> None:
         """Launch the next step, with a row for each guess, then take in the tokens of the one before."""
-        for sequence in self._promising():
+        self._promised = self._promising()
+        for sequence in self._promised:
             sequence.draft = [WRONG] * min(self._draft_tokens, sequence.longest_draft)  # the device fills them in
         super().run_step()
 
     def _count_in_flight(self, step: ScheduledStep) -> None:
         """Let every sequence that samples be longer by one token, and note how many more it may have got."""
-        rows, rest = step.sequences[: step.num_decodes], step.sequences[step.num_decodes :]
-        decoding = list(dict.fromkeys(rows))
-        for sequence in decoding:
-            sequence.num_unsure = len(sequence.draft)
-            sequence.drop_draft()
-        if len(decoding) < len(rows):
+        self._arriving, self._guessing = self._guessing, [s for s in self._promised if s.draft]
+        for sequence in self._arriving:
+            sequence.num_unsure = 0
+        if self._guessing:
+            for sequence in self._guessing:
+                sequence.num_unsure = len(sequence.draft)
+                sequence.drop_draft()
+            decoding = list(dict.fromkeys(step.sequences[: step.num_decodes]))
             samples = [True] * len(decoding) + step.samples[step.num_decodes :]
-            step = replace(step, sequences=decoding + rest, samples=samples)
+            step = replace(step, sequences=decoding + step.sequences[step.num_decodes :], samples=samples)
         super()._count_in_flight(step)
 
     def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
         """Take in the tokens that are certain, and account for the guesses."""
+        if not self._arriving:
+            super()._take_in(step, sampled)
+            return
         guesses = _rows_of_guesses(step)
         wrong = {row for row in guesses if sampled.token_ids[row] == WRONG}
         for row, sequence in guesses.items():

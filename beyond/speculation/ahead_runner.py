@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from beyond.speculation.runner import RegrownBatch, SpeculativeRunner, VerificationGraphs
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import DRAFT, NUM_UNSURE, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
@@ -36,7 +36,8 @@ class AheadShape(StepShape):
 
 def is_ahead(step: ScheduledStep) -> bool:
     """Whether a step has guesses, or follows one whose guesses the host does not know to be right or wrong."""
-    return any(sequence.draft or sequence.num_unsure for sequence in step.sequences[: step.num_decodes])
+    decodes = step.sequences[: step.num_decodes]
+    return any(map(DRAFT, decodes)) or any(map(NUM_UNSURE, decodes))
 
 
 class AheadBatch(RegrownBatch):
@@ -51,10 +52,11 @@ class AheadBatch(RegrownBatch):
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._longest = max_model_len
         self._draft_tokens = draft_tokens
+        self.is_ahead = False  # whether the device completes the step that is being built
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
         shape = super().shape_of(step)
-        if not is_ahead(step):
+        if not self.is_ahead:
             return shape
         longest = min(shape.max_context_len + self._draft_tokens, self._longest)
         width = -(-longest // self.block_size)
@@ -62,7 +64,7 @@ class AheadBatch(RegrownBatch):
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
         generated = super()._fill_decodes(step, out)
-        if is_ahead(step):
+        if self.is_ahead:
             rows = np.arange(step.num_decodes)
             firsts = np.where(np.diff(out.batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
             out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)
@@ -106,7 +108,11 @@ class AheadRunner(SpeculativeRunner):
     def admit(self, step: ScheduledStep) -> None:
         """Also enter the sequences whose tokens are not in the table: steps without guesses do not write to it."""
         super().admit(step)
-        decoding = set(step.sequences[: step.num_decodes]) if is_ahead(step) else set()
+        self.batch.is_ahead = is_ahead(step)
+        if not self.batch.is_ahead:
+            self._entered = set()
+            return
+        decoding = set(step.sequences[: step.num_decodes])
         new = [sequence for sequence in decoding if sequence not in self._entered]
         if new:
             self.table.enter(new, self._noise_keys, self.last_tokens)
@@ -119,7 +125,7 @@ class AheadRunner(SpeculativeRunner):
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
         """A host buffer for a step of shape `exact`, and the shape to run it in, which is of the same class."""
         shape, host = super().next_host(exact)
-        return type(exact)(*shape), host
+        return AheadShape(*shape) if self.batch.is_ahead else shape, host
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""

@@ -72,7 +72,8 @@ class DraftingEngine(OverlappedEngine):
         decoding = self.scheduler.decoding
         if self.drafter is None or len(decoding) > MAX_SPECULATING:
             return []
-        promising = [sequence for sequence in decoding if sequence.may_draft and self.drafter.has_draft(sequence)]
+        has_draft = self.drafter.has_draft
+        promising = [s for s in decoding if not s.is_pausing and has_draft(s) and s.longest_draft > 0]
         return promising if len(promising) * SHARE >= len(decoding) else []
 
 
@@ -109,7 +110,7 @@ class SpeculativeEngine(DraftingEngine):
     def _make_drafts(self) -> bool:
         """Guess for every sequence that may. Returns whether there is a guess."""
         for sequence in self.scheduler.decoding:
-            sequence.draft = self.drafter.draft(sequence) if sequence.may_draft else []
+            sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
             del sequence.draft[sequence.longest_draft :]
         return any(sequence.draft for sequence in self.scheduler.decoding)
 

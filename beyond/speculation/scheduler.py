@@ -10,7 +10,7 @@ never learns of them, and the blocks that they needed are given back with them.
 
 from __future__ import annotations
 
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import DRAFT, SpeculativeSequence
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
 from stage_e_batching.scheduler import Scheduler
@@ -49,7 +49,7 @@ class DraftScheduler(Scheduler):
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """One row per decoding sequence, and one more for each token of its draft that there is room for."""
         super()._schedule_decodes(step)
-        if not any(sequence.draft for sequence in step.sequences):
+        if not any(map(DRAFT, step.sequences)):
             return
         spare = self._max_rows - len(step)
         sequences, starts = step.sequences, step.starts
