@@ -5,6 +5,9 @@ The tokens mean nothing then, and every step does the work that it would do with
 
 from __future__ import annotations
 
+import random
+import statistics
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -14,9 +17,13 @@ from torch import Tensor
 from beyond.speculation import LLM
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
+from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.step_input import StepInput
+
+RATE = 0.83  # of the tokens of the drafts
+PROMPT = 128  # tokens
 
 
 class ScriptedTable(TokenTable):
@@ -86,3 +93,15 @@ class ScriptedModelLLM(LLM):
         self._owed = self._owed % 1 + self._rate * len(draft)
         ids = [guess if i < int(self._owed) else (guess + 1) % 2 for i, guess in enumerate(draft)]
         return sampled._replace(token_ids=[*ids, 2])
+
+
+def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
+    """Seconds per token of one request, and tokens per step and request, while all decode."""
+    ids = random.Random(batch)
+    prompts = [[ids.randrange(llm.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+    before = replace(llm.engine.counters)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    steps = llm.engine.counters.num_steps - before.num_steps
+    prefill_steps = -(-batch * PROMPT // llm.options.max_num_batched_tokens)
+    seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
+    return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)

@@ -5,7 +5,6 @@ The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there
 
 from __future__ import annotations
 
-import random
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,8 @@ import torch
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption, device_name, timed, with_engine
-from benchmarks.micro._scripted import ScriptedLLM, ScriptedModelLLM
+from benchmarks.micro._draft_pair import PAIR, measure_pair, pair_table
+from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, run
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
@@ -24,9 +24,6 @@ from stage_a_naive.tutor import read_faq
 
 README = "beyond/speculation"
 MARKERS = ("speculation", "speculation-text", "speculation-floor", "speculation-pair")
-RATE, HALF = 0.83, 0.5  # of the tokens of the drafts
-PAIR, PAIR_DRAFT = ("random:qwen2.5-7b", "random:qwen2.5-0.5b"), 4  # a large and a small model; tokens
-PROMPT = 128  # tokens
 QUESTIONS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
@@ -55,7 +52,7 @@ def measure(
         )  # fmt: skip
     return {
         "model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text(),
-        **({"pair": measure_pair(*pair, tokens, repeats)} if pair else {}),
+        "tutor": measure_tutor(repeats), **({"pair": measure_pair(*pair, tokens, repeats)} if pair else {}),
     }  # fmt: skip
 
 
@@ -82,46 +79,6 @@ def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: in
     return rows
 
 
-def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
-    """Seconds per token of one request, and tokens per step and request, while all decode."""
-    ids = random.Random(batch)
-    prompts = [[ids.randrange(llm.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
-    before = replace(llm.engine.counters)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    steps = llm.engine.counters.num_steps - before.num_steps
-    prefill_steps = -(-batch * PROMPT // llm.options.max_num_batched_tokens)
-    seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
-    return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
-
-
-def measure_pair(model: str, draft_model: str, tokens: int, repeats: int) -> dict:
-    """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
-    limits = {"num_speculative_tokens": PAIR_DRAFT, "max_model_len": 2048, "max_num_seqs": 1,
-              "max_num_batched_tokens": 512, "enable_prefix_caching": False}  # fmt: skip
-    work = partial(measure_rates, tokens, repeats)
-    looked_up = with_engine(work, ScriptedLLM, model, **limits)
-    drafted = with_engine(work, ScriptedModelLLM, model, draft_model=draft_model, **limits)
-    return {"model": model, "draft_model": draft_model, "drafts": {"ngram": looked_up, "model": drafted}}
-
-
-def measure_rates(tokens: int, repeats: int, llm: ScriptedLLM | ScriptedModelLLM) -> dict:
-    """Seconds per token without drafts and by acceptance, in turns; of a draft; and of its verification."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    found: dict[float | None, list[tuple[float, float]]] = {None: [], RATE: [], HALF: []}
-    for _ in range(repeats + 1):
-        for rate, samples in found.items():
-            llm.script(rate)
-            samples.append(run(llm, 1, params))
-    rows = []
-    for rate, samples in found.items():
-        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
-        row = timed(list(seconds), drafts=llm.options.speculation, rate=rate)
-        rows.append(row | {"tokens_per_step": statistics.median(per_step)})
-    if isinstance(llm, ScriptedModelLLM):
-        return {"rows": rows} | {part: statistics.median(seconds) for part, seconds in llm.seconds.items()}
-    return {"rows": rows, "verification": statistics.median(rows[1]["samples"]) * rows[1]["tokens_per_step"]}
-
-
 def measure_text() -> list[dict]:
     """The tutor's own text: what look-up and the tutor's draft model gain. Steps and tokens are counts.
 
@@ -143,6 +100,25 @@ def measure_text() -> list[dict]:
         return rows
 
     return [row for drafts in NAMES for row in with_engine(ask, LLM, "tutor", speculation=drafts, max_num_seqs=8)]
+
+
+def measure_tutor(repeats: int) -> dict[str, list[float]]:
+    """Seconds per token of the tutor's answers by turns, without and with look-up, one question at a time.
+
+    They hardly repeat themselves, and on a GPU such a step is short: what the host does for drafts shows.
+    """
+    questions = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
+    found: dict[str, list[float]] = {"off": [], "ngram": []}
+
+    def ask(*engines: LLM) -> None:
+        for _ in range(repeats + 1):
+            for llm in engines:
+                answers = [llm.chat(question, GREEDY)[0] for question in questions]
+                found[llm.options.speculation].append(statistics.median(a["metrics"]["tpot"] for a in answers))
+
+    tutor = partial(LLM, "tutor", max_num_seqs=8, num_kvcache_blocks=64)  # two of them at the same time
+    with_engine(lambda off: with_engine(partial(ask, off), tutor), tutor, speculation="off")
+    return {kind: seconds[1:] for kind, seconds in found.items()}  # the first is the warm-up
 
 
 def medians_of(result: dict) -> dict[tuple[str, int, int], float]:
@@ -182,6 +158,12 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         f"On text that repeats nothing, looking costs at most {most_extra(result, 'looking', 'plain, noisy'):.1f} % of "
         f"the time per token; with drafts that are always wrong, at most {most_extra(result, 'wrong', 'plain'):.1f} %."
     )
+    if "tutor" in result:
+        off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
+        cost += (
+            f" The tutor, asked once, takes {number(looking)} ms per token with look-up and {number(off)} without "
+            f"({100 * (looking / off - 1):+.1f} %)."
+        )
     text = [
         [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
          f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
@@ -201,21 +183,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         "speculation-floor": floor_table(result) if "ceilings" in result else [],
         "speculation-pair": pair_table(result, **result["pair"]) if "pair" in result else [],
     }  # fmt: skip
-
-
-def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dict]) -> list[str]:
-    """What looked-up drafts and a small model's cost and gain at one request of a larger model."""
-    body, names = [], {"ngram": "look-up", "model": draft_model.removeprefix("random:")}
-    for kind, found in drafts.items():
-        seconds, rows = medians(found["rows"], "rate"), found["rows"]
-        even = seconds[RATE,] * rows[1]["tokens_per_step"] / seconds[None,] - 1
-        drafting = number(1e3 * found["drafting"]) if "drafting" in found else "in the verification"
-        per_token = " / ".join(number(1e3 * seconds[rate,]) for rate in (None, RATE, HALF))
-        body.append([names[kind], drafting, number(1e3 * found["verification"]), per_token, f"{even:.1f}"])
-    rates = f"without / {100 * RATE:.0f} % right / {100 * HALF:.0f} %"
-    heads = ["drafts from", f"ms to draft {PAIR_DRAFT}", "ms to verify", f"ms per token {rates}", "right to break even"]
-    note = f"{model.removeprefix('random:')}, one request, a prompt of {PROMPT}, {result['tokens']} tokens"
-    return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]
 
 
 def floor_table(result: dict) -> list[str]:
