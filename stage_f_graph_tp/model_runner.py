@@ -64,7 +64,11 @@ class GraphModelRunner(AsyncModelRunner):
                 if options.fused and options.tensor_parallel_size == 1 and (kernel := choose_decode_step(runtime)):
                     self.use_megakernel(kernel)
                 prefills = prefill_sizes(options.max_num_batched_tokens) if options.prefill_graphs else []
-                self.capture(GraphRecorder(runtime.device), capture_sizes(options.max_num_seqs), prefills)
+                self.capture(GraphRecorder(runtime.device), capture_sizes(self.most_decodes(options)), prefills)
+
+    def most_decodes(self, options: GraphOptions) -> int:
+        """Sequences of the largest decode step."""
+        return options.max_num_seqs
 
     def use_megakernel(self, kernel: Megakernel) -> None:
         """Run decode steps of a few requests as one launch of this kernel. Before `capture`."""
@@ -120,8 +124,11 @@ class GraphModelRunner(AsyncModelRunner):
         graphs.pad(self.buffers.next_host(shape), 0)
         megakernel.launch(1, self.buffers.send(shape))
 
-    def _decode(self, inputs: StepInput, shape: StepShape) -> DecodeResult:
-        hidden = self.forward(inputs, shape)
+    def _decode(self, inputs: StepInput, shape: StepShape) -> DecodeResult | Tensor:
+        return self.sample_and_keep(self.forward(inputs, shape), inputs, shape)
+
+    def sample_and_keep(self, hidden: Tensor, inputs: StepInput, shape: StepShape) -> DecodeResult:
+        """Sample every row of a recorded step's final states, for rows that ask for nothing special."""
         ids = self.sample_plain(hidden, inputs)
         self.keep(ids, inputs, shape)
         return DecodeResult(ids, hidden)
@@ -164,7 +171,13 @@ class GraphModelRunner(AsyncModelRunner):
     def _replay(self, recorded: Recorded, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         inputs = self.buffers.send(shape)
         recorded.replay()
-        count, result = len(sample_slots), recorded.result
+        return self.fetch_replayed(recorded.result, inputs, shape, sample_slots, needs)
+
+    def fetch_replayed(
+        self, result: DecodeResult, inputs: StepInput, shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> InFlight:
+        """Start the copy of the tokens that a replay has left, without those of padding rows."""
+        count = len(sample_slots)
         # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
         if needs & ~RANDOM:
             sampled = self.sample(result.hidden[:count], sample_slots, inputs, needs)

@@ -178,11 +178,15 @@ class RankRunner(GraphModelRunner):
         return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
 
     @contextmanager
-    def in_step(self, command: bytes) -> Iterator[None]:
-        """Send the others a command, and execute rank 0's part in the block. It must not be left while they wait."""
+    def in_step(self, command: bytes | None) -> Iterator[None]:
+        """Send the others a command, and execute rank 0's part in the block. It must not be left while they wait.
+
+        Without a command, the others know from an earlier one what to do.
+        """
         self._sampling_failed = False
         with interrupts_held(), self.workers.awaited():
-            self.workers.send(command)
+            if command is not None:
+                self.workers.send(command)
             try:
                 yield
             except BaseException as error:
@@ -213,6 +217,8 @@ class RankRunner(GraphModelRunner):
         return sampled
 
     def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
+        if self._sample_shards is None:
+            return super().sample_plain(hidden, inputs)
         return self._sample_shards(hidden, inputs.temperatures, inputs.noise_keys)
 
     def release(self) -> None:

@@ -55,7 +55,7 @@ def counted_row(work: str, batches: int) -> dict[str, object]:
 
 
 def make_llm(model: str, device: str, **options: object) -> LLM:
-    """An engine with all that its layout can use: one rank has graphs and the megakernel, stages have neither."""
+    """An engine with all that its layout can use: graphs everywhere, and the megakernel on one rank."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     more = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"num_kvcache_blocks": 512}
     return LLM(model, device=device, dtype=dtype, max_num_seqs=64, enable_prefix_caching=False, **more, **options)

@@ -10,6 +10,7 @@ the last one back to stage 0 `[samples, hidden]`, the rows that need the LM head
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,9 +52,16 @@ class Link(RankGroup):
         self._run("recv", [out], SENDER, 0)
         return out
 
+    def connect(self) -> None:
+        """Connect to the other rank, which calls it too."""
+        # PyTorch's warning that messages wait for the group's other operations: here there are none.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+        super().connect()
+
     def _connect_nccl(self) -> None:
         """Send something: NCCL connects two ranks at the first message between them."""
         torch.cuda.set_device(self.device)  # of this thread
+        self._group.eager_connect_single_device(self.device)  # else the first message would make another group
         x = torch.zeros(1, device=self.device)
         self._run(*(("send", [x], RECEIVER, 0) if self.rank == SENDER else ("recv", [x], SENDER, 0)))
         torch.cuda.synchronize(self.device)
@@ -88,7 +96,7 @@ class StageLinks:
         position: this rank's.
         rendezvous: of all ranks.
         device: this rank's.
-        row: an empty tensor `[0, hidden]` of the dtype of the hidden states.
+        states: `[rows, hidden]`, where hidden states are written that arrive: recorded steps read them there.
         workers: rank 0's handle on the others; None on the others.
         max_unsent: see `Link`.
     """
@@ -98,14 +106,14 @@ class StageLinks:
         position: Position,
         rendezvous: Rendezvous,
         device: torch.device,
-        row: Tensor,
+        states: Tensor,
         workers: Workers | None,
         max_unsent: int,
     ) -> None:
         self.stage = position.stage
         self.is_last = position.stage == position.num_stages - 1
         self.spans: Spans | None = None
-        self._row = row
+        self.states = states
         before = (self.stage - 1) % position.num_stages
 
         def link(number: int, rank: int) -> Link:
@@ -126,8 +134,8 @@ class StageLinks:
         self._out.send(x)
 
     def receive(self, rows: int) -> Tensor:
-        """Hidden states of the stage before, `[rows, hidden]`."""
-        x = self._in.receive(self._row.new_empty(rows, self._row.shape[1]))
+        """Hidden states of the stage before, `[rows, hidden]`. They are valid until the next are received."""
+        x = self._in.receive(self.states[:rows])
         if self.spans is not None:
             self.spans.begin()
         return x

@@ -18,7 +18,7 @@ import torch
 from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_runner import PipelineRunner
-from beyond.scale_out.stages import StageTensors, connect, layers_of, stage_config
+from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
 from stage_a_naive.loading import resolve
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
@@ -66,9 +66,10 @@ class PipelineJob(OneStageJob):
         position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
         part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
         group = RankGroup(part, device, workers)
-        row = torch.empty(0, config.hidden_size, dtype=getattr(torch, self.dtype), device=device)
+        rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
+        states = torch.zeros(rows, config.hidden_size, dtype=getattr(torch, self.dtype), device=device)
         # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
-        links = StageLinks(position, rendezvous, device, row, workers, max_unsent=options.batches_in_flight + 1)
+        links = StageLinks(position, rendezvous, device, states, workers, max_unsent=options.batches_in_flight + 1)
         check = (lambda: None) if workers is None else workers.check
         if workers is not None:
             workers.stop_waiting = stop_all([group, *links.links])
@@ -87,8 +88,8 @@ class PipelineJob(OneStageJob):
 
         def patch(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
             line = choose_layers(model, options, device, fused=options.fused)
-            connect(model, links)
-            return f"{position.num_stages} stages, without CUDA graphs; {line}"
+            replace_ends(model, links.states, links.stage == 0, links.is_last)
+            return f"{position.num_stages} stages; {line}"
 
         build = partial(build_stage, group=group, position=position)
         source, dtype = resolve(self.model), getattr(torch, self.dtype)

@@ -2,21 +2,25 @@
 
 Rank 0 sends every step's packed input to all ranks, as in stage F, and each runs its part of it in the order in which
 the steps were launched. A step's tokens are sampled when rank 0 waits for them: only then does stage 0 receive the last
-stage's hidden states. What the sampler needs of the step's input is copied until then, because the buffer on the device
+stage's hidden states. What the sampler needs of the step's input is kept until then, because the buffer on the device
 belongs to the next step already.
 
-Steps run without CUDA graphs, with stage F's fused layers on a GPU.
+Each stage records CUDA graphs of its own layers, for decode steps and for steps with prefill, and stage 0 also of the
+LM head and the sampler. Messages are received before a replay and sent after it: what is recorded reads and writes
+fixed addresses, but NCCL's calls stay outside.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from beyond.scale_out.links import StageLinks
 from beyond.scale_out.options import ScaleOutOptions
@@ -26,8 +30,9 @@ from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
+from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder, StepGraphs
 from stage_f_graph_tp.rank_runner import RELEASE_SECONDS, RankRunner, WatchedInFlight
-from stage_f_graph_tp.step_input import StepInput, StepShape
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_f_graph_tp.tensor_parallel import RankGroup, Workers
 
 SAMPLE = b"sample"  # the command to sample the oldest step, for the other ranks of stage 0
@@ -37,9 +42,10 @@ class Unsampled(NamedTuple):
     """A step on its way through the stages, and what its rows need of the sampler."""
 
     number: int
+    shape: StepShape  # without block tables
     sample_slots: np.ndarray
-    inputs: StepInput
     needs: int
+    data: bytes  # the packed input, without block tables
 
 
 class PipelineRunner(RankRunner):
@@ -64,28 +70,78 @@ class PipelineRunner(RankRunner):
         self.links = links
         self._num_steps = 0
         self._unsampled: deque[Unsampled] = deque()  # on stage 0, oldest first
+        self.head_graphs: StepGraphs | None = None  # on stage 0, of the LM head and the sampler
+        size = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
+        self._head_buffers = StepBuffers(size, runtime.device)
         # To the runner, `fused` means the megakernel, which is a whole model's; the fused layers are there already.
-        super().__init__(runtime, kv_cache, replace(options, fused=False, enforce_eager=True), group, workers)
+        super().__init__(runtime, kv_cache, replace(options, fused=False), group, workers)
         if options.trace and group.rank == 0:
             links.spans = Spans(f"{options.trace}.stage{links.stage}", runtime.device)
+
+    # ---- graphs ------------------------------------------------------------------------------------------------
+
+    def most_decodes(self, options: ScaleOutOptions) -> int:
+        return -(-options.max_num_seqs // options.batches_in_flight)
+
+    @torch.inference_mode()
+    def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
+        super().capture(record, sizes, prefills)
+        if self.links.stage == 0:
+            heads = StepGraphs([_without_tables(shape) for shape in self.graphs.shapes])
+            self._capture(record, heads, "the LM head and the sampler", self._head_body)
+            self.head_graphs = heads
+
+    def _decode(self, inputs: StepInput, shape: StepShape) -> Tensor:
+        """This stage's layers: what a decode graph is of."""
+        return self.forward(inputs, shape)
+
+    def _head_body(self, shape: StepShape) -> Body:
+        """Sampling of a decode step's states, on inputs that are all padding while it is recorded."""
+        self.graphs.pad(self._head_buffers.next_host(shape), 0)
+        inputs = self._head_buffers.send(shape)
+        return lambda: self.sample_and_keep(self.links.states[: shape.num_samples], inputs, shape)
+
+    def _report(self, line: str) -> None:
+        super()._report(f"stage {self.links.stage}: {line}")
+
+    # ---- a step ------------------------------------------------------------------------------------------------
 
     def launch(self, step: ScheduledStep) -> InFlight:
         """Send a step to all stages and run this one's layers; `wait` samples its tokens."""
         super().launch(step)
         return Returning(None, runner=self if any(step.samples) else None)
 
-    @torch.inference_mode()
     def execute(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
-        """Run this stage's layers, and hand on what comes of them."""
+        return self._run_layers(lambda inputs: self.forward(inputs, shape), shape, sample_slots, needs)
+
+    def _replay(self, recorded: Recorded, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
+        def run(inputs: StepInput) -> Tensor:
+            recorded.replay()
+            return recorded.result
+
+        return self._run_layers(run, shape, sample_slots, needs)
+
+    @torch.inference_mode()
+    def _run_layers(
+        self, run: Callable[[StepInput], Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> InFlight:
+        """Run this stage's layers, and hand on what comes of them. Hidden states of padding rows are sent too."""
         inputs, links, count = self.buffers.send(shape), self.links, len(sample_slots)
-        if links.spans and links.stage == 0:
+        if links.stage > 0:
+            links.receive(shape.num_tokens)
+        elif links.spans:
             links.spans.begin()
-        hidden = self.forward(inputs, shape)  # receives and sends, except around the ring
+        hidden = run(inputs)
         self._end_span("layers", shape.num_tokens, self._num_steps)
-        if count and links.is_last:
+        if not links.is_last:
+            links.send(hidden.clone())  # the next step writes over it
+        elif count:
             links.send(hidden.index_select(0, inputs.sample_tokens[:count]))
-        elif count and links.stage == 0:
-            self._unsampled.append(Unsampled(self._num_steps, sample_slots.copy(), _kept(inputs, count), needs))
+        if count and links.stage == 0:
+            shape = _without_tables(shape)
+            self._unsampled.append(
+                Unsampled(self._num_steps, shape, sample_slots.copy(), needs, self.buffers.packed(shape))
+            )
         self._num_steps += 1
         return InFlight(None)
 
@@ -103,7 +159,7 @@ class PipelineRunner(RankRunner):
             WorkerError: a rank died or failed, or the step took too long.
         """
         step = self._unsampled.popleft()
-        with self.in_step(SAMPLE):
+        with self.in_step(SAMPLE if self.group.size > 1 else None):
             sampled = self._sample(step)
         return WatchedInFlight(sampled.sampled, sampled.host_ids, sampled.arrived, self.workers).wait()
 
@@ -114,18 +170,28 @@ class PipelineRunner(RankRunner):
                 self.sample_oldest()
 
     def release(self) -> None:
+        self.head_graphs = None
         super().release()
         for link in self.links.links:
             link.wait_released(RELEASE_SECONDS)
 
     @torch.inference_mode()
     def _sample(self, step: Unsampled) -> InFlight:
-        """Receive the hidden states of a step's last tokens and sample, as `AsyncModelRunner.execute` does."""
-        hidden = self.links.receive(len(step.sample_slots))
-        sampled = self.sample(hidden, step.sample_slots, step.inputs, step.needs)
-        self.last_tokens.index_copy_(0, step.inputs.sample_slots, sampled.ids)
-        self._end_span("head", len(step.sample_slots), step.number)
-        return self.fetch(sampled)
+        """Receive the hidden states of a step's last tokens and sample, by a replay or eagerly."""
+        number, shape, sample_slots, needs, data = step
+        self._head_buffers.unpack(data)
+        inputs = self._head_buffers.send(shape)
+        hidden = self.links.receive(len(sample_slots))
+        graphs = self.head_graphs
+        if recorded := graphs and graphs.find(shape):
+            recorded.replay()
+            fetched = self.fetch_replayed(recorded.result, inputs, shape, sample_slots, needs)
+        else:
+            sampled = self.sample(hidden, sample_slots, inputs, needs)
+            self.keep(sampled.ids, inputs, shape)
+            fetched = self.fetch(sampled)
+        self._end_span("head", len(sample_slots), number)
+        return fetched
 
     def _end_span(self, work: str, tokens: int, step: int) -> None:
         if self.links.spans:
@@ -142,10 +208,6 @@ class Returning(InFlight):
         return Sampled([]) if self.runner is None else self.runner.sample_oldest()
 
 
-def _kept(inputs: StepInput, count: int) -> StepInput:
-    """A copy of what the sampler reads, of the rows that are sampled."""
-    return inputs._replace(
-        sample_slots=inputs.sample_slots[:count].clone(),
-        temperatures=inputs.temperatures[:count].clone(),
-        noise_keys=inputs.noise_keys[:count].clone(),
-    )
+def _without_tables(shape: StepShape) -> StepShape:
+    """A step's shape without block tables, which come last: the arrays before them keep their offsets."""
+    return shape._replace(table_width=0)

@@ -1,12 +1,14 @@
 """Which layers a stage has, and how stage D's model becomes a stage.
 
 A stage is stage D's model with fewer layers. Two of its parts are replaced once its weights are loaded: where a later
-stage would look up embeddings, it receives hidden states, and where an earlier one would apply the last norm, it sends
-them on. The model's `forward` stays what it is:
+stage would look up embeddings, it reads the hidden states that it has received, and where an earlier one would apply
+the last norm, it returns them as they are. The model's `forward` stays what it is:
 
-    x = embed_tokens(ids)      later stages: receive from the stage before
+    x = embed_tokens(ids)      later stages: the hidden states that have arrived
     x = layer(x) …             this stage's layers, with their own blocks of the KV cache
-    return norm(x)             all but the last stage: send to the next
+    return norm(x)             all but the last stage: x
+
+Receiving and sending are the runner's (`pipeline_runner.py`), so what a stage computes can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from beyond.scale_out.links import StageLinks
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource
@@ -99,31 +100,23 @@ class StageTensors:
 
 
 class Received(nn.Module):
-    """In place of the embedding: the hidden states that the stage before has sent, `[tokens, hidden]`."""
+    """In place of the embedding: the hidden states that the stage before has sent, `[tokens, hidden]`.
 
-    def __init__(self, links: StageLinks) -> None:
+    Args:
+        states: where they are written when they arrive, `[rows, hidden]`; the layers may write over them.
+    """
+
+    def __init__(self, states: Tensor) -> None:
         super().__init__()
-        self.links = links
+        self.states = states
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.links.receive(len(input_ids))
+        return self.states[: len(input_ids)]
 
 
-class Sent(nn.Module):
-    """In place of the last norm: send the hidden states `[tokens, hidden]` to the next stage."""
-
-    def __init__(self, links: StageLinks) -> None:
-        super().__init__()
-        self.links = links
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.links.send(x)
-        return x
-
-
-def connect(model: DecoderModel, links: StageLinks) -> None:
-    """Replace the parts of a built stage that another stage has instead."""
-    if links.stage > 0:
-        model.embed_tokens = Received(links)
-    if not links.is_last:
-        model.norm = Sent(links)
+def replace_ends(model: DecoderModel, states: Tensor, is_first: bool, is_last: bool) -> None:
+    """Replace the parts of a built stage that another stage has instead; see `Received` for `states`."""
+    if not is_first:
+        model.embed_tokens = Received(states)
+    if not is_last:
+        model.norm = nn.Identity()
