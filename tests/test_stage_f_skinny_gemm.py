@@ -20,7 +20,19 @@ pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if I
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # tokens, hidden, heads, KV heads, head_dim
 ATTENTION = [(1, 32, 2, 1, 16), (5, 56, 3, 3, 24), (17, 40, 4, 2, 64), (70, 24, 7, 1, 20)]
-REAL = [(9, 896, 14, 2, 64), (32, 1024, 16, 8, 128), (64, 2048, 32, 8, 64)]
+REAL = [(9, 896, 14, 2, 64), (32, 1024, 16, 8, 128), (64, 2048, 32, 8, 64), (32, 3584, 28, 4, 128)]
+# hidden, intermediate, heads, KV heads, head_dim: of a model, or of what each of two ranks has of it
+SMALL = {
+    "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
+    "qwen3-0.6b": (1024, 3072, 16, 8, 128),
+    "llama-3.2-1b": (2048, 8192, 32, 8, 64),
+}
+LARGE = {
+    "qwen2.5-7b": (3584, 18944, 28, 4, 128),
+    "half of qwen2.5-7b": (3584, 9472, 14, 2, 128),
+    "llama-3.1-8b": (4096, 14336, 32, 8, 128),
+    "half of llama-3.1-8b": (4096, 7168, 16, 4, 128),
+}
 EPS, HEAD_EPS = 0.1, 3.0  # large enough to be noticed
 
 
@@ -129,6 +141,82 @@ def check_chain(tokens, splits, device, dtype):
     close(gate_up_silu(stream, EPS, gate_up), F.silu(gate) * up, dtype)
 
 
+def chosen_tiles(hidden, intermediate, heads, kv_heads, head_dim):
+    """Of the four products of a layer, on the CPU: QKV, out, gate and up, down."""
+    from stage_f_graph_tp.kernels.skinny_gemm import choose_tiles
+
+    return [
+        choose_tiles((heads + 2 * kv_heads) * head_dim // 2, hidden, CPU),
+        choose_tiles(hidden, heads * head_dim, CPU, splits=True),
+        choose_tiles(intermediate, hidden, CPU),
+        choose_tiles(hidden, intermediate, CPU, splits=True),
+    ]
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The tiles' module, as if the CPU were an H200: multiprocessors, bytes of shared memory for loads."""
+    pytest.importorskip("triton")
+    from stage_f_graph_tp.kernels import skinny_gemm
+
+    monkeypatch.setattr(skinny_gemm, "_chip", lambda device: (132, 211 << 10))
+    return skinny_gemm
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_programs_of_small_models_run_at_once_where_tiles_may_be_small_enough(model, h200):
+    hidden, intermediate, heads, kv_heads, head_dim = SMALL[model]
+    pairs = (heads + 2 * kv_heads) * head_dim // 2
+    for tiles, rows in zip(chosen_tiles(*SMALL[model]), (pairs, hidden, intermediate, hidden), strict=True):
+        fits = [height for height in (16, 32) if -(-rows // height) * tiles.splits <= 132]
+        assert tiles == h200.Tiles(min(fits, default=64), tiles.splits)
+    found = [tiles.splits for tiles in chosen_tiles(*SMALL[model])]
+    assert found == [1, 2 if model == "qwen3-0.6b" else 1, 1, {896: 8, 1024: 4, 2048: 4}[hidden]]
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+@pytest.mark.parametrize("model", LARGE)
+def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and_a_mailbox(model, tokens, h200):
+    from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
+
+    hidden, intermediate, *_ = LARGE[model]
+    qkv, out, gate_up, down = chosen_tiles(*LARGE[model])
+    assert (qkv.rows, gate_up.rows, out.rows, down.rows) == (32, 32, 64, 64)  # pairs, or rows
+    for tiles, programs in (qkv, 0), (out, 2 * hidden / 64), (gate_up, intermediate / 32), (down, 2 * hidden / 64):
+        settings = h200._settings(tokens, torch.bfloat16, CPU, 64, hidden, tiles.stages)
+        block_m, stages = settings["BLOCK_M"], settings["num_stages"]
+        share = 2 if programs > 3 * 132 else 1  # programs of a multiprocessor
+        assert stages == tiles.stages and share * stages * (64 + block_m) * 256 <= 211 << 10
+        assert share == 2 or 2 * stages * (64 + block_m) * 256 > 211 << 10, "memory for more loads is left"
+        assert tiles.splits == 1 or 4 * 64 * block_m <= SLOT.value and hidden / 64 <= PROGRAMS.value
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("rows", [32, 64])
+def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows, tmp_path, monkeypatch):
+    """Lower tiles by instructions that read the weights from registers. Compiling needs no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from stage_f_graph_tp.kernels.skinny_gemm_kernels import product_add_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"SIZE": 3584, "OUT_SIZE": 3584, "SPLITS": 2, "BLOCK_N": rows, "RANK": 0, "RANKS": 1, "PDL": True}
+    constants |= {"BLOCK_M": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
+    types = dict.fromkeys(product_add_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("x", "weight", "residual"), "*bf16") | dict.fromkeys(("squares", "partial"), "*fp32")
+    types |= dict.fromkeys(("arrival_counters", "peers"), "*i32")
+    index = product_add_kernel.arg_names.index
+    aligned = [name for name, kind in types.items() if kind.startswith("*")] + ["x_stride", "residual_stride"]
+    source = ASTSource(
+        product_add_kernel, types, {(index(name),): value for name, value in constants.items()},
+        {(index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 8}).asm["ptx"]
+    assert ("wgmma.mma" in found) == (rows == 64) and ("mma.sync" in found) == (rows == 32)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
@@ -149,6 +237,17 @@ def test_interpreted_every_tile_gives_the_same(rows):
     check_qkv(17, 40, 4, 2, 64, True, False, CPU, F32, Tiles(rows))
     check_qkv(5, 56, 3, 3, 24, False, True, CPU, F32, Tiles(rows))
     check_gate_up(5, 72, 40, CPU, F32, Tiles(rows))
+
+
+@interpreted
+def test_interpreted_tiles_of_large_models_give_the_same(monkeypatch):
+    from stage_f_graph_tp.kernels import skinny_gemm
+
+    monkeypatch.setattr(skinny_gemm, "_LARGE_HIDDEN", 72)
+    check_qkv(17, 72, 4, 2, 64, True, False, CPU, F32)
+    check_gate_up(5, 72, 40, CPU, F32)
+    check_product_add(5, 300, 72, None, CPU, F32)
+    assert skinny_gemm.choose_tiles(72, 300, CPU, splits=True).splits == 2, "and not what a small model's are"
 
 
 @interpreted
@@ -208,7 +307,8 @@ def test_on_a_gpu_qkv_is_the_definition(shape, bias, head_norm, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate"), [(5, 72, 40), (16, 896, 4864), (48, 1024, 3072), (64, 2048, 8192)]
+    ("tokens", "hidden", "intermediate"),
+    [(5, 72, 40), (16, 896, 4864), (48, 1024, 3072), (64, 2048, 8192), (1, 3584, 9472), (32, 3584, 18944)],
 )
 def test_on_a_gpu_gate_and_up_are_the_definition(tokens, hidden, intermediate, dtype):
     check_gate_up(tokens, hidden, intermediate, CUDA, dtype)
@@ -218,7 +318,8 @@ def test_on_a_gpu_gate_and_up_are_the_definition(tokens, hidden, intermediate, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("splits", [None, 1, 4])
 @pytest.mark.parametrize(
-    ("tokens", "in_features", "out_features"), [(5, 72, 40), (16, 4864, 896), (33, 2048, 1024), (64, 896, 896)]
+    ("tokens", "in_features", "out_features"),
+    [(5, 72, 40), (16, 4864, 896), (33, 2048, 1024), (64, 896, 896), (1, 1792, 3584), (32, 18944, 3584)],
 )
 def test_on_a_gpu_product_and_sum_are_the_definition(tokens, in_features, out_features, splits, dtype):
     check_product_add(tokens, in_features, out_features, splits, CUDA, dtype)

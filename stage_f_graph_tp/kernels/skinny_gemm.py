@@ -49,7 +49,7 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
 
 SKINNY_GEMM_MAX_TOKENS = 32  # up to here these kernels were measured faster than library products with kernels between
 _COLUMNS = 128  # of 16-bit weights, loaded together
-_STAGES = 6  # such loads in flight, shared memory permitting
+_LARGE_HIDDEN = 3584  # the smallest hidden size that other tiles were measured faster for
 
 
 class Stream(NamedTuple):
@@ -66,10 +66,12 @@ class Tiles:
     Attributes:
         rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
         splits: split-K, the number of parts that the weight's columns are cut into.
+        stages: loads in flight, shared memory permitting.
     """
 
     rows: int
     splits: int = 1
+    stages: int = 6
 
 
 def sum_squares(x: Tensor) -> Stream:
@@ -120,7 +122,7 @@ def qkv_rotate(
     k_cache, v_cache = layer_cache
     kv_heads, head_dim = k_cache.shape[2:]
     heads, half = num_heads + 2 * kv_heads, head_dim // 2
-    tiles = tiles or Tiles(_tile_rows(heads * half, 1, weight.device))
+    tiles = tiles or choose_tiles(heads * half, hidden, weight.device)
     whole = _power_of_2(half)
     pairs = max(16, whole if head_norm is not None else min(tiles.rows, whole))
     query = torch.empty(tokens, num_heads, head_dim, dtype=stream.x.dtype, device=stream.x.device)
@@ -133,7 +135,7 @@ def qkv_rotate(
         head_weight, head_eps,
         SIZE=hidden, PARTS=_power_of_2(parts), HEADS=num_heads, KV_HEADS=kv_heads, HALF=half, PAIRS=pairs,
         HAS_BIAS=bias is not None, HAS_NORM=head_norm is not None,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden),
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages),
     )  # fmt: skip
     return query
 
@@ -152,13 +154,13 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     """
     tokens, hidden = stream.x.shape
     intermediate = weight.shape[0] // 2
-    rows = (tiles or Tiles(_tile_rows(intermediate, 1, weight.device))).rows
+    tiles = tiles or choose_tiles(intermediate, hidden, weight.device)
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
-    gate_up_silu_kernel[ceil_div(intermediate, rows), ceil_div(tokens, _token_block(tokens))](
+    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, _token_block(tokens))](
         stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight, out,
-        SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=rows,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * rows, hidden),
+        SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=tiles.rows,
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages),
     )  # fmt: skip
     return out
 
@@ -180,9 +182,7 @@ def product_add(
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
-    if tiles is None:
-        splits = min(8, _power_of_2(ceil_div(in_features, out_features)))
-        tiles = Tiles(_tile_rows(out_features, splits, weight.device), splits)
+    tiles = tiles or choose_tiles(out_features, in_features, weight.device, splits=True)
     block_m = _token_block(tokens)
     blocks = ceil_div(out_features, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
@@ -199,24 +199,35 @@ def product_add(
         x, x.stride(0), tokens, weight, residual, residual.stride(0), squares, partial, arrival_counters,
         arrival_counters if peers is None else peers.addresses, SIZE=in_features, OUT_SIZE=out_features,
         SPLITS=tiles.splits, BLOCK_N=tiles.rows, RANK=peers.rank if peers else 0, RANKS=peers.size if peers else 1,
-        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits)),
+        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages),
     )  # fmt: skip
     return Stream(residual, squares)
 
 
-def _tile_rows(rows: int, splits: int, device: torch.device) -> int:
-    """Choose the smallest tile whose programs all run at once, one per multiprocessor; 64 rows at most.
+def choose_tiles(rows: int, columns: int, device: torch.device, splits: bool = False) -> Tiles:
+    """Choose the tiles that were measured fastest on an H200.
 
-    On an H200, a search over tiles of 16, 32 and 64 rows found the same for every product of both reference models.
+    `rows`: of the weight, or pairs of rows. `splits`: the product can split the columns (`product_add`).
+
+    Small models: the smallest tile whose programs all run at once, one per multiprocessor; 64 rows at most. Large ones:
+    64 weight rows (or 32 pairs), what Hopper's tensor cores multiply in one instruction, straight from shared memory.
+    Two splits of 3,584 or 4,096 rows fill the chip. Of more than three programs per multiprocessor, two run together,
+    so that one multiplies while the other waits: each has memory for fewer loads.
     """
+    sm_count = _chip(device)[0]
+    if (rows if splits else columns) >= _LARGE_HIDDEN:
+        return Tiles(64, splits=2, stages=8) if splits else Tiles(32, stages=4 if rows > 3 * 32 * sm_count else 8)
+    parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
     for height in (16, 32):
-        if ceil_div(rows, height) * splits <= _chip(device)[0]:
-            return height
-    return 64
+        if ceil_div(rows, height) * parts <= sm_count:
+            return Tiles(height, parts)
+    return Tiles(64, parts)
 
 
 @lru_cache(maxsize=256)
-def _settings(tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int) -> dict[str, object]:
+def _settings(
+    tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int
+) -> dict[str, object]:
     """Launch settings of all kernels. `height`: weight rows of a tile; `size`: columns that a program goes over."""
     block_m = _token_block(tokens)
     columns = _COLUMNS * 2 // dtype.itemsize
@@ -226,7 +237,7 @@ def _settings(tokens: int, dtype: torch.dtype, device: torch.device, height: int
         "BLOCK_K": max(16, min(columns, _power_of_2(size))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 per thread at 4096 and 4 warps
-        "num_stages": max(2, min(_STAGES, _chip(device)[1] // stage_bytes)),
+        "num_stages": max(2, min(stages, _chip(device)[1] // stage_bytes)),
     } | pdl_settings(device)
 
 
