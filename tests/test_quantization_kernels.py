@@ -26,6 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 EPS = 0.1  # large enough to be noticed
 PRODUCTS = [(1, 32, 48), (5, 200, 40), (67, 136, 20)]  # tokens, in features, out features
 REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864), (8, 3584, 18944), (32, 3584, 4608)]
+LARGE = [(16, 18944, 3584), (32, 3584, 18944), (64, 3584, 18944), (128, 18944, 3584), (300, 3584, 4608)]
 # query lengths, context lengths; heads, KV heads, head_dim
 BATCHES = {
     "decode": ([1, 1, 1, 1], [1, 15, 16, 37]),
@@ -60,7 +61,7 @@ def make_weight(rows, columns, name, group, device, dtype):
     return weight, dequantize_matrix(weight, torch.float64, group)
 
 
-def check_products(tokens, in_features, out_features, name, group, device, dtype, splits=1, slices=1):
+def check_products(tokens, in_features, out_features, name, group, device, dtype, tiles=None):
     """The four products of a layer, with random tokens and weights."""
     from beyond.quantization import products
 
@@ -68,9 +69,6 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     x = torch.randn(tokens, in_features + 3, device=device).to(dtype)[:, :in_features]
     gain, bias = torch.rand(in_features, device=device).to(dtype), torch.randn(out_features, device=device).to(dtype)
     weight, exact = make_weight(out_features, in_features, name, group, device, dtype)
-    tiles = None
-    if splits * slices > 1:
-        tiles = products.Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, splits, slices)
     close(products.product(x, weight, bias, tiles), x.double() @ exact.t() + bias.double(), dtype)
     close(products.dequantize(weight, dtype), exact, dtype)
 
@@ -94,6 +92,14 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     expected = residual.double() + x.double() @ exact.t()
     assert products.product_add(x, weight, residual, None, counters, tiles) is residual  # the last layer's: no norm
     close(residual, expected, dtype)
+
+
+def check_small_tiles(*shape, splits, slices):
+    """The same with tiles of 16 rows."""
+    from beyond.quantization.tiles import Tiles
+
+    columns, warps = slices * (shape[4] or 16), 4 if slices == 1 else slices
+    check_products(*shape, Tiles(16, columns, warps, 2, splits, slices))
 
 
 def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_size, device, dtype):
@@ -204,7 +210,20 @@ def test_interpreted_products_are_the_definition(shape, name, group):
 @pytest.mark.parametrize(("splits", "slices"), [(2, 1), (2, 4)])
 @pytest.mark.parametrize("group", [None, 128])
 def test_interpreted_split_k_gives_the_same(group, splits, slices):
-    check_products(5, 300, 40, "int8", group, CPU, F32, splits, slices)
+    check_small_tiles(5, 300, 40, "int8", group, CPU, F32, splits=splits, slices=slices)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
+def test_interpreted_tiles_of_large_matrices_give_the_same(tokens):
+    """Those that Qwen2.5-7B's down product, and its gate and up, have with so many tokens."""
+    from beyond.quantization.tiles import _measured_tiles, token_block
+
+    block_m = token_block(tokens)
+    for rows, columns, height, splits in (3584, 18944, 1, True), (18944, 3584, 2, False):
+        tiles = _measured_tiles(rows, columns, block_m, height, splits, 132)
+        if tiles is not None:  # down has a general rule's with 32 and 64
+            check_products(tokens - 3, 600, 80, "int8", None, CPU, F32, tiles)
 
 
 @interpreted
@@ -315,7 +334,8 @@ def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, gro
 
     monkeypatch.setattr(module, "_chip", lambda device: (132, 233472))  # multiprocessors, bytes of shared memory
     choose = module.choose_tiles.__wrapped__
-    for rows, columns in [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584), (4864, 896)]:
+    matrices = [(1152, 896), (896, 4864), (4608, 3584), (3584, 18944), (152064, 3584), (4864, 896), (4096, 14336)]
+    for rows, columns in matrices:
         for height, splits in (1, False), (2, False), (1, True):
             tiles = choose(rows, columns, tokens, 2, group, CUDA, height, splits)
             assert tiles.slices in (1, tiles.warps), "every warp has a slice, or none has"
@@ -329,6 +349,20 @@ def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, gro
             assert tiles.splits == 1 or splits and programs <= fused_layers.MAX_TILES
             cut = tiles.splits == 8 or columns // (tiles.columns * tiles.splits) < 4  # as far as it may be
             assert not splits or cut or programs * tiles.splits >= 132
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 65, 128])
+def test_two_programs_with_many_rows_of_a_large_matrix_share_a_multiprocessors_memory(tokens, monkeypatch):
+    """One converts weights while the other multiplies. A stage less than was asked for is allocated."""
+    pytest.importorskip("triton")
+    from beyond.quantization import tiles as module
+
+    monkeypatch.setattr(module, "_chip", lambda device: (132, 233472))
+    block_m = module.token_block(tokens)
+    for rows, columns, height, splits in (18944, 3584, 2, False), (37888, 3584, 1, False), (3584, 18944, 1, True):
+        tiles = module.choose_tiles.__wrapped__(rows, columns, tokens, 2, 0, CUDA, height, splits)
+        assert tiles.rows * height == 64 and tiles.warps == 4, "a warp group's instruction is 64 high"
+        assert 2 * (tiles.stages - 1) * (64 + 2 * block_m) * tiles.columns <= 233472
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
@@ -362,7 +396,7 @@ def test_compiled_for_hopper_no_value_is_read_from_shared_memory_by_the_byte(sto
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "group"), [("int8", None), ("int8", 128), ("fp8", None)])
-@pytest.mark.parametrize("shape", [*PRODUCTS[1:], *REAL], ids=str)
+@pytest.mark.parametrize("shape", [*PRODUCTS[1:], *REAL, *LARGE], ids=str)
 def test_on_a_gpu_products_are_the_definition(shape, name, group):
     check_products(*shape, name, group, CUDA, torch.bfloat16)
 
@@ -379,7 +413,7 @@ def test_on_a_gpu_products_are_the_definition_in_other_dtypes(group, dtype):
 @pytest.mark.parametrize(("splits", "slices"), [(4, 1), (1, 2), (2, 4)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_a_gpu_split_k_gives_the_same(name, group, splits, slices):
-    check_products(5, 4864, 896, name, group, CUDA, torch.bfloat16, splits, slices)
+    check_small_tiles(5, 4864, 896, name, group, CUDA, torch.bfloat16, splits=splits, slices=slices)
 
 
 @pytest.mark.gpu

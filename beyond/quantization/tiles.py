@@ -10,6 +10,8 @@ import triton
 
 from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
 
+_LARGE_COLUMNS = 3584  # from here on, tiles for more than 8 tokens were measured (Qwen2.5-7B)
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -78,19 +80,31 @@ def _measured_tiles(
 ) -> Tiles | None:  # fmt: skip
     """The fastest tiles for a matrix with enough rows and even columns, if they were looked for.
 
-    Up to 8 tokens, on an H200, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind another
-    product, whose last programs still run. 17 to 32 tokens: the QKV product alone.
+    Measured on an H200. Up to 8 tokens, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind
+    another product, whose last programs still run. More tokens: its products alone.
     """
     if columns % 512 or rows * height < 16 * sm_count:
         return None
-    if block_m == 8 and splits and rows < 64 * sm_count:
+    is_wide = not splits and rows * height >= 128 * sm_count  # gate and up, LM head
+    is_small = rows * height < 64 * sm_count  # the others
+    if block_m == 8 and splits and is_small:
         return Tiles(16, 128, warps=1, stages=8, splits=4)
-    if block_m == 8 and not splits and rows * height >= 128 * sm_count:
+    if block_m == 8 and is_wide:
         return Tiles(32 // height, 256, warps=2, stages=4, slices=2)
     if block_m == 8 and not splits and height == 1:
         return Tiles(16, 512, warps=2, stages=4, slices=2)
-    if block_m == 32 and height == 1 and not splits and rows < 64 * sm_count:
+    if block_m == 32 and height == 1 and not splits and is_small:
         return Tiles(32, 512, warps=4, stages=3, slices=4)
+    if columns < _LARGE_COLUMNS:
+        return None
+    if block_m == 16 and is_small:
+        return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
+    if block_m <= 64 and is_wide:
+        return Tiles(64 // height, 128, warps=2 if block_m == 16 else 4, stages=3)
+    if block_m == 128:
+        parts = (4 if columns > 2 * rows else 2) if splits and is_small else 1
+        programs = ceil_div(rows * height, 64) * parts
+        return Tiles(64 // height, 128, warps=4, stages=3 if programs > sm_count else 4, splits=parts)
     return None
 
 
