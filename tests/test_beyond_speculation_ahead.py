@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 from test_stage_f_graphs import EagerRecorder
 from torch import Tensor
 
+import beyond.speculation
 import stage_e_batching
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
@@ -275,6 +280,41 @@ def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
     # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
     # is known.
     assert counters.num_verifications == 12 and counters.num_draft_tokens == 12 * DRAFT
+
+
+def calls_of_package(run: Callable[[], object]) -> int:
+    """Calls of functions in the files of `beyond/speculation` during a run."""
+    folder, counted = Path(beyond.speculation.__file__).parent, Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            counted[frame.f_code] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return sum(calls for code, calls in counted.items() if Path(code.co_filename).parent == folder)
+
+
+@pytest.mark.parametrize(("pausing", "calls_per_request"), [(True, 2), (False, 4)])
+def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request, monkeypatch):
+    monkeypatch.setattr(TokenTable, "enter", None)
+    monkeypatch.setattr(TokenTable, "resolve", None)
+    for running in (1, 4):
+        engine = make_engine(**POOL | {"num_blocks": 400})
+        engine.drafter = NgramDrafter(DRAFT, size=12)
+        for i in range(running):
+            engine.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
+        for _ in range(5):
+            engine.step()
+        for sequence in engine.scheduler.decoding:
+            sequence.resume_at = 1000 if pausing else 0
+        calls = sum(calls_of_package(engine.step) for _ in range(10))
+        assert len(engine.scheduler.decoding) == running and engine.counters.num_draft_tokens == 0
+        assert calls <= 10 * (18 + running * calls_per_request)
 
 
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
