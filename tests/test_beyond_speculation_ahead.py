@@ -304,7 +304,7 @@ def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_r
     monkeypatch.setattr(TokenTable, "enter", None)
     monkeypatch.setattr(TokenTable, "resolve", None)
     for running in (1, 4):
-        engine = make_engine(**POOL | {"num_blocks": 400})
+        engine = make_engine(**POOL | {"block_size": 128})  # no request gets another block
         engine.drafter = NgramDrafter(DRAFT, size=12)
         for i in range(running):
             engine.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
