@@ -1,7 +1,7 @@
 """An open-loop load on a server: requests arrive when they arrive, whether or not the earlier ones are answered.
 
     make serve STAGE=e &
-    python -m benchmarks.serve --request-rate 8 --num-prompts 200 --goodput ttft:200 tpot:50
+    python -m benchmarks.serve --request-rate 4 --num-prompts 100 --goodput ttft:200 tpot:50
 
 A *closed* loop (a client that asks again once it is answered) slows down with the server and so hides its queue. People
 do not wait for one another: their requests come at random times, as a Poisson process. The figures have the names and
@@ -70,19 +70,22 @@ async def stream_completion(url: str, body: dict[str, object], answer: Answer, a
             return
         pending = b""
         while size := int(await reader.readline(), 16):  # of a chunk, which may end within an event
-            pending += (await reader.readexactly(size + 2))[:-2]
+            pending = (pending + (await reader.readexactly(size + 2))[:-2]).replace(b"\r\n", b"\n")
             *events, pending = pending.split(b"\n\n")
             for event in events:
                 _note(event, answer)
+        if not answer.arrivals and not answer.error:
+            answer.error = "no token came"
     finally:
         writer.close()
 
 
 def _note(event: bytes, answer: Answer) -> None:
-    if not event.startswith(b"data: {"):
+    data = event.removeprefix(b"data:").lstrip()
+    if not data.startswith(b"{"):  # a comment, or the word at the end
         return
     now = time.perf_counter()
-    message = json.loads(event[6:])
+    message = json.loads(data)
     if "error" in message:
         answer.error = message["error"]["message"]
     elif message.get("choices"):
@@ -223,11 +226,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--num-prompts, --request-rate, --burstiness and --output-len must be above 0")
         if not 0 <= args.prefix_len < args.input_len:
             raise ValueError("--prefix-len must be less than --input-len")
+        if not args.url.startswith("http://"):
+            raise ValueError(f"--url must begin with http://, got {args.url}")
         headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
         with urlopen(Request(f"{args.url}/v1/models", headers=headers), timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = "; --url takes a server's address without a path" if isinstance(error, OSError) else ""
+        print(f"error: {getattr(error, 'reason', error)}{hint}", file=sys.stderr)
         return 2
     fixed = {"model": model, "max_tokens": args.output_len, "temperature": 0, "ignore_eos": True}
     prompts = make_prompts(args.num_prompts, args.input_len, args.prefix_len, args.seed)

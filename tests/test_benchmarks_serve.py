@@ -59,10 +59,8 @@ def test_a_goal_that_is_none_is_refused(word):
     assert read_goal("e2el:1.5") == ("e2el", 1.5)
 
 
-def test_events_are_found_wherever_the_network_cuts_them():
-    event = b'data: {"choices": [{"text": "x"}]}\n\n'
-    usage = b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
-    body = event + event[:9], event[9:] + event, usage
+def ask_a_server_that_sends(*body: bytes) -> Answer:
+    """What is noted of an answer whose chunks are these."""
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
 
     async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,8 +74,20 @@ def test_events_are_found_wherever_the_network_cuts_them():
             await stream_completion(f"http://127.0.0.1:{port}", {}, found)
             return found
 
-    found = asyncio.run(ask())
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("field", "end"), [(b"data: ", b"\n"), (b"data:", b"\r\n")], ids=["vLLM's", "others'"])
+def test_events_are_found_wherever_the_network_cuts_them_and_however_servers_write_them(field, end):
+    event = field + b'{"choices": [{"text": "x"}]}' + 2 * end
+    usage = field + b'{"choices": [], "usage": {"completion_tokens": 3}}' + 2 * end + field + b"[DONE]" + 2 * end
+    comment = b": still there" + 2 * end
+    found = ask_a_server_that_sends(event + event[:9], event[9:-1], event[-1:] + event, comment + usage)
     assert (len(found.arrivals), found.num_tokens, found.error) == (3, 3, "")
+
+
+def test_an_answer_without_any_token_says_so():
+    assert ask_a_server_that_sends(b"data: [DONE]\n\n").error == "no token came"
 
 
 def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
@@ -104,4 +114,5 @@ def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
         assert main([*load, "--prefix-len", "20"]) == 2
     assert_idle(llm)
     llm.close()
-    assert main(load) == 2 and "error: " in capsys.readouterr().err  # nobody listens any more
+    assert main(load) == 2 and "Connection refused; --url takes" in capsys.readouterr().err
+    assert main(["--url", "https://127.0.0.1"]) == 2 and "must begin with http://" in capsys.readouterr().err
