@@ -26,7 +26,6 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from stage_a_naive.outputs import Request
-from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.step import ScheduledStep
 from stage_e_batching.waiting_order import Priority
@@ -36,23 +35,23 @@ ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched
 
 
 class Returning:
-    """A step's tokens, which are sampled when they are waited for."""
+    """A step on its way through the stages."""
 
     def __init__(self, runner: StagesRunner, step: ScheduledStep, late: LateTokens, tokens: list[int]) -> None:
         self.runner, self.late, self.done = runner, late, False
         self.rows = [(e.sequence, e.sequence.batch_slot) for e in step if e.samples]
         self.tokens = tokens
 
-    def wait(self) -> Sampled:
+    def sample(self) -> LateTokens:
         self.done = True
         for (sequence, slot), token in zip(self.rows, self.tokens, strict=True):
             assert self.runner.occupants[slot] is sequence, "the sampler's row belongs to another request already"
             self.runner.last_tokens[slot] = token
-        return self.late.wait()
+        return self.late
 
 
 class StagesRunner(FakeRunner):
-    """The fake model on stages: a step's layers run when it is launched, its sampler when it is waited for."""
+    """The fake model on stages: a step's layers run when it is launched, its sampler when the engine asks for it."""
 
     def __init__(self, scheduler: PipelineScheduler, fail_at: frozenset[int] = frozenset()) -> None:
         super().__init__(scheduler, fail_at)
@@ -61,7 +60,7 @@ class StagesRunner(FakeRunner):
 
     def launch(self, step: ScheduledStep) -> Returning:
         assert not any(not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
-                       for other in self.in_flight), "a sequence ran before its last token was known"  # fmt: skip
+                       for other in self.in_flight), "a sequence ran before its last token was sampled"  # fmt: skip
         self.occupants |= {sequence.batch_slot: sequence for sequence in step.admitted}
         known = list(self.last_tokens)
         late = super().launch(step)
@@ -74,7 +73,7 @@ class StagesRunner(FakeRunner):
         for step in self.in_flight:
             if not step.done:
                 with suppress(RuntimeError):
-                    step.wait()
+                    step.sample().wait()
         self.in_flight.clear()
 
 
@@ -144,7 +143,7 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_also_where_the_order
 def test_chunks_of_a_prompt_are_in_flight_together():
     engine = make_pipeline(**ROOMY | {"max_num_batched_tokens": 8})
     engine.add_request(make_request(0, [3] * 24, 1), streams=False)
-    for expected in ([False], [False, False], [True, False, False]):  # three batches: the third waits for the first
+    for expected in ([False], [False] * 2, [False] * 3, [True, False, False]):  # after three the first is sampled
         engine.step()
         assert [step.done for step in engine.runner.in_flight] == expected
 

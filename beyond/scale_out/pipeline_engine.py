@@ -1,44 +1,74 @@
 """The engine's loop with as many batches in flight as there are stages.
 
-    schedule and launch batch n  ->  wait for the tokens of batch n - m + 1  ->  postprocess them
+    sample batch n - m  ->  schedule and launch batch n  ->  wait for the tokens of batch n - m  ->  postprocess them
 
-Stage F's overlapped engine launches a step before the tokens of the one before have arrived, and lets every sequence
-run in both. Here the batches in flight have different sequences (`pipeline_scheduler.py`), so no token is computed in
-vain when a request ends.
+A batch is sampled on the device, where the next one that runs its sequences reads the tokens. So that one is launched
+before the tokens have arrived on the host, as in stage F: while the CPU takes them in, the GPU has the next batch.
+The batches that have not been sampled have different sequences (`pipeline_scheduler.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
+from beyond.scale_out.pipeline_scheduler import PipelineSequence
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.overlap import OverlappedEngine
 
+if TYPE_CHECKING:  # one rank needs no torch.distributed
+    from beyond.scale_out.pipeline_runner import Returning
+
 
 class PipelineEngine(OverlappedEngine):
     """Stage F's engine, several batches ahead of the tokens."""
 
+    sequence_class = PipelineSequence
+
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
-        self._launched: deque[tuple[ScheduledStep, InFlight]] = deque()  # oldest first
+        self._launched: deque[tuple[ScheduledStep, Returning]] = deque()  # and not sampled yet, oldest first
 
     def run_step(self) -> None:
-        """Launch the next batch, and take in the tokens of the oldest if enough are in flight."""
+        """Sample the oldest batch if enough are in flight, launch the next, then take in the oldest one's tokens."""
+        scheduler, oldest = self.scheduler, None
+        if len(self._launched) >= scheduler.num_micro_batches or not scheduler.has_ready():
+            oldest = self._sample_oldest()
         step = self.schedule()
         if step.sequences:
             self._launched.append((step, self.runner.launch(step)))
             self._count_in_flight(step)
-        else:  # all sequences are in flight, or there are none
+        else:  # what waits does not fit, or there is nothing
             self.postprocess(step, Sampled([]))
-        if self._launched and (not step.sequences or len(self._launched) >= self.scheduler.num_micro_batches):
-            oldest, tokens = self._launched.popleft()
-            self._take_in(oldest, tokens.wait())
-            self.scheduler.release_slots()
+            oldest = oldest or self._sample_oldest()
+        if oldest:
+            self._take_in(oldest[0], oldest[1].wait())
+            scheduler.release_slots()
+
+    def _sample_oldest(self) -> tuple[ScheduledStep, InFlight] | None:
+        """Launch the sampling of the oldest batch: its sequences can run again. None if no batch is in flight."""
+        if not self._launched:
+            return None
+        step, states = self._launched.popleft()
+        sampled = states.sample()
+        for sequence, samples in zip(step.sequences, step.samples, strict=True):
+            if samples:
+                sequence.is_unsampled = False
+        return step, sampled
+
+    def _count_in_flight(self, step: ScheduledStep) -> None:
+        super()._count_in_flight(step)
+        for sequence, samples in zip(step.sequences, step.samples, strict=True):
+            if samples:
+                sequence.is_unsampled = True
 
     def _recover(self) -> None:
         """Also discard the batches in flight: their tokens are invalid, like their blocks."""
+        for step, _ in self._launched:
+            for sequence in step.sequences:
+                sequence.is_unsampled = False
         self._launched.clear()
         try:
             self.runner.discard_in_flight()

@@ -1,9 +1,9 @@
 """What a stage does with a step: its layers at once, and on stage 0 the LM head and the sampler when the states return.
 
 Rank 0 sends every step's packed input to all ranks, as in stage F, and each runs its part of it in the order in which
-the steps were launched. A step's tokens are sampled when rank 0 waits for them: only then does stage 0 receive the last
-stage's hidden states. What the sampler needs of the step's input is kept until then, because the buffer on the device
-belongs to the next step already.
+the steps were launched. A step's tokens are sampled when the engine asks for it: only then does stage 0 receive the
+last stage's hidden states. What the sampler needs of the step's input is kept until then, because the buffer on the
+device belongs to the next step already.
 
 Each stage records CUDA graphs of its own layers, for decode steps and for steps with prefill, and stage 0 also of the
 LM head and the sampler. Messages are received before a replay and sent after it: what is recorded reads and writes
@@ -107,7 +107,7 @@ class PipelineRunner(RankRunner):
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def launch(self, step: ScheduledStep) -> InFlight:
-        """Send a step to all stages and run this one's layers; `wait` samples its tokens."""
+        """Send a step to all stages and run this one's layers; `sample` samples its tokens."""
         super().launch(step)
         return Returning(None, runner=self if any(step.samples) else None)
 
@@ -152,22 +152,22 @@ class PipelineRunner(RankRunner):
         elif self.links.stage == 0:
             self._sample(self._unsampled.popleft())
 
-    def sample_oldest(self) -> Sampled:
-        """The tokens of the oldest step that has none yet; rank 0 calls it.
+    def sample_oldest(self) -> InFlight:
+        """Launch the sampling of the oldest step that has no tokens yet; rank 0 calls it.
 
         Raises:
-            WorkerError: a rank died or failed, or the step took too long.
+            WorkerError: a rank died or failed.
         """
         step = self._unsampled.popleft()
         with self.in_step(SAMPLE if self.group.size > 1 else None):
             sampled = self._sample(step)
-        return WatchedInFlight(sampled.sampled, sampled.host_ids, sampled.arrived, self.workers).wait()
+        return WatchedInFlight(sampled.sampled, sampled.host_ids, sampled.arrived, self.workers)
 
     def discard_in_flight(self) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
         while self._unsampled:
             with suppress(Exception):  # what fails here was reported before, or will be at the next step
-                self.sample_oldest()
+                self.sample_oldest().wait()
 
     def release(self) -> None:
         self.head_graphs = None
@@ -204,8 +204,12 @@ class Returning(InFlight):
 
     runner: PipelineRunner | None = None  # None: nothing samples in this step
 
+    def sample(self) -> InFlight:
+        """Launch the sampling of the tokens; call it once, for the oldest step."""
+        return InFlight(None) if self.runner is None else self.runner.sample_oldest()
+
     def wait(self) -> Sampled:
-        return Sampled([]) if self.runner is None else self.runner.sample_oldest()
+        return self.sample().wait()
 
 
 def _without_tables(shape: StepShape) -> StepShape:

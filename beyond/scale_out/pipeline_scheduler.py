@@ -1,8 +1,8 @@
 """A scheduler that keeps several batches in flight: stage E's, without the sequences whose last token is not known yet.
 
-A token that has been launched and not sampled yet is *in flight*. Its sequence cannot run again before the token is
-known, so with one batch of all sequences every stage but one waits. Therefore a step takes at most its share of the
-decodes, `ceil(decodes / batches)`, and only sequences with nothing in flight: the next step takes others.
+A sequence whose token has been launched cannot run again before that token is sampled, so with one batch of all
+sequences every stage but one waits. Therefore a step takes at most its share of the decodes, `ceil(decodes / batches)`,
+and only sequences whose last token has been sampled: the next step takes others.
 
     stage 0   [ A ][ B ]head A[ A ]head B[ B ] …        A, B: the halves of the running sequences, through the layers;
     stage 1        [ A ][ B ]     [ A ][ B ] …          head A: the LM head and the sampler for A's next tokens
@@ -13,9 +13,18 @@ runs the steps in the order in which they were launched: several chunks of a pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep, State
 from stage_f_graph_tp.overlap import AheadSequence
+
+
+@dataclass(slots=True, eq=False)
+class PipelineSequence(AheadSequence):
+    """A sequence whose last tokens may not have arrived, and the very last may not be sampled yet."""
+
+    is_unsampled: bool = False
 
 
 class PipelineScheduler(Scheduler):
@@ -32,12 +41,16 @@ class PipelineScheduler(Scheduler):
 
     def _start_empty(self) -> None:
         super()._start_empty()
-        self._slots_in_use: dict[AheadSequence, int] = {}  # of sequences that left while a token was in flight
+        self._slots_in_use: dict[PipelineSequence, int] = {}  # of sequences that left while a token was in flight
+
+    def has_ready(self) -> bool:
+        """Whether a sequence may run before another batch is sampled."""
+        return bool(self.prefilling or self.waiting or not all(sequence.is_unsampled for sequence in self.decoding))
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """One token of a share of the decoding sequences, the oldest of those that have nothing in flight."""
+        """One token of a share of the decoding sequences, the oldest of those whose last token is sampled."""
         share = -(-len(self.decoding) // self.num_micro_batches)
-        ready = [sequence for sequence in self.decoding if not sequence.num_in_flight]
+        ready = [sequence for sequence in self.decoding if not sequence.is_unsampled]
         for sequence in ready[:share]:
             if sequence.state is not State.DECODING:
                 break  # an earlier one needed its blocks
@@ -56,7 +69,7 @@ class PipelineScheduler(Scheduler):
         if not any(sequence.state is State.WAITING for sequence in self._slots_in_use):
             super()._admit(step, budget)
 
-    def _vacate(self, sequence: AheadSequence) -> None:
+    def _vacate(self, sequence: PipelineSequence) -> None:
         """Free what a sequence holds; its batch slot only when nothing is in flight: the sampler reads its row."""
         slot = sequence.batch_slot
         super()._vacate(sequence)

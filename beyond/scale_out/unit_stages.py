@@ -35,9 +35,12 @@ class UnitStep:
     def __init__(self, stages: UnitStages, arrives: float, sampled: Sampled) -> None:
         self.stages, self.arrives, self.sampled = stages, arrives, sampled
 
-    def wait(self) -> Sampled:
+    def sample(self) -> UnitStep:
         if self.sampled.token_ids:
             self.stages.now = max(self.stages.now, self.arrives)
+        return self
+
+    def wait(self) -> Sampled:
         return self.sampled
 
 

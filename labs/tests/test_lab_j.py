@@ -20,7 +20,7 @@ import beyond.scale_out.spans as spans
 import beyond.scale_out.stages as stages
 from beyond.scale_out.llm import LLM
 from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
@@ -28,7 +28,6 @@ from labs.tests.forks import fork_worker
 from labs.tests.support import check_whole_stage, completion_of
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep, State
-from stage_f_graph_tp.overlap import AheadSequence
 from stage_f_graph_tp.tensor_parallel import workers
 
 
@@ -144,7 +143,7 @@ def scheduler_of(num_micro_batches: int, count: int, **options: object) -> Pipel
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
     scheduler.watermark = lambda sequence: 0  # whoever fits comes in
     for number in range(count):
-        scheduler.add(AheadSequence(completion_of([1000 + number], max_tokens=min(50, scheduler.capacity))))
+        scheduler.add(PipelineSequence(completion_of([1000 + number], max_tokens=min(50, scheduler.capacity))))
     step = scheduler.schedule()
     assert len(step) == count
     for sequence in step.sequences:
@@ -153,17 +152,17 @@ def scheduler_of(num_micro_batches: int, count: int, **options: object) -> Pipel
 
 
 def decodes(scheduler: PipelineScheduler) -> ScheduledStep:
-    """A step of the scheduler's decodes, which are in flight from now on."""
+    """A step of the scheduler's decodes, which are launched and not sampled."""
     step = ScheduledStep(0, 0.0)
     scheduler._schedule_decodes(step)
     for sequence in step.sequences:
-        sequence.num_in_flight += 1
+        sequence.is_unsampled = True
     return step
 
 
 def arrive(step: ScheduledStep) -> None:
     for sequence in step.sequences:
-        sequence.num_in_flight -= 1
+        sequence.is_unsampled = False
         sequence.token_ids.append(7)
 
 
@@ -228,14 +227,22 @@ class TestScheduleDecodes:
 class NotingEngine:
     """What `run_step` uses, with batches of these sizes; it notes the calls."""
 
-    def __init__(self, num_micro_batches: int, sizes: list[int]) -> None:
+    def __init__(self, num_micro_batches: int, sizes: list[int], ready: bool = True) -> None:
         self.log: list[str] = []
         self._launched: deque = deque()
         self._sizes = list(enumerate(sizes))
         self.scheduler = SimpleNamespace(
-            num_micro_batches=num_micro_batches, release_slots=lambda: self.log.append("release")
+            num_micro_batches=num_micro_batches,
+            has_ready=lambda: ready,
+            release_slots=lambda: self.log.append("release"),
         )
         self.runner = self
+
+    def _sample_oldest(self) -> tuple[ScheduledStep, SimpleNamespace] | None:
+        if not self._launched:
+            return None
+        self.log.append(f"sample {self._launched[0][0].number}")
+        return self._launched.popleft()
 
     def schedule(self) -> ScheduledStep:
         number, size = self._sizes.pop(0)
@@ -280,15 +287,23 @@ class TestRunStep:
     def test_as_many_batches_are_in_flight_as_the_scheduler_says(self, batches):
         found = NotingEngine(batches, [4] * 6).run()
         for number, calls in enumerate(found):
-            oldest = number + 1 - batches
-            expected = begun(number) + (taken(oldest) if oldest >= 0 else [])
+            oldest = number - batches
+            expected = [f"sample {oldest}", *begun(number), *taken(oldest)] if oldest >= 0 else begun(number)
             assert calls == expected, f"step {number} with {batches} batches: {expected} expected, got {calls}"
+
+    def test_where_no_sequence_can_run_the_oldest_batch_is_sampled_before_the_next_is_launched(self):
+        found = NotingEngine(3, [1] * 3, ready=False).run()
+        assert found[0] == begun(0), f"nothing is in flight yet, got {found[0]}"
+        for number, calls in enumerate(found[1:], start=1):
+            expected = [f"sample {number - 1}", *begun(number), *taken(number - 1)]
+            assert calls == expected, f"step {number}: {expected} expected, got {calls}"
 
     def test_without_a_new_batch_the_oldest_is_waited_for(self):
         found = NotingEngine(3, [4, 4, 0, 0]).run()
         assert found[0] + found[1] == begun(0) + begun(1), f"nothing is waited for, got {found[:2]}"
         for number, calls in enumerate(found[2:]):
-            assert sorted(calls) == sorted([f"post {number + 2}", *taken(number)]), f"got {calls}"
+            expected = [f"post {number + 2}", f"sample {number}", *taken(number)]
+            assert sorted(calls) == sorted(expected), f"{expected} expected, got {calls}"
 
     def test_with_nothing_to_do_it_only_postprocesses(self):
         assert NotingEngine(2, [0]).run() == [["post 0"]]
