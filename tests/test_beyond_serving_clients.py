@@ -50,7 +50,8 @@ def server(llm):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    strict = {"_strict_response_validation": True}  # an answer that is not of the API's type is an error
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, **strict) as client:
         yield client
 
 
@@ -61,6 +62,8 @@ def test_openai_asks_and_streams(client, answer):
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == answer
     assert len(chunks) == 25 and chunks[-1].usage == whole.usage
+    [first, *_] = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(first.top_logprobs) == 2 and answer.startswith(first.token)
     assert [model.id for model in client.models.list()] == ["tutor"]
     extra = client.completions.create(
         model="tutor", prompt=[1, 2, 3], max_tokens=2, logprobs=1, extra_body={"top_k": 1, "ignore_eos": True}
