@@ -148,6 +148,17 @@ def test_chunks_of_a_prompt_are_in_flight_together():
         assert [step.done for step in engine.runner.in_flight] == expected
 
 
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_one_request_runs_on_before_its_last_token_is_on_the_host(batches):
+    engine = make_pipeline(num_micro_batches=batches, **ROOMY)
+    engine.add_request(make_request(0, [3], 9, ignore_eos=True), streams=False)
+    for number in range(1, 10):
+        engine.step()
+        steps = engine.runner.in_flight
+        assert len(steps) == number, "every call launches a step"
+        assert [step.late.waited for step in steps] == [True] * (number - 1) + [False]
+
+
 @pytest.mark.parametrize("batches", [1, 2, 3, 4, 5])
 def test_running_sequences_are_divided_into_equal_batches(batches):
     engine = make_pipeline(num_micro_batches=batches, **ROOMY | {"max_num_seqs": 30})

@@ -66,9 +66,6 @@ class PipelineEngine(OverlappedEngine):
 
     def _recover(self) -> None:
         """Also discard the batches in flight: their tokens are invalid, like their blocks."""
-        for step, _ in self._launched:
-            for sequence in step.sequences:
-                sequence.is_unsampled = False
         self._launched.clear()
         try:
             self.runner.discard_in_flight()
