@@ -10,53 +10,93 @@
 
 namespace six_engines {
 
-// One warp's share of an item: every seventh chunk of it. False if there is none.
+constexpr float kScale = kHeadDim == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(kHeadDim)
+constexpr float kScoreScale = kScale * 1.4426950408889634f;               // exponentials are taken to base 2
+
+// The new token, by the last warp of the last part.
 template <typename W>
-__device__ __forceinline__ bool attend(W& w, const AttentionItem& item, int layer, const LayerWeights& weights,
-                                       Attended& out) {
-  const DecodeStep& s = w.step;
-  const int first = item.begin + w.warp;
-  if (first >= item.end) return false;
-  const int last = first + (item.end - 1 - first) / kWarps * kWarps;
-  const bool fresh = last == item.chunks;
-  const int group_head = item.kv_head * kGroup + min(w.lane >> 2, kGroup - 1);  // rows without a head repeat the last
-  const T* keys = static_cast<const T*>(s.kv_cache) + layer_elements(s) * layer;
+__device__ __forceinline__ void attend_new_token(W& w, const AttentionItem& item, int layer,
+                                                 const LayerWeights& weights, Attended& out) {
+  const int group_head = item.kv_head * kGroup + min(w.lane >> 2, kGroup - 1);
   const Word* projected = w.template handed_off<kQkv>(w.parity, item.row);
-  const float scale = rsqrtf(static_cast<float>(kHeadDim)) * 1.4426950408889634f;  // exponentials are taken to base 2
-  const long long values = layer_elements(s) * kLayers;  // behind the keys
-  Chunk tokens;
-  if (first < item.chunks) {
-    const int cached = item.context - 1 - first * kAttentionChunk;
-    tokens.load_keys(w, cached, keys + item.cell);
-    if (kValuesEarly) tokens.load_values(w, cached, keys + item.cell + values);
-  }
-  uint4 query[kHeadSteps], key[kHeadSteps];
+  const HeadNorm q_norm(w, weights.q_norm), k_norm(w, weights.k_norm);
+  T* cell = static_cast<T*>(w.step.kv_cache) + layer_elements(w.step) * layer + item.second_cell;
   RawHead raw_query, raw_key;
   RawValue raw_value;
   wait_words(w, [&] {
     bool ready = raw_query.look(w, projected + group_head * (kHeadDim / 2));
-    if (fresh) {
-      ready = raw_key.look(w, projected + (kHeads + item.kv_head) * (kHeadDim / 2)) && ready;
-      ready = raw_value.look(w, projected + (kHeads + kKvHeads + item.kv_head) * (kHeadDim / 2)) && ready;
-    }
-    return ready;
+    ready = raw_key.look(w, projected + (kHeads + item.kv_head) * (kHeadDim / 2)) && ready;
+    return raw_value.look(w, projected + (kHeads + kKvHeads + item.kv_head) * (kHeadDim / 2)) && ready;
   });
-  rotate_head(w, raw_query, weights.q_norm, item.row, query);
-  if (fresh) {
-    rotate_head(w, raw_key, weights.k_norm, item.row, key);
-    attend_fresh(w, item, layer, query, key, raw_value, scale, out);
-  }
+  uint4 query[kHeadSteps], key[kHeadSteps];
+  rotate_head(w, raw_query, weights.q_norm, q_norm, item.row, query);
+  rotate_head(w, raw_key, weights.k_norm, k_norm, item.row, key);
+  attend_fresh(w, cell, query, key, raw_value, kScoreScale, out);
+  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 1);
+  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 2);
+}
+
+// A warp's cached chunks. The first two (of large heads: the first) are loaded before the query is there.
+template <typename W>
+__device__ __forceinline__ void attend_cached(W& w, const AttentionItem& item, int layer, const LayerWeights& weights,
+                                              Attended& out) {
+  const DecodeStep& s = w.step;
+  const int first = item.begin + w.warp, stride = item.stride;
+  const int group_head = item.kv_head * kGroup + min(w.lane >> 2, kGroup - 1);  // rows without a head repeat the last
+  const T* keys = static_cast<const T*>(s.kv_cache) + layer_elements(s) * layer;
+  const Word* projected = w.template handed_off<kQkv>(w.parity, item.row);
+  const long long values = layer_elements(s) * kLayers;  // behind the keys
+  const auto cached = [&](int chunk) { return item.context - 1 - chunk * kAttentionChunk; };
+  long long later = 0;  // of the chunk that is loaded next
+  const auto look_up = [&](int chunk) {
+    if (chunk < item.end) later = chunk_cell(w, item.row, item.kv_head, chunk);
+  };
+  const HeadNorm q_norm(w, weights.q_norm);
+  RawHead raw_query;
+  uint4 query[kHeadSteps];
+  const auto receive = [&] {
+    wait_words(w, [&] { return raw_query.look(w, projected + group_head * (kHeadDim / 2)); });
+    rotate_head(w, raw_query, weights.q_norm, q_norm, item.row, query);
+  };
+  Chunk even;
+  even.load_keys(w, cached(first), keys + item.cell);
+  even.load_values(w, cached(first), keys + item.cell + values);
+  if constexpr (kHeadDim == 64) {  // two chunks in registers: one is loaded while the other is attended to
+    Chunk odd;
+    if (first + stride < item.end) {
+      odd.load_keys(w, cached(first + stride), keys + item.second_cell);
+      odd.load_values(w, cached(first + stride), keys + item.second_cell + values);
+    }
+    const auto load = [&](Chunk& tokens, int chunk) {
+      if (chunk >= item.end) return;
+      tokens.load_keys(w, cached(chunk), keys + later);
+      tokens.load_values(w, cached(chunk), keys + later + values);
+      look_up(chunk + stride);
+    };
+    look_up(first + 2 * stride);
+    receive();
 #pragma unroll 1
-  for (int chunk = first; chunk < min(item.end, item.chunks); chunk += kWarps) {
-    const T* cell = keys + (chunk == first ? item.cell : chunk_cell(w, item.row, item.kv_head, chunk));
-    const int cached = item.context - 1 - chunk * kAttentionChunk;
-    if (chunk > first) tokens.load_keys(w, cached, cell);
-    if (chunk > first || !kValuesEarly) tokens.load_values(w, cached, cell + values);
-    attend_chunk(w, tokens, cached, query, scale, out);
+    for (int chunk = first; chunk < item.end; chunk += 2 * stride) {
+      attend_chunk(w, even, cached(chunk), query, kScoreScale, out, [] {});
+      load(even, chunk + 2 * stride);
+      if (chunk + stride < item.end) attend_chunk(w, odd, cached(chunk + stride), query, kScoreScale, out, [] {});
+      load(odd, chunk + 3 * stride);
+    }
+  } else {  // the next chunk's keys are loaded when this one's have been used, then its values
+    later = item.second_cell;
+    receive();
+#pragma unroll 1
+    for (int chunk = first; chunk < item.end; chunk += stride) {
+      const bool more = chunk + stride < item.end;
+      attend_chunk(w, even, cached(chunk), query, kScoreScale, out, [&] {
+        if (more) even.load_keys(w, cached(chunk + stride), keys + later);
+      });
+      if (more) even.load_values(w, cached(chunk + stride), keys + later + values);
+      look_up(chunk + 2 * stride);
+    }
   }
   out.sum += __shfl_xor_sync(kAllLanes, out.sum, 1);
   out.sum += __shfl_xor_sync(kAllLanes, out.sum, 2);
-  return true;
 }
 
 // Where a warp leaves head g: in shared memory, for `merge_warps`.
@@ -87,7 +127,7 @@ __device__ __forceinline__ void leave(const W& w, const Attended& out) {
 // Adds up the block's warps: a thread 4 dimensions of one head, which it publishes with the logarithm of their sum.
 template <typename W>
 __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
-  const int warps = min(kWarps, item.end - item.begin);
+  const int warps = min(item.stride, item.end - item.begin);
 #pragma unroll 1
   for (int unit = w.thread; unit < kGroup * kHeadDim / 4; unit += kWorkers) {
     const int g = unit / (kHeadDim / 4), column = unit % (kHeadDim / 4) * 4;
@@ -98,7 +138,7 @@ __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
     for (int i = 0; i < kWarps; ++i) {
       state[i] = make_float2(-INFINITY, 0.0f);
       value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (i >= warps) continue;
+      if (i >= warps && !(item.last && i == kWarps - 1)) continue;
       const float* at = merge_place(w, i, g);
       state[i] = *reinterpret_cast<const float2*>(at + kHeadDim);
       value[i] = *reinterpret_cast<const float4*>(at + column);
@@ -134,7 +174,13 @@ __device__ __forceinline__ void attention_phase(W& w, int layer, const LayerWeig
     if (!item.exists) continue;
     if (!first) workers_sync();
     Attended out;
-    if (attend(w, item, layer, weights, out)) leave(w, out);
+    if (item.last && w.warp == kWarps - 1) {
+      attend_new_token(w, item, layer, weights, out);
+      leave(w, out);
+    } else if (item.begin + w.warp < item.end) {
+      attend_cached(w, item, layer, weights, out);
+      leave(w, out);
+    }
     workers_sync();
     merge_warps(w, item);
     if (first) prefetch_item(w, item, layer + 1);

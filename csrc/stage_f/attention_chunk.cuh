@@ -19,13 +19,11 @@ struct Attended {
 
 // This step's own token: its key and value come straight from the projection, and go into the cache as well.
 template <typename W>
-__device__ __forceinline__ void attend_fresh(const W& w, const AttentionItem& item, int layer,
-                                             const uint4 (&query)[kHeadSteps], const uint4 (&key)[kHeadSteps],
-                                             const RawValue& raw, float scale, Attended& out) {
+__device__ __forceinline__ void attend_fresh(const W& w, T* keys, const uint4 (&query)[kHeadSteps],
+                                             const uint4 (&key)[kHeadSteps], const RawValue& raw, float scale,
+                                             Attended& out) {
   const DecodeStep& s = w.step;
   const int g = w.lane >> 2, q = w.lane & 3;
-  T* keys = static_cast<T*>(s.kv_cache) + layer_elements(s) * layer +
-            (s.slot_mapping[item.row] * kKvHeads + item.kv_head) * kHeadDim;
   float score = 0.0f;
 #pragma unroll
   for (int step = 0; step < kHeadSteps; ++step) {
@@ -64,7 +62,6 @@ __device__ __forceinline__ void attend_fresh(const W& w, const AttentionItem& it
 }
 
 constexpr int kTokenStride = kKvHeads * kHeadDim;
-constexpr bool kValuesEarly = kHeadDim == 64;  // before the query is there; with 128 registers do not suffice
 
 // 16 cached tokens, in registers: their keys and values.
 struct Chunk {
@@ -100,9 +97,9 @@ struct Chunk {
   }
 };
 
-template <typename W>
-__device__ __forceinline__ void attend_chunk(const W& w, const Chunk& tokens, int cached,
-                                             const uint4 (&query)[kHeadSteps], float scale, Attended& out) {
+template <typename W, typename Then>
+__device__ __forceinline__ void attend_chunk(const W& w, Chunk& tokens, int cached, const uint4 (&query)[kHeadSteps],
+                                             float scale, Attended& out, Then keys_are_used) {
   const int q = w.lane & 3;
   float p[2][4] = {};
 #pragma unroll
@@ -113,6 +110,7 @@ __device__ __forceinline__ void attend_chunk(const W& w, const Chunk& tokens, in
       mma<T>(p[i], query[step].z, 0u, query[step].w, 0u, tokens.k[i][step].z, tokens.k[i][step].w);
     }
   }
+  keys_are_used();
   float top = out.largest;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -5,11 +5,14 @@
 
 namespace six_engines {
 
-// What one block attends to: chunks [begin, end) of 16 tokens, of which number `chunks` is this step's own token.
+// What one block attends to: chunks [begin, end) of 16 cached tokens, its warps one each in turn. This step's own token
+// belongs to the last part, and there to the last warp, which has no chunks.
 struct AttentionItem {
-  int exists, row, kv_head, part, begin, end, chunks, context;
-  long long cell;  // of the warp's first chunk, see chunk_cell
+  int exists, row, kv_head, part, begin, end, context;
+  int last, stride;             // whether this is the last part; warps that have chunks
+  long long cell, second_cell;  // of the warp's first two chunks, see chunk_cell; the second: of the new token's key
 };
+static_assert(sizeof(AttentionItem) <= 64, "kItemsAt has 64 bytes for each");
 
 // Per row in shared memory: context length (0 for a padding row), chunks per part, parts.
 template <typename W>
@@ -41,13 +44,20 @@ __device__ __forceinline__ AttentionItem attention_item(const W& w, int index) {
   item.row = index / kKvHeads % w.step.rows;
   item.part = index / kKvHeads / w.step.rows;
   item.context = rows[item.row];
-  item.chunks = cached_chunks(item.context);
-  const int per_part = rows[kMaxDecodeRows + item.row];
   item.exists = item.part < rows[2 * kMaxDecodeRows + item.row];
+  if (!item.exists) return item;
+  const int chunks = cached_chunks(item.context), per_part = rows[kMaxDecodeRows + item.row];
   item.begin = item.part * per_part;
-  item.end = min(item.begin + per_part, item.chunks + 1);
-  const int first = item.begin + w.warp;
-  if (item.exists && first < min(item.end, item.chunks)) item.cell = chunk_cell(w, item.row, item.kv_head, first);
+  item.last = item.begin + per_part > chunks;
+  item.stride = item.last ? kWarps - 1 : kWarps;
+  item.end = min(item.begin + per_part, chunks);
+  const int first = item.begin + w.warp, second = first + item.stride;
+  if (item.last && w.warp == kWarps - 1) {
+    item.second_cell = (w.step.slot_mapping[item.row] * kKvHeads + item.kv_head) * kHeadDim;
+  } else {
+    if (first < item.end) item.cell = chunk_cell(w, item.row, item.kv_head, first);
+    if (second < item.end) item.second_cell = chunk_cell(w, item.row, item.kv_head, second);
+  }
   return item;
 }
 
@@ -62,8 +72,9 @@ __device__ __forceinline__ void prefetch_item(const W& w, const AttentionItem& i
   if (!item.exists || layer >= kLayers) return;
   const T* cache = static_cast<const T*>(s.kv_cache) + layer_elements(s) * (layer + (w.lane >= 16 ? kLayers : 0));
   const int first = item.begin + w.warp;
+  if (w.warp >= item.stride) return;
 #pragma unroll 1
-  for (int chunk = first; chunk < min(item.end, item.chunks); chunk += kWarps) {
+  for (int chunk = first; chunk < item.end; chunk += item.stride) {
     const long long cell = chunk == first ? item.cell : chunk_cell(w, item.row, item.kv_head, chunk);
     const T* token = cache + cell + (w.lane & 15) * kKvHeads * kHeadDim;
     if (chunk * kAttentionChunk + (w.lane & 15) < item.context - 1) {
@@ -92,17 +103,24 @@ struct RawHead {
   }
 };
 
+// This lane's weights of a head's norm.
+struct HeadNorm {
+  uint4 of[kHeadDim / 32] = {};
+  template <typename W>
+  __device__ __forceinline__ HeadNorm(const W& w, const void* norm) {
+    if (norm == nullptr) return;
+#pragma unroll
+    for (int s = 0; s < kHeadDim / 32; ++s) of[s] = __ldg(static_cast<const uint4*>(norm) + s * 4 + (w.lane & 3));
+  }
+};
+
 // The optional norm over the head, then the rotary embedding.
 template <typename W>
-__device__ __forceinline__ void rotate_head(const W& w, const RawHead& raw, const void* norm, int row,
-                                            uint4 (&out)[kHeadDim / 32]) {
+__device__ __forceinline__ void rotate_head(const W& w, const RawHead& raw, const void* norm, const HeadNorm& weights,
+                                            int row, uint4 (&out)[kHeadDim / 32]) {
   constexpr int kSteps = kHeadDim / 32;
   const int q = w.lane & 3;
-  uint4 weight[kSteps] = {};
-  if (norm != nullptr) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) weight[s] = __ldg(static_cast<const uint4*>(norm) + s * 4 + q);
-  }
+  const uint4(&weight)[kSteps] = weights.of;
   float v[kSteps][8];
   float squares = 0.0f;
 #pragma unroll

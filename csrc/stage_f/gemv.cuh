@@ -122,7 +122,9 @@ __device__ __forceinline__ void multiply_long(W& w, const Slice& slice, const Ea
   constexpr MatrixPlan m = kMatrix<kKind>;
   constexpr int kGroup = kTogether<kKind, kSets>;
   Activations<kKind> act[kSets];
-  if constexpr (kKind == kOut)
+  if constexpr (kKind == kOut && W::kAlone)
+    receive_attended_alone<kKind, kBatch>(w, act[0]);
+  else if constexpr (kKind == kOut)
     receive_attended<kKind, kBatch>(w, act);
   else
     receive_pairs<kKind, kGateUp, kBatch>(w, act);

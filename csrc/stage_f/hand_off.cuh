@@ -149,12 +149,13 @@ __device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kS
 }
 
 // Four columns of a head's attention, merged of its parts; zero without any.
-__device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kMaxParts], int parts) {
+template <int kParts>
+__device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kParts], int parts) {
   float largest = -INFINITY, sum = 0.0f, x[4] = {};
 #pragma unroll
-  for (int part = 0; part < kMaxParts; ++part) largest = fmaxf(largest, __uint_as_float(quads[part].extra));
+  for (int part = 0; part < kParts; ++part) largest = fmaxf(largest, __uint_as_float(quads[part].extra));
 #pragma unroll
-  for (int part = 0; part < kMaxParts; ++part) {
+  for (int part = 0; part < kParts; ++part) {
     const float weight = part < parts ? exp2_approx(__uint_as_float(quads[part].extra) - largest) : 0.0f;
     const float2 low = unpack_pair<T>(quads[part].low), high = unpack_pair<T>(quads[part].high);
     sum += weight;
@@ -172,28 +173,28 @@ template <Kind kKind, int kBatch, typename W, int kSets>
 __device__ __forceinline__ void receive_attended(W& w, Activations<kKind> (&act)[kSets]) {
   constexpr MatrixPlan m = kMatrix<kKind>;
   // Steps polled together: a chunk's, or of several chunks if they are few.
-  constexpr int kChunks = larger(1, smaller(m.batch_chunks, 20 / kMaxParts / kSteps<kKind>));
+  constexpr int kChunks = larger(1, smaller(m.batch_chunks, 20 / W::kParts / kSteps<kKind>));
 #pragma unroll
   for (int set = 0; set < kSets; ++set) {
     const int request = min(set * 4 + (w.lane >> 3), w.step.rows - 1);
     const int parts = row_table(w)[2 * kMaxDecodeRows + request];
-    const Quad* quads[kMaxParts];  // where there are fewer, the last again
+    const Quad* quads[W::kParts];  // where there are fewer, the last again
 #pragma unroll
-    for (int part = 0; part < kMaxParts; ++part) quads[part] = part_place(w, request, max(0, min(part, parts - 1)));
+    for (int part = 0; part < W::kParts; ++part) quads[part] = part_place(w, request, max(0, min(part, parts - 1)));
 #pragma unroll
     for (int first = 0; first < m.batch_chunks; first += kChunks) {
-      Quad raw[kChunks][kSteps<kKind>][kMaxParts] = {};
+      Quad raw[kChunks][kSteps<kKind>][W::kParts] = {};
       wait_words(w, [&] {
         bool ready = true;
         each_step<kKind, kChunks>(kBatch + first, [&](int i, int chunk, int step) {
           const int at = column_of<kKind>(w, chunk, step) / 4;
 #pragma unroll
-          for (int part = 0; part < kMaxParts; ++part)
+          for (int part = 0; part < W::kParts; ++part)
             if (raw[i][step][part].flag != w.flag) raw[i][step][part] = peek_quad(quads[part] + at);
         });
         each_step<kKind, kChunks>(kBatch + first, [&](int i, int, int step) {
 #pragma unroll
-          for (int part = 0; part < kMaxParts; ++part) ready = ready && raw[i][step][part].flag == w.flag;
+          for (int part = 0; part < W::kParts; ++part) ready = ready && raw[i][step][part].flag == w.flag;
         });
         return ready || parts == 0;
       });
@@ -202,6 +203,39 @@ __device__ __forceinline__ void receive_attended(W& w, Activations<kKind> (&act)
       });
     }
   }
+}
+
+// The same with one request alone. Lanes 8 p … 8 p + 7, which would have request p, have its part p: one word for a
+// step instead of four. The parts are weighted here; the product's results, a column of the instruction for each part,
+// are added up in `emit`.
+template <Kind kKind, int kBatch, typename W>
+__device__ __forceinline__ void receive_attended_alone(W& w, Activations<kKind>& act) {
+  constexpr MatrixPlan m = kMatrix<kKind>;
+  const int parts = row_table(w)[2 * kMaxDecodeRows], part = w.lane >> 3;
+  const Quad* quads = part_place(w, 0, max(0, min(part, parts - 1)));  // where there are fewer, the last again
+  Quad raw[m.batch_chunks][kSteps<kKind>] = {};
+  wait_words(w, [&] {
+    bool ready = true;
+    each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {
+      if (raw[i][step].flag != w.flag) raw[i][step] = peek_quad(quads + column_of<kKind>(w, chunk, step) / 4);
+    });
+    each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int, int step) {
+      ready = ready && raw[i][step].flag == w.flag;
+    });
+    return ready || parts == 0;
+  });
+  each_step<kKind, m.batch_chunks>(kBatch, [&](int i, int chunk, int step) {
+    const float logarithm = part < parts ? __uint_as_float(raw[i][step].extra) : -INFINITY;
+    float largest = fmaxf(logarithm, __shfl_xor_sync(kAllLanes, logarithm, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 16));
+    const float weight = part < parts ? exp2_approx(logarithm - largest) : 0.0f;
+    float sum = weight + __shfl_xor_sync(kAllLanes, weight, 8);
+    sum += __shfl_xor_sync(kAllLanes, sum, 16);
+    const float share = parts > 0 && step_counts<kKind>(w, chunk, step) ? __fdividef(weight, sum) : 0.0f;
+    const float2 low = unpack_pair<T>(raw[i][step].low), high = unpack_pair<T>(raw[i][step].high);
+    act.of[i][step] =
+        make_uint2(pack_pair<T>(low.x * share, low.y * share), pack_pair<T>(high.x * share, high.y * share));
+  });
 }
 
 template <typename W>

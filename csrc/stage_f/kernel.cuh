@@ -114,7 +114,7 @@ __device__ __forceinline__ void prepare(W& w) {
     table[i] = reinterpret_cast<const unsigned long long*>(s.layer_table)[i];
   if (w.thread < s.rows) {
     const int context = s.slot_mapping[w.thread] < 0 ? 0 : s.context_lens[w.thread];
-    const int chunks = cached_chunks(context) + 1, parts = min(kMaxParts, ceil_div(chunks, kWarps));
+    const int chunks = cached_chunks(context) + 1, parts = min(W::kParts, ceil_div(chunks, kWarps));
     rows[w.thread] = context;
     rows[kMaxDecodeRows + w.thread] = ceil_div(chunks, parts);
     rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, ceil_div(chunks, parts));
@@ -135,10 +135,11 @@ __device__ __forceinline__ void prepare(W& w) {
   }
 }
 
-template <int kSets>
+// For up to 4 kSets rows; kAlone: for one.
+template <int kSets, bool kAlone = false>
 __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_constant__ DecodeStep step) {
   extern __shared__ __align__(128) unsigned char smem[];
-  using W = Worker<kSets>;
+  using W = Worker<kSets, kAlone>;
   W w{step, smem, reinterpret_cast<Word*>(step.workspace)};
   w.thread = threadIdx.x;
   w.warp = threadIdx.x / 32;

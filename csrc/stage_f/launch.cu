@@ -27,9 +27,9 @@ constexpr bool fits() {
 }
 static_assert(fits<1>(), "shared memory does not hold enough weights of this shape");
 
-template <int kSets>
+template <int kSets, bool kAlone = false>
 const char* launch(const DecodeStep& step, cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(decode_step_kernel<kSets>);
+  const void* kernel = reinterpret_cast<const void*>(decode_step_kernel<kSets, kAlone>);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   DecodeStep arguments = step;
@@ -46,6 +46,7 @@ extern "C" std::int64_t decode_workspace_bytes() { return kTotalWords * static_c
 
 extern "C" const char* launch_decode_step(const DecodeStep& step, void* stream) {
   if (const char* problem = unsupported(step)) return problem;
+  if (step.rows == 1) return launch<1, true>(step, static_cast<cudaStream_t>(stream));
   if (step.rows <= 4) return launch<1>(step, static_cast<cudaStream_t>(stream));
   if constexpr (fits<2>()) return launch<2>(step, static_cast<cudaStream_t>(stream));
   return "shared memory does not hold enough weights beside more than 4 rows of this shape";

@@ -110,9 +110,14 @@ constexpr unsigned kVectorAt = words_before(kKind);
 template <int kKind>
 constexpr unsigned kVectorLength = vector_length(kKind);
 constexpr int kMaxParts = 4;  // of a row's attention to one KV head; [row][part][column / 4] quads of two words
+static_assert(kMaxParts <= 4, "with one request, 8 lanes of a warp take a part: see receive_attended_alone");
 constexpr unsigned kPartsAt = words_before(kHead);
 constexpr unsigned kCandidatesAt = kPartsAt + kMaxDecodeRows * kMaxParts * kAttentionColumns / 2;
 constexpr unsigned kTotalWords = kCandidatesAt + kMaxDecodeRows * kMaxBlocks * 2;
+
+// No more than there are blocks for, where the launch is compiled for more than 4 rows.
+template <int kSets>
+constexpr int kMostParts = kSets == 1 ? kMaxParts : larger(1, smaller(kMaxParts, kGrid / (kSets * 4 * kKvHeads)));
 
 // Shared memory of a launch of up to 4 kSets requests. The ring comes last, and takes what is left.
 constexpr int most_partials() {
@@ -146,11 +151,18 @@ struct Layout {
   static constexpr int kSlots = smaller(64, (kSharedBytes - kRingAt) / kSlotBytes);
 };
 
-// Tiles (of a batch of chunks) whose slots are waited for together: all of a small matrix, or at most half of the ring.
+// Slots that a block has asked for and not received, at most, but for the LM head's. Weights that come long before they
+// are needed only stand in the way of the words that are handed off. Large layers need more: nothing else fills their
+// time. (On an H200, 4 make a step shorter with hidden sizes of 896 and 1,024, and longer with one of 2,048.)
+constexpr int kInFlight = kHidden <= 1024 ? 4 : 64;
+
+// Tiles (of a batch of chunks) whose slots are waited for together: at most half of the ring, so that the other half is
+// on its way meanwhile; but all of gate and up if they fit.
 template <int kSets>
 constexpr int group_tiles(const MatrixPlan& m) {
   const int tiles = m.tiles * m.halves, slots = Layout<kSets>::kSlots;
-  if (tiles * m.batch_chunks <= slots - 1 && tiles <= kGroupTiles / kSets) return tiles;
+  const int most = m.halves == 1 ? slots / 2 : slots - 1;
+  if (tiles * m.batch_chunks <= most && tiles <= kGroupTiles / kSets) return tiles;
   return larger(1, smaller(smaller(tiles, kGroupTiles / kSets), slots / 2 / m.batch_chunks));
 }
 template <Kind kKind, int kSets>

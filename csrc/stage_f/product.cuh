@@ -50,6 +50,10 @@ __device__ __forceinline__ void emit(W& w, const Slice& slice, const void* bias,
       float value = sum_warps<kSets>(partial, tile * m.halves, set, w.lane) * scale;
       if (kKind == kGateUp) value = silu(value) * (sum_warps<kSets>(partial, tile * 2 + 1, set, w.lane) * scale);
       if (kKind == kQkv) value += offset[round];
+      if (kKind == kOut && W::kAlone) {  // of the parts of its attention
+        value += __shfl_xor_sync(kAllLanes, value, 1);
+        value += __shfl_xor_sync(kAllLanes, value, 2);
+      }
       Word* target = w.template handed_off<kKind>(w.parity, request);
       if (kKind == kOut || kKind == kDown) {
         value = residual[round][set] += value;

@@ -26,6 +26,10 @@ __device__ __forceinline__ void stream_matrix(W& w, const void* weights, uint64_
 #pragma unroll 1
         for (int chunk = batch; chunk < min(batch + m.batch_chunks, m.chunks); ++chunk) {
           const int bytes = min(m.chunk_steps, m.steps - chunk * m.chunk_steps) * 64;
+          if (kKind != kHead && kInFlight < W::At::kSlots) {
+            const auto before = w.at.behind(kInFlight);  // a slot that was never used passes at once
+            wait_barrier(w, w.full + before.slot * 8, before.parity);
+          }
           const uint32_t full = w.full + w.at.slot * 8;
           wait_barrier(w, w.empty + w.at.slot * 8, w.at.parity ^ 1);
           if (__any_sync(kAllLanes, !w.streams)) {

@@ -27,15 +27,26 @@ struct RingPosition {
     }
     return next;
   }
+  __device__ __forceinline__ RingPosition behind(int by) const {  // by < kSlots
+    RingPosition last = *this;
+    last.slot -= by;
+    if (last.slot < 0) {
+      last.slot += kSlots;
+      last.parity ^= 1;
+    }
+    return last;
+  }
 };
 
 // What a thread needs everywhere. `waits` and `streams` are cleared once a wait has outlasted the limit, in this thread
 // or in any other of the grid. From then on the thread waits for nothing (the producer: for nothing but its own copies,
 // see drain_copies), so that a broken step ends with an error in the workspace instead of a hung GPU. The error stays
 // there, and ends the steps behind it early too, until the host has seen it and made the workspace as new.
-template <int kSets>
+template <int kSets, bool kOneRow = false>
 struct Worker {
   using At = Layout<kSets>;
+  static constexpr bool kAlone = kOneRow;
+  static constexpr int kParts = kMostParts<kSets>;
   static constexpr int kRequests = kSets * 4;
   const DecodeStep& step;
   unsigned char* smem;

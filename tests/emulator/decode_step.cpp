@@ -24,6 +24,8 @@ extern "C" const char* launch_decode_step(const void* const* pointers, int rows,
   s.max_blocks = max_blocks;
   s.flags = flags;
   s.timeout_ns = timeout;
-  const auto kernel = rows <= 4 ? decode_step_kernel<1> : decode_step_kernel<2>;
+  const auto kernel = rows == 1   ? decode_step_kernel<1, true>
+                      : rows <= 4 ? decode_step_kernel<1>
+                                  : decode_step_kernel<2>;
   return gpu::launch([&] { kernel(s); }, kGrid, seed, held);
 }
