@@ -99,8 +99,8 @@ def _measured_tiles(
         return None
     if block_m == 16 and is_small:
         return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
-    if block_m <= 64 and is_wide:
-        return Tiles(64 // height, 128, warps=2 if block_m == 16 else 4, stages=3)
+    if block_m == 64 and is_wide:
+        return Tiles(64 // height, 128, warps=4, stages=3)
     if block_m == 128:
         parts = (4 if columns > 2 * rows else 2) if splits and is_small else 1
         programs = ceil_div(rows * height, 64) * parts
