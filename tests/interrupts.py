@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-TRACED = ("stage_e_batching/", "stage_f_graph_tp/overlap.py", "stage_d_paged/", "stage_a_naive/outputs.py")
+TRACED = (
+    "stage_e_batching/",
+    "stage_f_graph_tp/overlap.py",
+    "stage_d_paged/",
+    "stage_a_naive/outputs.py",
+    "beyond/scale_out/",
+)
 
 
 class Countdown:

@@ -19,7 +19,7 @@ from beyond.scale_out.__main__ import main
 from beyond.scale_out.links import Link, Position, stop_all
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
-from beyond.scale_out.pipeline_runner import PipelineRunner
+from beyond.scale_out.pipeline_runner import SAMPLE, PipelineRunner
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
 from labs.tests.forks import fork_worker
@@ -179,6 +179,22 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
             assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, monkeypatch):
+    commands, in_step = [], two_stages.runner.in_step
+
+    def interrupted_once(command):
+        commands.append(command)
+        if command == SAMPLE and commands.count(SAMPLE) == 1:
+            raise KeyboardInterrupt
+        return in_step(command)
+
+    monkeypatch.setattr(two_stages.runner, "in_step", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        two_stages.generate([[4, 2]], GREEDY, False)
+    assert commands.count(SAMPLE) == 2, "they are received, and dropped"
+    assert ids(two_stages.generate([[4, 2]], GREEDY, False)) == ids(one_rank.generate([[4, 2]], GREEDY, False))
 
 
 def test_a_stage_waits_for_one_that_takes_longer_than_a_connection_may(one_rank, two_stages, monkeypatch):

@@ -158,14 +158,13 @@ class PipelineRunner(RankRunner):
         Raises:
             WorkerError: a rank died or failed.
         """
-        step = self._unsampled.popleft()
         with self.in_step(SAMPLE if self.group.size > 1 else None):
-            sampled = self._sample(step)
+            sampled = self._sample(self._unsampled.popleft())  # in here: an interrupt must not take a step away
         return WatchedInFlight(sampled.sampled, sampled.host_ids, sampled.arrived, self.workers)
 
     def discard_in_flight(self) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
-        while self._unsampled:
+        for _ in range(len(self._unsampled)):
             with suppress(Exception):  # what fails here was reported before, or will be at the next step
                 self.sample_oldest().wait()
 

@@ -139,13 +139,13 @@ class Workers:
     def awaited(self, limit: float | None = None) -> Iterator[None]:
         """End the workers if the block, for which rank 0 needs them, is not done within `limit` seconds.
 
-        A block within another one is a sign of life: the time of the other one begins again.
+        The end of a block in another one ends both limits: the others have answered.
         """
-        outer, self._awaited = self._awaited, Awaited(ANSWER_SECONDS if limit is None else limit)
         try:
+            self._awaited = Awaited(ANSWER_SECONDS if limit is None else limit)
             yield
         finally:
-            self._awaited = outer and Awaited(outer.limit)
+            self._awaited = None
 
     def close(self) -> None:
         """End the workers. A second call does nothing, and neither does one in a forked child of rank 0."""
