@@ -17,7 +17,7 @@ import torch
 from benchmarks.engines import REFERENCE, Engine
 from benchmarks.floor import Ceilings, ModelCost, floors
 from benchmarks.results import write
-from benchmarks.worker import run_jobs
+from benchmarks.worker import run_job
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import DTYPES, resolve
 
@@ -52,10 +52,9 @@ class Measurement:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
-    def jobs(self, kind: str, different: Sequence[dict], **same: object) -> list[dict]:
-        """Run jobs of `worker.py` on this device, side by side."""
-        same |= {"kind": kind, "device": self.args.device, "dtype": self.args.dtype}
-        return run_jobs([same | job for job in different], self.args.timeout)
+    def job(self, kind: str, **more: object) -> dict:
+        """Run a job of `worker.py` on this device."""
+        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, self.args.timeout)
 
     def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
         """Keep an engine out. `outcome`: `not_run`, or `error` where it is the engine's fault."""
@@ -68,14 +67,13 @@ class Measurement:
 
         A fast wrong answer is worth nothing, and a kernel that reads past its cache is often fast. Greedy answers to a
         few questions are compared token by token, with the tutor: its margins are wide. All engines answer in one
-        process (with `--gpus` in one on each), one after another; where one takes the process down, another goes on
-        with the next.
+        process, one after another; where one takes the process down, another process goes on with the next.
 
         Raises:
             SystemExit: the device or the reference itself does not work, so nothing can be compared.
         """
         self.say(f"{self.args.model}, size {self.args.size}: all engines answer the same questions first")
-        able, answers, gpus = [], {}, self.args.gpus
+        able, answers = [], {}
         for engine in self.engines:
             if need := engine.unmet_need(torch.cuda.device_count()):
                 self.refuse(engine, "not_run", need)
@@ -83,18 +81,15 @@ class Measurement:
                 able.append(engine)
         todo = [REFERENCE, *(engine for engine in able if engine.name != REFERENCE.name)]
         while todo:
-            shares = [(todo[i :: len(gpus)], gpu) for i, gpu in enumerate(gpus) if todo[i:]]
-            jobs = [{"engines": list(map(asdict, share)), "gpu": gpu} for share, gpu in shares]
-            todo = []
-            for (share, _), found in zip(shares, self.jobs("look", jobs, model=self.args.parity_model), strict=True):
-                answers |= found.pop("answers", {})
-                self.found = found | self.found
-                if REFERENCE.name not in answers:
-                    raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
-                silent = [engine for engine in share if engine.name not in answers]
-                for engine in silent[:1]:
-                    self.refuse(engine, "error", f"no answers: {found['error']}")
-                todo += silent[1:]
+            found = self.job("look", engines=list(map(asdict, todo)), model=self.args.parity_model)
+            answers |= found.pop("answers", {})
+            self.found = found | self.found
+            if REFERENCE.name not in answers:
+                raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
+            todo = [engine for engine in todo if engine.name not in answers]
+            for engine in todo[:1]:
+                self.refuse(engine, "error", f"no answers: {found['error']}")
+            todo = todo[1:]
         for engine in (engine for engine in able if engine.name in answers):
             if different := difference(answers[REFERENCE.name], answers[engine.name]):
                 self.refuse(engine, "error", different)
@@ -108,7 +103,7 @@ class Measurement:
         )
 
     def time_all(self) -> None:
-        """Every repeat of every engine, as many at a time as `--gpus` names, writing what there is after them."""
+        """Every repeat of every engine, writing what there is after each process."""
         args, start = self.args, time.monotonic()
         runs = [
             (repeat, engine)
@@ -117,31 +112,28 @@ class Measurement:
             if engine.name in self.equal
         ]
         limits = {"device": args.device, "round_seconds": args.round_seconds, "max_seconds": args.max_seconds}
-        for number in range(0, len(runs), len(args.gpus)):
+        for number, (repeat, engine) in enumerate(runs):
             process = f"process {number + 1} of {len(runs)}"
             if number:
                 seconds_left = (time.monotonic() - start) / number * (len(runs) - number)
                 process += f", about {seconds_left / 60:.0f} min left"
-            todo = []
-            for (repeat, engine), gpu in zip(runs[number:], args.gpus, strict=False):
-                self.say(f"{engine.name}, repeat {repeat + 1} of {args.repeats}: {process}")
-                rows = {name: self.rows[engine.name, name] for name in self.workloads}
-                names = [name for name, row in rows.items() if not {"not_run", "error"} & set(row)]
-                job = {"engine": asdict(engine), "repeat": repeat, "workloads": names, "gpu": gpu}
-                if names:
-                    todo.append(job | {"limits": limits | {"count": repeat == 0}})
-            same = {"model": args.model, "size": args.size, "max_model_len": self.max_model_len}
-            for job, found in zip(todo, self.jobs("timing", todo, **same), strict=True):
-                self._keep(job, found)
+            self.say(f"{engine.name}, repeat {repeat + 1} of {args.repeats}: {process}")
+            rows = {name: self.rows[engine.name, name] for name in self.workloads}
+            if names := [name for name, row in rows.items() if not {"not_run", "error"} & set(row)]:
+                found = self.job(
+                    "timing", engine=asdict(engine), workloads=names, model=args.model, size=args.size,
+                    max_model_len=self.max_model_len, limits=limits | {"count": repeat == 0},
+                )  # fmt: skip
+                self._keep(engine, repeat, names, found)
             write(self.payload(), self.path)
 
-    def _keep(self, job: dict, found: dict) -> None:
-        """Add what a process found to its engine's rows."""
-        for name in job["workloads"]:
-            row, measured = self.rows[job["engine"]["name"], name], dict(found.get("workloads", {}).get(name) or {})
+    def _keep(self, engine: Engine, repeat: int, names: Sequence[str], found: dict) -> None:
+        """Add what a process found to the engine's rows."""
+        for name in names:
+            row, measured = self.rows[engine.name, name], dict(found.get("workloads", {}).get(name) or {})
             if not measured:
                 measured = {"error": found.get("error", "the process did not get to this workload")}
-            samples = [{"repeat": job["repeat"], **sample} for sample in measured.pop("samples", [])]
+            samples = [{"repeat": repeat, **sample} for sample in measured.pop("samples", [])]
             for key, value in measured.items():  # the first visit and the launches are those of the first repeat
                 row.setdefault(key, value)
             row.setdefault("samples", []).extend(samples)

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
     parser.add_argument("--model", help="as a stage takes it (default: depends on the size)")
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
-                        help="NAME, NAME[option=value,...] or NAME=module:Class (default: all here)")  # fmt: skip
+                        help="NAME, NAME[option=value,...] or NAME=module:Class; of a study: its rows (default: all)")  # fmt: skip
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
     parser.add_argument(
         "--workloads",
@@ -47,8 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
-    parser.add_argument("--gpus", nargs="+", default=[None], metavar="N",
-                        help="as many engines side by side, each on one of these GPUs alone")  # fmt: skip
     parser.add_argument("--max-seconds", type=float, default=60.0,
                         help="a round that would take longer is not run (default: %(default)s)")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
@@ -93,11 +91,7 @@ def prepare(args: argparse.Namespace) -> Measurement:
             f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
             f"and size cpu or gpu; without it results go to {LOCAL}"
         )
-    if args.study and args.engines:
-        raise ValueError("--study has its own engines; give it or --engines")
-    engines = study_engines(args.study) if args.study else select(args.engines)
-    if args.gpus != [None] and any(engine.min_gpus > 1 for engine in engines):
-        raise ValueError("--gpus gives every engine one GPU, and an engine here needs more; leave it out")
+    engines = study_engines(args.study, args.engines) if args.study else select(args.engines)
     model = re.sub(r"[^A-Za-z0-9.]+", "-", args.model.removeprefix("random:")).strip("-")
     name = "-".join(filter(None, [args.size, model, args.study]))
     return Measurement(args, engines, args.output or LOCAL / f"{name}.json")

@@ -1,6 +1,6 @@
 """One engine in one process: the part of the benchmark that holds the model, and how it is started and ended.
 
-`run_jobs` starts `python -m benchmarks.worker FOLDER` afresh for every engine and repeat, so that no engine inherits
+`run_job` starts `python -m benchmarks.worker FOLDER` afresh for every engine and repeat, so that no engine inherits
 another's memory, compiled programs or caches. The result is written again after each workload, so that a crash or a
 timeout costs the rest and not what was measured. The engine is built before anything else is imported: its start-up
 time holds what the engine imports, and not what the benchmark does.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,59 +25,32 @@ from benchmarks.engines import Engine
 LOG_LINES = 12  # of a failed process's last words
 
 
-def run_jobs(jobs: Sequence[Mapping[str, object]], timeout: float) -> list[dict]:
-    """Do jobs side by side, each in a process of its own, and end them within a limit, whatever happens to them.
-
-    Args:
-        jobs: a job's `gpu`, if it has one, is the only GPU that its process sees.
+def run_job(job: Mapping[str, object], timeout: float) -> dict:
+    """Do a job in a process of its own, and end it within a limit, whatever happens to it.
 
     Returns:
-        What each process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
+        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
     """
-    until, started = time.monotonic() + timeout, []
-    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as parent:
+    with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
+        folder, file = Path(name), Path(name, "result.json")
+        (folder / "job.json").write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
+        command = [sys.executable, "-m", "benchmarks.worker", name]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        with open(folder / "log.txt", "wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         try:
-            for i, job in enumerate(jobs):
-                folder = Path(parent) / str(i)
-                started.append((start(job, folder), folder))
-            return [finish(process, folder, max(0.0, until - time.monotonic())) for process, folder in started]
+            how = f"the process ended with exit status {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            how = "the process took too long and was stopped"
         finally:
-            for process, _ in started:
-                end(process)
-
-
-def start(job: Mapping[str, object], folder: Path) -> subprocess.Popen:
-    """Start a process that does a job; the folder is for its files."""
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    if job.get("gpu"):
-        environment["CUDA_VISIBLE_DEVICES"] = job["gpu"]
-    folder.mkdir()
-    (folder / "job.json").write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.worker", str(folder)]
-    with open(folder / "log.txt", "wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
-
-
-def end(process: subprocess.Popen) -> None:
-    """End a process with all that it started: it leads a group of its own."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def finish(process: subprocess.Popen, folder: Path, timeout: float) -> dict:
-    """Wait for a process of `start`; returns its result."""
-    try:
-        how = f"the process ended with exit status {process.wait(timeout)}"
-    except subprocess.TimeoutExpired:
-        how = "the process took too long and was stopped"
-    end(process)
-    file = folder / "result.json"
-    result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if not result.get("complete"):
-        lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
-        result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
-    return result
+            with suppress(ProcessLookupError):  # it leads a group of its own: all that it started ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not result.get("complete"):
+            lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+            result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
+        return result
 
 
 def time_workloads(job: dict) -> Iterator[dict]:

@@ -15,7 +15,7 @@ from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_
 from benchmarks.measurement import Measurement, difference
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
-from benchmarks.worker import run_jobs
+from benchmarks.worker import run_job
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
 from stage_b_decode_step import LLM as StageB
@@ -131,7 +131,7 @@ def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> N
 def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
     args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 3}
     args |= {"round_seconds": 0.0, "max_seconds": 30.0}
-    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None, "gpus": [None]}
+    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None}
     return Measurement(Namespace(**args | options), [BY_NAME[name] for name in engines], tmp_path / "out.json")
 
 
@@ -150,10 +150,9 @@ def test_static_batch_refuses_mixed_temperatures() -> None:
 
 
 def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why() -> None:
-    [hung] = run_jobs([{"kind": "look"}], timeout=0.01)
-    assert "took too long and was stopped" in hung["error"]
-    for died in run_jobs([{"kind": "timing"}, {"kind": "timing", "gpu": "0"}], timeout=60):
-        assert "exit status 1" in died["error"] and "KeyError: 'engine'" in died["error"]
+    assert "took too long and was stopped" in run_job({"kind": "look"}, timeout=0.01)["error"]
+    died = run_job({"kind": "timing"}, timeout=60)
+    assert "exit status 1" in died["error"] and "KeyError: 'engine'" in died["error"]
 
 
 TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
@@ -202,16 +201,15 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
 ) -> None:
     before, output = committed(), tmp_path / "out.json"
 
-    def interrupted(jobs: list[dict], timeout: float) -> list[dict]:
-        [job] = jobs
+    def interrupted(job: dict, timeout: float) -> dict:
         if job["kind"] == "look":
             names = [engine["name"] for engine in job["engines"]]
-            return [{**MACHINE, "answers": dict.fromkeys(names, [[1]])}]
+            return {**MACHINE, "answers": dict.fromkeys(names, [[1]])}
         if output.exists():  # the second process
             raise KeyboardInterrupt
-        return [{"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE]}}}]
+        return {"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE]}}}
 
-    monkeypatch.setattr(measurement, "run_jobs", interrupted)
+    monkeypatch.setattr(measurement, "run_job", interrupted)
     assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
     shown = capsys.readouterr()
     assert "interrupted" in shown.err and "process 2 of 6, about 0 min left" in shown.out
@@ -221,42 +219,29 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
     assert committed() == before
 
 
-def test_engines_are_timed_side_by_side_each_on_a_gpu_of_its_own(
+def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    def timed(jobs: list[dict], timeout: float) -> list[dict]:
-        asked.append([(job["engine"]["name"], job["gpu"], job["limits"]["count"]) for job in jobs])
-        samples = [[SAMPLE | {"tpot_ms": len(job["engine"]["name"])}] for job in jobs]
-        return [{"workloads": {"single": {"samples": own}}} for own in samples]
+    def timed(job: dict, timeout: float) -> dict:
+        name = job["engine"]["name"]
+        asked.append((name, job["limits"]["count"]))
+        return {"workloads": {"single": {"samples": [SAMPLE | {"tpot_ms": len(name)}]}}}
 
-    monkeypatch.setattr(measurement, "run_jobs", timed)
-    found = measuring(tmp_path, "A", "B compiled", "E", gpus=["1", "3"], repeats=2)
-    found.found, found.equal = dict(MACHINE), ["A", "B compiled", "E"]
+    monkeypatch.setattr(measurement, "run_job", timed)
+    found = measuring(tmp_path, "A", "B compiled", repeats=2)
+    found.found, found.equal = dict(MACHINE), ["A", "B compiled"]
     found.time_all()
-    assert asked == [
-        [("A", "1", True), ("B compiled", "3", True)], [("E", "1", True), ("E", "3", False)],
-        [("B compiled", "1", False), ("A", "3", False)],
-    ]  # fmt: skip
+    assert asked == [("A", True), ("B compiled", True), ("B compiled", False), ("A", False)]
     steps = {name: [sample["tpot_ms"] for sample in found.rows[name, "single"]["samples"]] for name in found.equal}
-    assert steps == {"A": [1, 1], "B compiled": [10, 10], "E": [1, 1]}
-    assert run.main(["--gpus", "0", "1", "--study", "ranks"]) == 2
+    assert steps == {"A": [1, 1], "B compiled": [10, 10]}
 
 
-def test_the_parity_gate_is_shared_out_among_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def answers(jobs: list[dict], timeout: float) -> list[dict]:
-        asked.append([([engine["name"] for engine in job["engines"]], job["gpu"]) for job in jobs])
-        heard = [names[: names.index("B")] if "B" in names else names for names, _ in asked[-1]]  # B ends its process
-        return [{**MACHINE, "answers": dict.fromkeys(names, [[1]]), "error": "exit status -11"} for names in heard]
-
-    monkeypatch.setattr(measurement, "run_jobs", answers)
-    found = measuring(tmp_path, "A", "B", "E", "D", "F", gpus=["1", "3"])
-    found.look()
-    assert asked == [[(["A", "E", "F"], "1"), (["B", "D"], "3")], [(["D"], "1")]]
-    assert found.equal == ["A", "E", "D", "F"] and "exit status -11" in found.rows["B", "single"]["error"]
+def test_rows_of_a_study_can_be_measured_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [engine.name for engine in study_engines("ranks", ["F, 2 GPUs"])] == ["F, 2 GPUs"]
+    assert run.main(["--study", "ranks", "--engines", "E"]) == 2
+    assert "no row 'E' in study 'ranks'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
@@ -278,16 +263,15 @@ def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
 ) -> None:
     asked = []
 
-    def answers(jobs: list[dict], timeout: float) -> list[dict]:
-        [job] = jobs
+    def answers(job: dict, timeout: float) -> dict:
         names = [engine["name"] for engine in job["engines"]]
         asked.append(names)
         found = {name: [[1, 2] if name != "F" else [1, 3]] for name in names}
         if "E" in names:  # it kills the process, after those before it have answered
-            return [{**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}]
-        return [{**MACHINE, "answers": found}]
+            return {**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
+        return {**MACHINE, "answers": found}
 
-    monkeypatch.setattr(measurement, "run_jobs", answers)
+    monkeypatch.setattr(measurement, "run_job", answers)
     found = measuring(tmp_path, "D", "E", "F", "F, 4 GPUs")
     found.look()
     assert asked == [["A", "D", "E", "F"], ["F"]]
