@@ -32,8 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
     parser.add_argument("--model", help="as a stage takes it (default: depends on the size)")
-    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
-                        help="NAME, NAME[option=value,...] or NAME=module:Class; of a study: its rows (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="NAME, NAME[option=value,...] or NAME=module:Class, or rows of a study (default: all)",
+    )
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
     parser.add_argument(
         "--workloads",

@@ -104,9 +104,7 @@ def bytes_row(model: str, name: str) -> dict[str, object]:
     """Bytes on the cable between two hosts for every decoded token, both directions, with four requests at a time."""
     command = ["-m", "benchmarks.micro.pipeline", model, json.dumps(LAYOUTS[name])]  # this file as a program
     with two_hosts.two_hosts() as hosts:
-        processes = [
-            hosts.start(host, two_hosts.torchrun(host, command), stdout=subprocess.PIPE) for host in range(2)
-        ]
+        processes = [hosts.start(host, two_hosts.torchrun(host, command), stdout=subprocess.PIPE) for host in range(2)]
         output, _ = processes[0].communicate(timeout=600)
         processes[1].communicate(timeout=60)
     if BYTES not in output:
