@@ -411,7 +411,7 @@ def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_tok
     assert two_stages.runner.links.num_bytes - before == (5 + 3) * hidden
 
 
-def test_options_know_the_number_of_ranks_and_of_batches():
-    options = ScaleOutOptions(pipeline_parallel_size=3, tensor_parallel_size=2)
-    assert (options.num_ranks, options.batches_in_flight) == (6, 3)
-    assert replace(options, num_micro_batches=5).batches_in_flight == 5
+def test_as_many_batches_as_stages_are_in_flight_or_as_many_as_asked_for():
+    options = ScaleOutOptions(pipeline_parallel_size=3)
+    assert [replace(options, num_micro_batches=n).batches_in_flight for n in (None, 1, 5)] == [3, 1, 5]
+    assert ScaleOutOptions(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
