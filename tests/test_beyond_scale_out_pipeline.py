@@ -303,7 +303,10 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
         read.append(set(names))
     assert read[0] | read[1] == whole.known and read[0] & read[1] == {"model.norm.weight"}
     assert not any("embed" in name or "head" in name or ".layers.0." in name for name in read[1])
-    whole.known |= {"model.layers.9.mlp.up_proj.weight"}
+    whole.known -= {"model.layers.1.mlp.up_proj.weight"}
+    with pytest.raises(ModelError, match="whose layer 0 is the model's layer 1: .*layers.0.mlp.up_proj.weight is miss"):
+        build_stage(*arguments, group, Position(1, 2, 1))
+    whole.known |= {"model.layers.1.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="1 weights that the model does not have: model.layers.9"):
         build_stage(*arguments, group, Position(1, 2, 1))
 
@@ -353,7 +356,7 @@ def test_a_stage_that_cannot_be_built_is_an_error_that_names_it(monkeypatch):
         return load(self, *arguments)
 
     monkeypatch.setattr(pipeline_ranks.PipelineJob, "load_stage", fail)
-    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 failed.*no room for the layers of this stage"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed: MemoryError: no room for the layers of this stage"):
         staged()
 
 

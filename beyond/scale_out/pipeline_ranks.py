@@ -19,6 +19,7 @@ from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
+from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
@@ -111,10 +112,17 @@ def build_stage(
     group: RankGroup,
     position: Position,
 ) -> DecoderModel:
-    """A stage's layers with their weights: whole, or this rank's share of them."""
+    """A stage's layers with their weights: whole, or this rank's share of them.
+
+    Raises:
+        ModelError: a weight of this stage is missing, damaged or has another shape.
+    """
     layers = layers_of(position.stage, position.num_stages, config.num_layers)
     part = stage_config(config, position.stage, position.num_stages)
     tensors = StageTensors(tensors, layers, config.num_layers, has_tables=position.stage == 0)
-    if group.size == 1:
-        return build_model(part, backend, max_model_len, tensors, dtype, device)
-    return build_sharded_model(part, backend, max_model_len, tensors, dtype, device, group)
+    build = build_model if group.size == 1 else partial(build_sharded_model, group=group)
+    try:
+        return build(part, backend, max_model_len, tensors, dtype, device)
+    except ModelError as error:
+        numbers = f"stage {position.stage}, whose layer 0 is the model's layer {layers.start}"
+        raise ModelError(f"{numbers}: {error}") from None
