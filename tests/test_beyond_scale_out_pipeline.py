@@ -16,7 +16,7 @@ import torch
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.__main__ import main
-from beyond.scale_out.links import Link, Position, stop_all
+from beyond.scale_out.links import Link, Position
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.pipeline_runner import PipelineRunner
@@ -30,6 +30,7 @@ from stage_d_paged.attention import pick_backend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
+from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError, workers
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
 from tests.test_stage_f_workers import children
@@ -369,11 +370,27 @@ def test_a_stage_that_died_is_one_line_on_the_command_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: rank 1 of 2 died\n"
 
 
-def test_the_waits_in_all_groups_end_together():
-    stopped: list[str] = []
-    groups = [SimpleNamespace(stop_waiting=lambda name=name: stopped.append(name)) for name in "abc"]
-    stop_all(groups)()
-    assert stopped == ["a", "b", "c"]
+def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs(monkeypatch):
+    llm = staged()
+    runner, seen = llm.runner, []
+    groups = [runner.group, *runner.links.links]
+    runner.head_graphs = recorded = StepGraphs([])
+    monkeypatch.setattr(RankGroup, "stop_waiting", lambda group: seen.append((group, runner.head_graphs)))
+    monkeypatch.setattr(RankGroup, "wait_released", lambda group, _: seen.append((group, runner.head_graphs)))
+    llm.close()
+    assert seen == [(group, graphs) for graphs in (recorded, None) for group in groups]
+
+
+def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(monkeypatch, tmp_path):
+    llm = staged(tensor_parallel_size=2, trace=str(tmp_path / "trace.jsonl"))
+    steps, sample = [], llm.runner.sample_oldest
+    monkeypatch.setattr(llm.runner, "sample_oldest", lambda: steps.append(sample()) or steps[-1])
+    llm.generate([[3, 4, 5]], GREEDY, False)
+    llm.close()
+    assert [step.workers for step in steps] == [llm.runner.workers] * GREEDY.max_tokens
+    for stage in range(2):
+        spans = read_spans(tmp_path / f"trace.jsonl.stage{stage}")
+        assert len({(span["step"], span["work"]) for span in spans}) == len(spans) > 0
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

@@ -175,6 +175,14 @@ def test_chunks_of_a_prompt_are_in_flight_together():
         assert [step.done for step in engine.runner.in_flight] == expected
 
 
+def test_a_request_that_arrives_is_prefilled_before_another_ones_batch_is_sampled():
+    engine = make_pipeline(**ROOMY)
+    for number in range(1, 4):
+        engine.add_request(make_request(number, [number], 9, ignore_eos=True), streams=False)
+        engine.step()
+        assert [step.done for step in engine.runner.in_flight] == [False] * number
+
+
 @pytest.mark.parametrize("batches", [1, 2, 3])
 def test_one_request_runs_on_before_its_last_token_is_on_the_host(batches):
     engine = make_pipeline(num_micro_batches=batches, **ROOMY)

@@ -41,6 +41,10 @@ class ScaleOutOptions(GraphOptions):
             )
 
     @property
+    def num_ranks(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
     def batches_in_flight(self) -> int:
         return self.num_micro_batches or self.pipeline_parallel_size
 

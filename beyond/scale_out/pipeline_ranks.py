@@ -50,7 +50,7 @@ class PipelineJob(OneStageJob):
 
     @property
     def num_ranks(self) -> int:
-        return self.options["pipeline_parallel_size"] * self.options["tensor_parallel_size"]
+        return self.options_class(**self.options).num_ranks
 
     @property
     def asked(self) -> str:

@@ -76,8 +76,7 @@ class StageTensors:
         whole = self.whole.names()
         if whole is None:
             return None
-        found = {own for name in whole if (own := self._own_name(name)) is not None}
-        return found if self.has_tables else found - set(TABLES) | {TABLES[0]}
+        return {own for name in whole if (own := self._own_name(name)) is not None}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None if self._is_missing(name) else self.whole.shape(self._whole_name(name))
