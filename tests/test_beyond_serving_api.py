@@ -165,7 +165,7 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     async def send(message: dict) -> None:
         sent.append(message.get("body", b""))
 
-    asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send))
+    asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send, send))
     *_, usage, done = sent
     assert json.loads(usage.decode().removeprefix("data: "))["usage"]["prompt_tokens"] == 1 + 9
     assert done == b"data: [DONE]\n\n"

@@ -59,15 +59,14 @@ class Answer:
 
     def chunk(self, index: int, token: Token | None, finish_reason: str | None) -> str:
         """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone."""
-        if index not in self._begun or finish_reason or token.logprobs:
-            chunk = as_json(self._chunk(index, token, finish_reason))
-            self._begun.add(index)
-            return chunk
-        # The others differ in their text alone, so the rest is written once.
-        if index not in self._around:
+        around = self._around.get(index)
+        if around and not finish_reason:
+            return f"{around[0]}{as_json(token.text)}{around[1]}"
+        chunk = as_json(self._chunk(index, token, finish_reason))
+        self._begun.add(index)
+        if self._ask.params.logprobs is None:  # then the next ones differ in their text alone: write the rest once
             self._around[index] = as_json(self._chunk(index, Token(0, MARK), None)).split(as_json(MARK))
-        before, behind = self._around[index]
-        return f"{before}{as_json(token.text)}{behind}"
+        return chunk
 
     def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, object]:
         text = token.text if token else ""

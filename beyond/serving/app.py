@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import Answer, text_of
 from beyond.serving.async_llm import AsyncLLM
@@ -37,6 +38,14 @@ from stage_e_batching.mailbox import Token
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
 Handler = Callable[..., Awaitable[Response]]
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class App(Starlette):
+    """Starlette, which wraps `send` three times to see answers begin; `scope["write"]` is for those that have begun."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["write"] = send
+        await super().__call__(scope, receive, send)
 
 
 class Api:
@@ -69,7 +78,7 @@ class Api:
             Route("/metrics", self.metrics),
             *more_routes,
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: refused_by_router})
+        return App(routes=routes, exception_handlers={HTTPException: refused_by_router})
 
     # ---- the door -----------------------------------------------------------------------------------------------
 

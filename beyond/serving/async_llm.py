@@ -45,12 +45,16 @@ class Stream(Call):
         self.num_unfinished = len(requests)
         self._llm = llm
         self._news: list[tuple[Request, Event]] = []
+        self._error: Exception | None = None  # what ended a request; told behind the news that came before it
         self._arrived: asyncio.Future[None] | None = None  # while the reader waits
 
     def put(self, request: Request, event: Event) -> None:
         """Take in what the engine tells about a request."""
         self.num_unfinished -= event.output is not None or event.error is not None
-        self._news.append((request, event))
+        if self._error is None:
+            self._error = event.error
+        if self._error is None:
+            self._news.append((request, event))
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
@@ -65,15 +69,14 @@ class Stream(Call):
 
     async def __anext__(self) -> list[tuple[Request, Event]]:
         """Return the next events; those before an error first. Raises what ended a request."""
-        if not self._news and not self.num_unfinished:
-            raise StopAsyncIteration
-        if not self._news:
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if not self.num_unfinished:
+                raise StopAsyncIteration
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
-        num_good = next((i for i, (_, event) in enumerate(self._news) if event.error is not None), len(self._news))
-        if num_good == 0:
-            raise self._news[0][1].error
-        news, self._news = self._news[:num_good], self._news[num_good:]
+        news, self._news = self._news, []
         return news
 
 

@@ -60,41 +60,45 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
         del self.headers["content-length"]
         self._stream, self._answer, self._include_usage = stream, answer, include_usage
+        self._outputs: dict[int, GenerationOutput] = {}  # of the answers that have ended
         self._num_begun = self._num_sent = 0  # writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone, OSError), self._stream:  # nobody is left to tell
-            await unless_gone(partial(self._gone, receive), self._send_all(send))
+            await unless_gone(partial(self._gone, receive), self._send_all(send, scope["write"]))
 
     async def _gone(self, receive: Receive) -> None:
         """Return when the connection has ended, or when the client has taken in nothing for `SEND_SECONDS`.
 
         Looking now and then costs nothing. A timeout for every write would cost more than the write.
         """
-        ended, before = asyncio.ensure_future(receive()), -1
-        try:
-            while self._num_begun == self._num_sent or self._num_begun != before:
-                before = self._num_begun
-                if (await asyncio.wait({ended}, timeout=SEND_SECONDS))[0]:
-                    break
-        finally:
-            ended.cancel()
+        before = -1
+        while self._num_begun == self._num_sent or self._num_begun != before:
+            before = self._num_begun
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SEND_SECONDS):
+                    await receive()
+                    return
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, write: Send) -> None:
+        """Send the whole answer.
+
+        Args:
+            send: for its beginning.
+            write: for what follows; it may be a shorter way.
+        """
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        outputs: dict[int, GenerationOutput] = {}
 
         async def send_on(body: bytes, more: bool = True) -> None:
             self._num_begun += 1
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            await write({"type": "http.response.body", "body": body, "more_body": more})
             self._num_sent += 1
 
         try:
             async for news in self._stream:
                 await send_on(b"".join(self._frames(news)))  # one write, however many tokens have come
-                outputs |= {request.index: event.output for request, event in news if event.output is not None}
             if self._include_usage:
-                await send_on(frame(self._answer.usage_chunk([outputs[i] for i in sorted(outputs)])))
+                await send_on(frame(self._answer.usage_chunk([self._outputs[i] for i in sorted(self._outputs)])))
         except OSError:
             raise
         except Exception as error:  # the status is sent already, so the stream itself has to say it
@@ -107,9 +111,11 @@ class EventStream(Response):
         Where another thread runs the steps, an end may come after its last token was read: then it has an event.
         """
         for request, event in news:
-            last = len(event.tokens) - 1
-            for i, token in enumerate(event.tokens):
-                reason = event.output["finish_reason"] if event.output is not None and i == last else None
-                yield frame(self._answer.chunk(request.index, token, reason))
-            if event.output is not None and not event.tokens:
-                yield frame(self._answer.chunk(request.index, None, event.output["finish_reason"]))
+            index, tokens, reason = request.index, event.tokens, None
+            if event.output is not None:
+                self._outputs[index], reason = event.output, event.output["finish_reason"]
+                *tokens, last = tokens or [None]
+            for token in tokens:
+                yield frame(self._answer.chunk(index, token, None))
+            if reason is not None:
+                yield frame(self._answer.chunk(index, last, reason))

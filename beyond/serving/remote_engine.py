@@ -200,11 +200,12 @@ class RemoteLoop:
             self._end()
 
     def _events(self, rows: list[tuple]) -> Iterator[tuple[Call, Request, Event]]:
-        for number, *said in rows:
+        for row in rows:
+            number = row[0]
             call = self._calls.get(number)
             if call is None:  # the caller has given up
                 continue
-            request, event = call.live[number], unpack_event(number, *said)
+            request, event = call.live[number], unpack_event(*row)
             if event.output is not None or event.error is not None:
                 del self._calls[number], call.live[number]
             yield call, request, event
