@@ -101,6 +101,8 @@ class Api:
 
         async def read_and_answer(request: HttpRequest) -> Response:
             body = await self._read_json(request)
+            if isinstance(body, dict) and body.get("stream"):  # `EventStream` watches the connection itself
+                return await handler(body)
             return await unless_gone(request.receive, handler(body))
 
         return self.guarded(read_and_answer)

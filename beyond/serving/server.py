@@ -121,6 +121,7 @@ async def serve(
     view = LiveView(api) if page else None
     config = uvicorn.Config(
         api.app(view.routes() if view else ()), log_level="warning", access_log=False, lifespan="off",
+        proxy_headers=False,  # nobody asks who a client is
         timeout_graceful_shutdown=CLOSING_SECONDS + HANDLER_SECONDS,
     )  # fmt: skip
     server = Server(config, async_llm, deadline)
