@@ -444,28 +444,32 @@ def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
         step.wait()
 
 
-def test_a_command_that_a_stopped_rank_does_not_read_is_an_error_that_names_it(puppets):
+def test_a_command_that_a_stopped_rank_does_not_read_is_an_error_that_names_it(puppets, monkeypatch):
+    monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 1.0)
     before = children()
-    ranks = puppets(4)
-    ranks.send(b"pass")
-    os.kill(ranks._processes[2].pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="rank 2 of 4 is stopped and did not answer within 1 s"), ranks.awaited(1.0):
+    runner = object.__new__(RankRunner)
+    runner.workers = puppets(4)
+    os.kill(runner.workers._processes[2].pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="rank 2 of 4 is stopped and did not answer within 1 s"):
         for _ in range(100):
-            ranks.send(b"#" * 2**20)
-    ranks.close()
+            with runner.in_step(b"#" * 2**20):
+                pass
+    runner.workers.close()
     assert children() == before
 
 
-def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late(puppets):
-    ranks = puppets(2)
-    with ranks.awaited(100.0):
-        ranks._awaited.seconds = 50.0
-        with ranks.awaited(200.0):
-            assert (ranks._awaited.limit, ranks._awaited.seconds < 50) == (200.0, True)
-        assert ranks._awaited is None
-    with pytest.raises(KeyboardInterrupt), ranks.awaited():
+def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late_and_nobody_waits_after_it(puppets):
+    runner = object.__new__(RankRunner)
+    workers = runner.workers = puppets(2)
+    group, waits = RankGroup(open_rendezvous(2), torch.device("cpu"), workers), []
+    with runner.in_step(b"pass"):
+        waits.append(workers._awaited)
+        group._wait(SimpleNamespace(wait=lambda _: waits.append(workers._awaited)))
+        assert workers._awaited is None, "what rank 0 computes then has no limit"
+    assert None not in waits and waits[0] is not waits[1]
+    with pytest.raises(KeyboardInterrupt), workers.awaited():
         raise KeyboardInterrupt
-    assert ranks._awaited is None, "between two steps nobody is waited for"
+    assert workers._awaited is None
 
 
 def test_time_in_which_rank_0_is_stopped_itself_does_not_count(puppets, monkeypatch):

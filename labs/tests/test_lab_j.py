@@ -357,5 +357,6 @@ class TestBreakIt:
 class TestWholeStage:
     def test_the_tutor_answers_on_two_stages(self, monkeypatch):
         monkeypatch.setattr(workers, "_start_worker", fork_worker)
+        monkeypatch.setattr(workers, "ANSWER_SECONDS", 30.0)  # less than a test may take
         variants = {}, {"max_num_seqs": 2, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "num_micro_batches": 3}
         check_whole_stage(LLM, *variants, num_kvcache_blocks=64, pipeline_parallel_size=2)
