@@ -7,6 +7,7 @@ import gc
 import json
 import operator
 import os
+import queue
 import re
 import signal
 import struct
@@ -470,6 +471,26 @@ def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late_and_nobod
     with pytest.raises(KeyboardInterrupt), workers.awaited():
         raise KeyboardInterrupt
     assert workers._awaited is None
+
+
+def test_a_launch_that_is_blocked_behind_a_stopped_rank_ends_with_the_waits(puppets, monkeypatch):
+    monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 0.4)
+    runner, unblocked = object.__new__(RankRunner), threading.Event()
+    runner.workers = puppets(2)
+    runner.workers.stop_waiting = unblocked.set  # on a GPU, the kernels that the launch waits for end
+    with pytest.raises(WorkerError, match="the other ranks did not answer"), runner.in_step(b"pass"):
+        assert unblocked.wait(SECONDS)
+        runner.workers.check()
+
+
+def test_an_error_that_rank_0_cannot_raise_because_a_call_does_not_end_is_printed(puppets, monkeypatch):
+    monkeypatch.setattr(workers_module, "BLOCKED_SECONDS", 0.1)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(workers_module, "print", lambda line, **_: lines.put(line), raising=False)
+    ranks = puppets(2)
+    with ranks.awaited():
+        ranks.send(DIE.encode())
+        assert re.fullmatch("error: rank 1 of 2 died .* rank 0 has not come back .*", lines.get(timeout=SECONDS))
 
 
 def test_time_in_which_rank_0_is_stopped_itself_does_not_count(puppets, monkeypatch):

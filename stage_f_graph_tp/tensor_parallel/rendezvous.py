@@ -9,18 +9,24 @@ Every process that can connect to the store can write to it. Therefore its value
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 
 import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
 HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
 
 
@@ -112,6 +118,29 @@ def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
     return Rendezvous(store, rank, size, True)
+
+
+def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
+    """Rank 0's connections to the processes that torchrun started, by rank: of those that come within the time limit.
+
+    Connections without the key, which rank 0 puts into the store, are refused.
+    """
+    connections: dict[int, Connection] = {}
+    key = secrets.token_bytes(32)
+    with Listener((os.environ["MASTER_ADDR"], 0), backlog=rendezvous.size, authkey=key) as listener:
+        rendezvous.store.set("control", json.dumps([*listener.address[:2], key.hex()]))
+        deadline = time.monotonic() + CONNECT_TIMEOUT
+
+        def accept() -> None:
+            while len(connections) < rendezvous.size - 1 and time.monotonic() < deadline:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError):
+                    connection = watched(listener.accept())
+                    connections[int(connection.recv_bytes())] = connection
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        thread.join(CONNECT_TIMEOUT)
+    return connections
 
 
 def watched(connection: Connection) -> Connection:

@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import HOST_SECONDS, LOOPBACK, Rendezvous, watched
-from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, CONNECT_TIMEOUT, Build
+from stage_f_graph_tp.tensor_parallel.rendezvous import CONNECT_TIMEOUT, HOST_SECONDS, LOOPBACK, Rendezvous, watched
+from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, Build
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:

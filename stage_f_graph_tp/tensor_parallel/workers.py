@@ -18,9 +18,7 @@ every result is checked before it is returned.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -30,20 +28,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, watched
+from stage_f_graph_tp.tensor_parallel.rendezvous import CONNECT_TIMEOUT, Rendezvous, accept_workers
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
-CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
 START_SECONDS = 1800.0  # until all ranks have loaded the model and recorded their graphs
 ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
 WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
+BLOCKED_SECONDS = 10.0  # for rank 0 to come back from a call when all waits have been ended
 CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named: others may follow within that time
 ADVICE = "the engine cannot go on, close it and make a new one"
 
@@ -86,7 +83,9 @@ class Workers:
         self._awaited: Awaited | None = None
         try:
             if rendezvous.is_torchrun:
-                self._connections = _accept_workers(rendezvous)
+                self._connections = accept_workers(rendezvous)
+                if len(self._connections) < rendezvous.size - 1:
+                    raise WorkerError(f"the other ranks did not connect within {CONNECT_TIMEOUT:.0f} s")
             else:
                 for rank in range(1, rendezvous.size):
                     self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank, build)
@@ -165,6 +164,10 @@ class Workers:
                 awaited.seconds += WATCH_INTERVAL  # counted: nobody is late while this process is stopped itself
                 if awaited.seconds >= awaited.limit:
                     self._give_up(partial(self._find_silent, awaited.limit))
+        if blocked := self._awaited:
+            time.sleep(BLOCKED_SECONDS)
+            if self._awaited is blocked:  # no error can be raised there
+                print(f"error: {self._reason}; rank 0 has not come back from a call yet", file=sys.stderr, flush=True)
 
     def _give_up(self, find_reason: Callable[[], str]) -> None:
         """End every wait for the workers, note the reason, end the workers. Only the first call does anything."""
@@ -231,28 +234,6 @@ def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subp
             [sys.executable, "-P", SCRIPT, *arguments], env=environment, pass_fds=[other.fileno()]
         )
         return process, Connection(own.detach())
-
-
-def _accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
-    """Wait until the processes that torchrun started have connected. Connections without the key are refused."""
-    connections: dict[int, Connection] = {}
-    key = secrets.token_bytes(32)
-    with Listener((os.environ["MASTER_ADDR"], 0), backlog=rendezvous.size, authkey=key) as listener:
-        rendezvous.store.set("control", json.dumps([*listener.address[:2], key.hex()]))
-        deadline = time.monotonic() + CONNECT_TIMEOUT
-
-        def accept() -> None:
-            while len(connections) < rendezvous.size - 1 and time.monotonic() < deadline:
-                with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError):
-                    connection = watched(listener.accept())
-                    connections[int(connection.recv_bytes())] = connection
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        thread.join(CONNECT_TIMEOUT)
-    if len(connections) < rendezvous.size - 1:
-        raise WorkerError(f"the other ranks did not connect within {CONNECT_TIMEOUT:.0f} s")
-    return connections
 
 
 @contextlib.contextmanager
