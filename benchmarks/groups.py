@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, STUDIES
 from benchmarks.results import LEAST_REPEATS, mixture
 from benchmarks.workloads import SIZES, make_workload
 
@@ -60,12 +60,13 @@ class Group:
     def engines(self) -> list[str]:
         """Names in table order; rows with options of their own after the engine that they vary, others' at the end.
 
-        In a study, the order in which they were measured first.
+        In a study, its order.
         """
-        order = {engine.name: place for place, engine in enumerate(ENGINES)}
         names = dict.fromkeys(engine for engine, _ in self.rows)
         if self.study:
-            return list(names)
+            rows = list(STUDIES[self.study])
+            return sorted(names, key=lambda name: rows.index(name) if name in rows else len(rows))
+        order = {engine.name: place for place, engine in enumerate(ENGINES)}
         return sorted(names, key=lambda n: (n in self.elsewhere, order.get(n.partition("[")[0], len(order)), len(n), n))
 
     @cached_property

@@ -215,13 +215,13 @@ def test_a_first_visit_that_was_much_slower_is_said() -> None:
 
 
 def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:
-    found = payload(engines=("B[x=1]", "A"))
-    found["options"]["study"] = "stage-b"
+    found = payload(engines=("F, 2 GPUs", "F"))
+    found["options"]["study"] = "ranks"
     plain, study = group_results(named(payload(), found))
-    assert (plain.study, study.study) == ("", "stage-b")
+    assert (plain.study, study.study) == ("", "ranks")
     rows = [line for line in study_table(study) if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == ["", "B[x=1]", "A"]
-    assert "0.50 ×" in rows[2]
+    assert [row.split("|")[1].strip() for row in rows] == ["", "F", "F, 2 GPUs"]
+    assert "1.00 ×" in rows[2]
 
 
 def test_a_picture_is_drawn_of_what_there_is() -> None:

@@ -133,16 +133,17 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Idle shares; speeds; bytes."""
     found: dict[str, list[str]] = {marker: [] for marker in MARKERS}
 
-    def add(marker: str, heads: list[str], body: list[list], below: str) -> None:
+    def add(marker: str, heads: list[str], body: list[list], below: str = "") -> None:
         if body:
-            found[marker] += [*markdown(heads, body), "", below, ""]
+            found[marker] += [*markdown(heads, body), "", *([below, ""] if below else [])]
 
     def of(result: dict, study: str) -> list[dict]:
         return [row for row in result["rows"] if row["study"] == study]
 
-    counted = [row for row in of(results[0], "counted") if row["work"] == "prefill" or row["batches"] <= STAGES]
+    shown = {"decode": (1, STAGES), "prefill": (1, 4, 8)}
+    counted = [row for row in of(results[0], "counted") if row["batches"] in shown[row["work"]]]
     body = [[row["work"], row["batches"], f"{row['theory']:.1%}", f"{row['idle']:.1%}"] for row in counted]
-    add("idle", ["work", "batches or chunks", "theory", "counted"], body, caption(results[0]))
+    add("idle", ["work", "batches or chunks", "theory", "counted"], body)
     for result in results:
         below = caption(result, result["model"])
         body = [[r["batches"], f"{r['theory']:.0%}", f"{median(r['samples']):.0%}"] for r in of(result, "measured")]
