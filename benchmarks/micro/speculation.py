@@ -204,7 +204,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, (gain, need) = new_panels(
         9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
         {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
-        title=f"The more requests run, the more a draft must gain ({device})",
+        title=f"What drafts gain, and how many must be right ({device})",
     )  # fmt: skip
     found = medians_of(result)
     for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
