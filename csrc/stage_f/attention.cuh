@@ -10,9 +10,6 @@
 
 namespace six_engines {
 
-constexpr float kScale = kHeadDim == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(kHeadDim)
-constexpr float kScoreScale = kScale * 1.4426950408889634f;               // exponentials are taken to base 2
-
 // The new token, by the last warp of the last part.
 template <typename W>
 __device__ __forceinline__ void attend_new_token(W& w, const AttentionItem& item, int layer,
@@ -31,9 +28,7 @@ __device__ __forceinline__ void attend_new_token(W& w, const AttentionItem& item
   uint4 query[kHeadSteps], key[kHeadSteps];
   rotate_head(w, raw_query, weights.q_norm, q_norm, item.row, query);
   rotate_head(w, raw_key, weights.k_norm, k_norm, item.row, key);
-  attend_fresh(w, cell, query, key, raw_value, kScoreScale, out);
-  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 1);
-  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 2);
+  attend_fresh(w, cell, query, key, raw_value, out);
 }
 
 // A warp's cached chunks. The first two (of large heads: the first) are loaded before the query is there.
@@ -77,9 +72,9 @@ __device__ __forceinline__ void attend_cached(W& w, const AttentionItem& item, i
     receive();
 #pragma unroll 1
     for (int chunk = first; chunk < item.end; chunk += 2 * stride) {
-      attend_chunk(w, even, cached(chunk), query, kScoreScale, out, [] {});
+      attend_chunk(w, even, cached(chunk), query, out, [] {});
       load(even, chunk + 2 * stride);
-      if (chunk + stride < item.end) attend_chunk(w, odd, cached(chunk + stride), query, kScoreScale, out, [] {});
+      if (chunk + stride < item.end) attend_chunk(w, odd, cached(chunk + stride), query, out, [] {});
       load(odd, chunk + 3 * stride);
     }
   } else {  // the next chunk's keys are loaded when this one's have been used, then its values
@@ -88,15 +83,13 @@ __device__ __forceinline__ void attend_cached(W& w, const AttentionItem& item, i
 #pragma unroll 1
     for (int chunk = first; chunk < item.end; chunk += stride) {
       const bool more = chunk + stride < item.end;
-      attend_chunk(w, even, cached(chunk), query, kScoreScale, out, [&] {
+      attend_chunk(w, even, cached(chunk), query, out, [&] {
         if (more) even.load_keys(w, cached(chunk + stride), keys + later);
       });
       if (more) even.load_values(w, cached(chunk + stride), keys + later + values);
       look_up(chunk + 2 * stride);
     }
   }
-  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 1);
-  out.sum += __shfl_xor_sync(kAllLanes, out.sum, 2);
 }
 
 // Where a warp leaves head g: in shared memory, for `merge_warps`.
@@ -109,6 +102,8 @@ __device__ __forceinline__ float* merge_place(const W& w, int warp, int g) {
 template <typename W>
 __device__ __forceinline__ void leave(const W& w, const Attended& out) {
   const int g = w.lane >> 2, q = w.lane & 3;
+  float sum = out.sum + __shfl_xor_sync(kAllLanes, out.sum, 1);
+  sum += __shfl_xor_sync(kAllLanes, sum, 2);
   if (g >= kGroup) return;
   float* at = merge_place(w, w.warp, g);
 #pragma unroll
@@ -121,7 +116,7 @@ __device__ __forceinline__ void leave(const W& w, const Attended& out) {
             out.acc[set][j][n], out.acc[set][j + 1][n], out.acc[set][j + 2][n], out.acc[set][j + 3][n]);
     }
   }
-  if (q == 0) *reinterpret_cast<float2*>(at + kHeadDim) = make_float2(out.largest, out.sum);
+  if (q == 0) *reinterpret_cast<float2*>(at + kHeadDim) = make_float2(out.largest, sum);
 }
 
 // Adds up the block's warps: a thread 4 dimensions of one head, which it publishes with the logarithm of their sum.

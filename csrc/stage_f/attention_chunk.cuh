@@ -11,6 +11,7 @@
 namespace six_engines {
 
 constexpr int kHeadSteps = kHeadDim / 32, kHeadSets = kHeadDim / 64;
+constexpr float kScale = (kHeadDim == 64 ? 0.125f : 0.08838834764831845f) * 1.4426950408889634f;  // to base 2
 
 // A warp's running result: of head g, dimensions 64 set + 8 (2 q + n) + j.
 struct Attended {
@@ -20,8 +21,7 @@ struct Attended {
 // This step's own token: its key and value come straight from the projection, and go into the cache as well.
 template <typename W>
 __device__ __forceinline__ void attend_fresh(const W& w, T* keys, const uint4 (&query)[kHeadSteps],
-                                             const uint4 (&key)[kHeadSteps], const RawValue& raw, float scale,
-                                             Attended& out) {
+                                             const uint4 (&key)[kHeadSteps], const RawValue& raw, Attended& out) {
   const DecodeStep& s = w.step;
   const int g = w.lane >> 2, q = w.lane & 3;
   float score = 0.0f;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void attend_fresh(const W& w, T* keys, const uint4 (&
   }
   score += __shfl_xor_sync(kAllLanes, score, 1);
   score += __shfl_xor_sync(kAllLanes, score, 2);
-  score *= scale;
+  score *= kScale;
   const float top = fmaxf(out.largest, score), shrink = exp2_approx(out.largest - top), p = exp2_approx(score - top);
   out.largest = top;
   out.sum = out.sum * shrink + (q == 0 ? p : 0.0f);
@@ -98,8 +98,8 @@ struct Chunk {
 };
 
 template <typename W, typename Then>
-__device__ __forceinline__ void attend_chunk(const W& w, Chunk& tokens, int cached, const uint4 (&query)[kHeadSteps],
-                                             float scale, Attended& out, Then keys_are_used) {
+__device__ __forceinline__ void attend_chunk(const W& w, const Chunk& tokens, int cached,
+                                             const uint4 (&query)[kHeadSteps], Attended& out, Then keys_are_used) {
   const int q = w.lane & 3;
   float p[2][4] = {};
 #pragma unroll
@@ -115,7 +115,7 @@ __device__ __forceinline__ void attend_chunk(const W& w, Chunk& tokens, int cach
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float& score = p[i / 2][i % 2];
-    score = i / 2 * 8 + 2 * q + i % 2 < cached ? score * scale : -INFINITY;
+    score = i / 2 * 8 + 2 * q + i % 2 < cached ? score * kScale : -INFINITY;
     top = fmaxf(top, score);
   }
   top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
