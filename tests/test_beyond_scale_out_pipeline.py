@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -317,6 +318,8 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer, 1 or more, got 0"),
         ({"pipeline_parallel_size": None}, "pipeline_parallel_size must be an integer, 1 or more, got None"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be an integer, 1 or more, got True"),
+        ({"num_micro_batches": 0}, "num_micro_batches must be None or an integer, 1 or more, got 0"),
         ({"num_micro_batches": 2}, "num_micro_batches=2 needs pipeline_parallel_size above 1"),
         ({"pipeline_parallel_size": 2, "overlap": False}, "overlap=False cannot be combined with"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5, but the model has 2 layers"),
@@ -435,3 +438,4 @@ def test_as_many_batches_as_stages_are_in_flight_or_as_many_as_asked_for():
     options = ScaleOutOptions(pipeline_parallel_size=3)
     assert [replace(options, num_micro_batches=n).batches_in_flight for n in (None, 1, 5)] == [3, 1, 5]
     assert ScaleOutOptions(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
+    assert type(ScaleOutOptions(pipeline_parallel_size=np.int64(3)).pipeline_parallel_size) is int

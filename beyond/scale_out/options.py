@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from stage_a_naive.params import as_integer, check_field
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 
@@ -24,10 +25,9 @@ class ScaleOutOptions(GraphOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("pipeline_parallel_size", "num_micro_batches"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and (name, value) != ("num_micro_batches", None):
-                raise ValueError(f"{name} must be an integer, 1 or more, got {value!r}")
+        check_field(self, "pipeline_parallel_size", as_integer, lambda v: v >= 1, "an integer, 1 or more")
+        if self.num_micro_batches is not None:
+            check_field(self, "num_micro_batches", as_integer, lambda v: v >= 1, "None or an integer, 1 or more")
         if self.pipeline_parallel_size == 1:
             if self.num_micro_batches not in (None, 1):
                 raise ValueError(
