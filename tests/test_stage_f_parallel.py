@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -55,7 +56,8 @@ def on_ranks(size: int, work: Callable[[RankGroup], object]) -> list:
         group.connect()
         return work(group)
 
-    with torch.inference_mode(), ThreadPoolExecutor(size) as pool:
+    with torch.inference_mode(), ThreadPoolExecutor(size) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_group, "COLLECTIVE_TIMEOUT", timedelta(seconds=30))  # where a rank has failed
         return list(pool.map(run, range(size)))
 
 
