@@ -47,7 +47,8 @@ class LLM(NaiveLLM):
         pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
         sdpa: fused attention kernels, chosen by name, instead of attention written out.
         matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
-        warmup: run each cache size once before its first request is timed.
+        warmup: run each cache size once before its first request is timed; it counts as `build_time`, also when it
+            compiles. Without it, the first request's metrics contain what is done once.
 
     Raises:
         ValueError: options that cannot go together, or no compiler where one is needed.
@@ -89,7 +90,7 @@ class LLM(NaiveLLM):
         self.decode_step = DecodeStep(self.model)
         self._step: Step = compiled(self.decode_step, self.device) if compile else self.decode_step
         self._work: dict[int, tuple[StaticKVCache | None, TokenLog]] = {}  # by cache length
-        self._warm_steps: set[int] = set()  # cache lengths whose decode step has run
+        self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
     def _model_options(self) -> dict[str, object]:
         return {"attn_implementation": ATTENTION_NAME if self.sdpa else "eager"}
@@ -195,15 +196,14 @@ class LLM(NaiveLLM):
     def _prepare(self, request: Request) -> None:
         """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
         start = time.perf_counter()
-        length, prompt_len = self._length(request), len(request.prompt_token_ids)
+        length = self._length(request)
         if length not in self._work:
             cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
             self._work[length] = cache, TokenLog(length, self.device, self.buffers, self.pinned)
-            if self.warmup:
-                self._warm_up(length, prompt_len, steps=0)
-        if self.warmup and length not in self._warm_steps and self._most_tokens(request) > 1:
-            self._warm_up(length, min(prompt_len, length - WARMUP_STEPS), steps=WARMUP_STEPS)
-            self._warm_steps.add(length)
+        steps = WARMUP_STEPS if self._most_tokens(request) > 1 else 0  # one token needs no step: none is compiled
+        if self.warmup and (length, steps) not in self._warm:
+            self._warm_up(length, min(len(request.prompt_token_ids), length - steps), steps)
+            self._warm.add((length, steps))
         self.build_time += synchronized_time(self.device) - start
 
     def _warm_up(self, length: int, prompt_len: int, steps: int) -> None:

@@ -52,6 +52,23 @@ def test_cache_lengths_may_be_more_than_pytorchs_limit_of_programs(monkeypatch: 
     assert counters["stats"]["unique_graphs"] == 3
 
 
+@pytest.mark.parametrize("warmup", [True, False])
+def test_with_the_warm_up_compiling_is_over_when_the_first_request_starts(
+    monkeypatch: pytest.MonkeyPatch, warmup: bool
+) -> None:
+    traced_only(monkeypatch)
+    llm = LLM("random:qwen2-tiny", device="cpu", compile=True, warmup=warmup)
+    answer, before = llm._generate_one, []
+
+    def count_first(*args: object) -> object:
+        before.append(counters["stats"]["unique_graphs"])
+        return answer(*args)
+
+    monkeypatch.setattr(llm, "_generate_one", count_first)
+    llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    assert before == [1 if warmup else 0] and counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_compiled_step_records_nothing_for_autograd_and_its_logits_are_no_tensors_of_inference_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -262,20 +262,20 @@ def test_an_exception_in_the_middle_leaves_the_engine_usable_and_the_settings_as
     assert without_times(ask(llm, "abc", GREEDY)) == without_times(before)
 
 
-def test_warm_up_is_done_once_a_cache_size_and_is_not_in_a_requests_time() -> None:
+def test_warm_up_is_done_once_a_cache_size_and_counts_as_build_time() -> None:
     llm = LLM("random:qwen2-tiny", device="cpu")
     calls = []
     warm_up = llm._warm_up
-    llm._warm_up = lambda *args, **kwargs: (calls.append(kwargs["steps"]), warm_up(*args, **kwargs))
+    llm._warm_up = lambda *args: (calls.append(args), warm_up(*args))
     built = llm.build_time
     ask(llm, [[1, 2]], replace(GREEDY, max_tokens=1))
-    assert calls == [0]  # one token needs no decode step, so none is compiled for it
+    assert calls == [(256, 2, 0)]  # one token needs no decode step, so none is compiled for it
     ask(llm, [[1, 2], [3, 4]], GREEDY)
-    assert len(calls) == 2 and calls[1] > 0 and llm.build_time > built
+    assert calls[1:] == [(256, 2, 4)] and llm.build_time > built
     ask(llm, [[1, 2], [3, 4]], GREEDY)
     assert len(calls) == 2
     ask(llm, [[1] * 300], GREEDY)
-    assert len(calls) == 4
+    assert calls[2:] == [(512, 300, 4)]
 
 
 @pytest.mark.parametrize(
