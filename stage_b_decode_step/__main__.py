@@ -23,7 +23,7 @@ def add_options(group: _ArgumentGroup) -> None:
     switch("--sdpa", True, "fused attention kernels instead of attention written out")
     precisions = ["highest", "high", "medium"]
     group.add_argument("--matmul-precision", default="high", choices=precisions, help="of float32 (default: high)")
-    switch("--warmup", True, "run once before anything is timed")
+    switch("--warmup", True, "run each cache size once before its first request is timed, as part of the build time")
 
 
 if __name__ == "__main__":
