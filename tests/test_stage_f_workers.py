@@ -35,6 +35,7 @@ from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight
 from stage_f_graph_tp.step_input import StepShape
+from stage_f_graph_tp.tensor_parallel import rendezvous as rendezvous_module
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup, finish_or_raise
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
@@ -649,6 +650,14 @@ def test_a_wait_that_nothing_ends_is_left_when_a_rank_has_died():
     assert done
     with pytest.raises(ZeroDivisionError):
         finish_or_raise(lambda: 1 / 0, lambda: None)
+
+
+def test_a_process_of_torchruns_that_does_not_connect_is_an_error(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for module in (workers_module, rendezvous_module):
+        monkeypatch.setattr(module, "START_SECONDS", 0.1)
+    with pytest.raises(WorkerError, match="the other ranks did not connect within 0 s"):
+        Workers(Rendezvous(dist.HashStore(), 0, 2, is_torchrun=True), build)
 
 
 def test_one_rank_has_no_group_no_process_and_no_port(monkeypatch):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-CONNECT_TIMEOUT = 120.0  # seconds for a process of torchrun's to import PyTorch and connect
+START_SECONDS = 1800.0  # until all ranks have the model, have loaded it and recorded their graphs
 HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
 
 
@@ -116,7 +116,8 @@ def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # The store is torchrun's own, but with some of its rendezvous backends it only reserves the port for rank 0.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
+    timeout = timedelta(seconds=START_SECONDS)  # rank 0's host may have to download the model first
+    store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout)
     return Rendezvous(store, rank, size, True)
 
 
@@ -129,7 +130,7 @@ def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
     key = secrets.token_bytes(32)
     with Listener((os.environ["MASTER_ADDR"], 0), backlog=rendezvous.size, authkey=key) as listener:
         rendezvous.store.set("control", json.dumps([*listener.address[:2], key.hex()]))
-        deadline = time.monotonic() + CONNECT_TIMEOUT
+        deadline = time.monotonic() + START_SECONDS
 
         def accept() -> None:
             while len(connections) < rendezvous.size - 1 and time.monotonic() < deadline:
@@ -139,7 +140,7 @@ def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
-        thread.join(CONNECT_TIMEOUT)
+        thread.join(START_SECONDS)
     return connections
 
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import CONNECT_TIMEOUT, HOST_SECONDS, LOOPBACK, Rendezvous, watched
+from stage_f_graph_tp.tensor_parallel.rendezvous import HOST_SECONDS, LOOPBACK, START_SECONDS, Rendezvous, watched
 from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, Build
 
 
@@ -42,7 +42,7 @@ def run_worker(build: Build, file_number: int, port: int, rank: int, size: int) 
     """
 
     def join() -> Rendezvous:
-        timeout = timedelta(seconds=CONNECT_TIMEOUT)
+        timeout = timedelta(seconds=START_SECONDS)
         return Rendezvous(dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout), rank, size)
 
     _execute(Connection(file_number), join, build)

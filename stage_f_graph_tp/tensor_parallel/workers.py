@@ -34,10 +34,9 @@ from typing import NoReturn
 
 import torch
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import CONNECT_TIMEOUT, Rendezvous, accept_workers
+from stage_f_graph_tp.tensor_parallel.rendezvous import START_SECONDS, Rendezvous, accept_workers
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 1800.0  # until all ranks have loaded the model and recorded their graphs
 ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
 WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
 BLOCKED_SECONDS = 10.0  # for rank 0 to come back from a call when all waits have been ended
@@ -85,7 +84,7 @@ class Workers:
             if rendezvous.is_torchrun:
                 self._connections = accept_workers(rendezvous)
                 if len(self._connections) < rendezvous.size - 1:
-                    raise WorkerError(f"the other ranks did not connect within {CONNECT_TIMEOUT:.0f} s")
+                    raise WorkerError(f"the other ranks did not connect within {START_SECONDS:.0f} s")
             else:
                 for rank in range(1, rendezvous.size):
                     self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank, build)
