@@ -149,10 +149,31 @@ def http_share(machine: str, way: str) -> float:
     return statistics.median(a / b for a, b in zip(rates[way], rates["generate"], strict=True))
 
 
-def quantized_ms(model: str, kind: str, requests: int) -> float:
-    rows = results("quantized_step-h200")["rows"]
+def with_ranks(model: str, engine: str, workload: str = "single", figure: str = "tpot_ms") -> float:
+    """Stage F on one GPU or on several."""
+    found = next(g for g in group_results(load_all()) if g.study == "ranks" and g.model.endswith(model))
+    return found.median(engine, workload, figure)
+
+
+def weight_micros() -> float:
+    """µs to read all weights, at the speed of a copy beside which the megakernel was measured."""
+    copy = results("decode_step-h200")["ceilings"]["copy_bytes_per_s"]
+    return 1e6 * ModelCost(preset_config(MODEL), 2).weight_bytes / copy
+
+
+def quantized_row(model: str, kind: str, requests: int) -> dict:
     wanted = {"model": model, "kind": kind, "rows": requests}
-    return 1e3 * next(statistics.median(row["samples"]) for row in rows if wanted.items() <= row.items())
+    return next(row for row in results("quantized_step-h200")["rows"] if wanted.items() <= row.items())
+
+
+def quantized_ms(model: str, kind: str, requests: int) -> float:
+    return 1e3 * statistics.median(quantized_row(model, kind, requests)["samples"])
+
+
+def quantized_far(model: str, kind: str, requests: int) -> float:
+    row = quantized_row(model, kind, requests)
+    copy = results("quantized_step-h200")["ceilings"]["copy_bytes_per_s"]
+    return statistics.median(row["samples"]) * copy / (row["weight_bytes"] + row["kv_bytes"])
 
 
 def bytes_between_hosts(layout: str) -> float:
@@ -171,6 +192,7 @@ D, F, KERNELS = "stage_d_paged/README.md", "stage_f_graph_tp/README.md", "stage_
 EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights before the wait"
 ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
 RANKS, PIPELINE = "stage_f_graph_tp/tensor_parallel/README.md", "beyond/scale_out/README.md"
+MEGAKERNEL = "stage_f_graph_tp/megakernel/README.md"
 SPECULATION = "beyond/speculation/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
@@ -203,6 +225,22 @@ EXACT = {
         KERNELS, "{} µs without it, {} with a prefetch of every cache line and {} with one prefetch per weight row",
         lambda: [f"{tried(variant):.0f}" for variant in ("five launches", EVERY_LINE, ONE_PER_ROW)],
     ),
+    "megakernel: the weights, and five kernels per layer": (
+        MEGAKERNEL, "which an H200 copies in {} µs. With five kernels per layer the step takes {} µs.",
+        lambda: [f"{weight_micros():.0f}", f"{layer_step('five', 1):.0f}"],
+    ),
+    "ranks: a small model": (
+        RANKS, "takes {} ms per step, and {} ms with one",
+        lambda: [f"{with_ranks('qwen3-0.6b', name):.2f}" for name in ("F, 2 GPUs", "F")],
+    ),
+    "ranks: a large model": (
+        RANKS, "{} ms instead of {} for one request, and {} instead of {} for 32.",
+        lambda: [
+            f"{with_ranks('qwen2.5-7b', name, *work):.2f}"
+            for work in (("single", "tpot_ms"), ("decode32", "step_ms"))
+            for name in ("F, 2 GPUs", "F")
+        ],
+    ),
     "8 bits: the head in 16": (
         EIGHT_BITS, "still reads {} of the bytes with Qwen2.5-0.5B and {} with Qwen2.5-7B",
         lambda: [bytes_left("qwen2.5-0.5b"), bytes_left("qwen2.5-7b")],
@@ -217,14 +255,15 @@ EXACT = {
     "drafts: one request": (
         SPECULATION,
         "takes {} ms per token instead of {}. Looking for guesses where the text repeats nothing costs at most {} %",
-        lambda: [drafted_ms("accepted"), drafted_ms("plain"), f"{looking_percent():.1f}"],
+        lambda: [drafted_ms("accepted"), drafted_ms("plain", draft=4), f"{looking_percent():.1f}"],
     ),
     "drafts: the tutor's own": (
-        SPECULATION, "The tutor's own drafts make {} tokens per step when",
+        SPECULATION, "The look-up makes {} tokens per step when the tutor",
         lambda: [f"{tutors_tokens_per_step('ngram'):.1f}"],
     ),
     "drafts: the one-layer tutor's": (
-        SPECULATION, "and {} with the one-layer tutor", lambda: [f"{tutors_tokens_per_step('model'):.2f}"],
+        SPECULATION, "With the one-layer tutor it is {} at the first question",
+        lambda: [f"{tutors_tokens_per_step('model'):.2f}"],
     ),
     "F: stage E's kernels": (
         F, "in stage E is {} kernels, which together run for {} ms",
@@ -335,6 +374,14 @@ ROUGH = {
     "stages on two hosts": (
         PIPELINE, "The stages send two per token",
         lambda: 2 * hidden_state_bytes() / bytes_between_hosts("PP 2"), 0.8, 1,
+    ),
+    "drafts: a verification with eight requests": (
+        "beyond/speculation/measurements.md", "a verification of four guesses each takes 1.3 × as long",
+        lambda: 1 + speculation.break_even(results("speculation-h200"), 4)[8], 1.25, 1.35,
+    ),
+    "megakernel: a large model without it": (
+        MEGAKERNEL, "Qwen2.5-7B takes [less than 1.2 × its floor]",
+        lambda: quantized_far("qwen2.5-7b", "bfloat16", 1), 1, 1.2,
     ),
     "kernels: small ones": (
         KERNELS, "The small kernels (pink) are more than a quarter of a step",
