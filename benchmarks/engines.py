@@ -132,16 +132,15 @@ def select(specifications: Sequence[str]) -> list[Engine]:
 
 
 def study_engines(study: str, names: Sequence[str] = ()) -> list[Engine]:
-    """The rows of a study, in its order, or those of `names`; without what is not installed here.
+    """The rows of a study, in its order, or those of `names`.
 
     Raises:
         ValueError: a name that is not a row of the study.
     """
     by_name, rows = installed_engines(), STUDIES[study]
-    if unknown := set(names) - set(rows):
-        raise ValueError(f"no row {unknown.pop()!r} in study {study!r}; there are: {', '.join(rows)}")
-    here = {name: text for name, text in rows.items() if text.partition("[")[0] in by_name}
-    return [replace(_read(text, by_name), name=name) for name, text in here.items() if name in (names or rows)]
+    if unknown := [name for name in names if name not in rows]:
+        raise ValueError(f"no row {unknown[0]!r} in study {study!r}; there are: {', '.join(rows)}")
+    return [replace(_read(text, by_name), name=name) for name, text in rows.items() if name in (names or rows)]
 
 
 def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:

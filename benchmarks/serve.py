@@ -229,8 +229,11 @@ def main(argv: list[str] | None = None) -> int:
         if not args.url.startswith("http://"):
             raise ValueError(f"--url must begin with http://, got {args.url}")
         headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-        with urlopen(Request(f"{args.url}/v1/models", headers=headers), timeout=10) as response:
+        with urlopen(Request(f"{args.url.rstrip('/')}/v1/models", headers=headers), timeout=10) as response:
             model = json.load(response)["data"][0]["id"]
+    except (json.JSONDecodeError, LookupError, TypeError):
+        print(f"error: {args.url} names no model in /v1/models: is it a server of the OpenAI API?", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         hint = "; --url takes a server's address without a path" if isinstance(error, OSError) else ""
         print(f"error: {getattr(error, 'reason', error)}{hint}", file=sys.stderr)

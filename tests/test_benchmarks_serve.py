@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 import statistics
+from io import BytesIO
 
 import pytest
 
+from benchmarks import serve
 from benchmarks.serve import Answer, main, make_prompts, read_goal, schedule, stream_completion, summarize
 
 LONG_AGO = 100.0
@@ -88,6 +90,15 @@ def test_events_are_found_wherever_the_network_cuts_them_and_however_servers_wri
 
 def test_an_answer_without_any_token_says_so():
     assert ask_a_server_that_sends(b"data: [DONE]\n\n").error == "no token came"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"data": []}', b"[]", b'{"data": null}'])
+def test_a_server_that_names_no_model_is_refused(body, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(serve, "urlopen", lambda request, timeout: asked.append(request.full_url) or BytesIO(body))
+    assert main(["--url", "http://here/"]) == 2
+    assert "http://here/ names no model in /v1/models" in capsys.readouterr().err
+    assert asked == ["http://here/v1/models"]
 
 
 def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):

@@ -184,6 +184,14 @@ def test_half_a_character_has_no_bytes_to_tell(llm):
     assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["bytes"] is None
 
 
+def test_of_tokens_that_look_alike_the_likeliest_is_among_the_top_logprobs(llm):
+    one, other = [i for i in range(llm.vocab_size) if llm.tokenizer.decode([i]) == "\ufffd"][:2]  # parts of characters
+    answer = Answer(parse_completion({"prompt": "x", "logprobs": 2}, Limits()), "tutor", llm.tokenizer)
+    chunk = answer.chunk(0, Token(one, "", {one: -0.5, other: -1.5}), None)
+    told = json.loads(chunk)["choices"][0]["logprobs"]
+    assert told["token_logprobs"] == [-0.5] and told["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
 def test_logprobs_are_the_engines_likeliest_first(client, llm):
     [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=3, logprobs=2), False)
     logprobs = post(client, "/v1/completions", prompt=QUESTION, temperature=0, max_tokens=3, logprobs=2)

@@ -656,6 +656,15 @@ def test_a_small_model_may_lack_padding_tokens_of_the_large_ones_vocabulary(monk
     assert llm.engine.counters.num_draft_tokens > 0
 
 
+def test_a_tokenizer_may_have_tokens_that_both_models_lack():
+    llm = SimpleNamespace(options=SimpleNamespace(draft_model="random:qwen2-tiny"), tokenizer=range(5000))
+    runtime = SimpleNamespace(config=SimpleNamespace(vocab_size=4096), max_model_len=64)
+    assert LLM._draft_source(llm, runtime).name == "random:qwen2-tiny"
+    runtime.config.vocab_size = 4000
+    with pytest.raises(ValueError, match="has 4096 tokens in its vocabulary, and the model needs 4000; choose another"):
+        LLM._draft_source(llm, runtime)
+
+
 def test_the_tutors_draft_model_knows_most_of_its_answers():
     llm = LLM("tutor", device="cpu", speculation="model")
     stage_e = stage_e_batching.LLM("tutor", device="cpu")
@@ -715,7 +724,7 @@ def test_the_small_model_catches_up_after_a_pause(plain):
     [
         ({"speculation": "model"}, "needs draft_model="),
         ({"draft_model": "tutor"}, "speculation='ngram'"),
-        ({"speculation": "model", "draft_model": "random:qwen3-0.6b"}, "151936 tokens in its vocabulary"),
+        ({"speculation": "model", "draft_model": "random:qwen3-0.6b"}, "has 151936 tokens in its vocabulary"),
         ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "needs num_kvcache_blocks="),
     ],
 )
@@ -731,7 +740,7 @@ def test_a_small_model_of_fewer_positions_is_refused(monkeypatch):
             return replace(ModelConfig.from_hf(config), max_position_embeddings=100)
 
     monkeypatch.setattr("beyond.speculation.llm.ModelConfig", Short)
-    with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another"):
+    with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another, or lower"):
         LLM("tutor", device="cpu", speculation="model", max_model_len=512)
 
 

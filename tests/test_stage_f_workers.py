@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import operator
 import os
 import queue
 import re
@@ -309,13 +308,19 @@ def test_ranks_of_one_machine_listen_on_the_loopback_address_only(two_ranks):
     assert listening == {"0100007F"}
 
 
-def test_a_worker_that_raises_reports_it_and_rank_0_says_so():
+def fail_as_cuda_does(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Raise an error of several lines, of which the first says what happened."""
+    raise RuntimeError("CUDA error: no such address\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
+def test_a_worker_that_raises_reports_it_and_rank_0_says_what_it_was_in_the_first_line():
     rendezvous = open_rendezvous(2)
-    ranks = Workers(rendezvous, operator.truediv)  # a rendezvous divided by the first message
+    ranks = Workers(rendezvous, fail_as_cuda_does)
     try:
         ranks.send(b"job")
         ranks._failing.wait(60)  # a worker imports PyTorch first
-        with pytest.raises(WorkerError, match="rank 1 of 2 failed: TypeError: unsupported operand.*(?s:.*)\nTraceback"):
+        first = f"rank 1 of 2 failed: RuntimeError: CUDA error: no such address; {workers_module.ADVICE}"
+        with pytest.raises(WorkerError, match=rf"^{first}\nTraceback(?s:.*)\nCompile with `TORCH_USE_CUDA_DSA`$"):
             ranks.check()
     finally:
         ranks.close()
@@ -391,17 +396,18 @@ def test_ranks_share_the_cores_and_only_rank_0_shows_progress(puppets, monkeypat
     ranks = puppets(2)
     names = ("OMP_NUM_THREADS", "TQDM_DISABLE")
     ranks.send(f"connection.send_bytes(' '.join(map(os.environ.get, {names})).encode())".encode())
-    assert raised_by(ranks).endswith("\n4 1")
+    assert "failed: 4 1;" in raised_by(ranks)
 
 
 def test_the_rank_that_raised_is_named_with_its_report(puppets, tmp_path):
     ranks = puppets(3)
     first = tmp_path / "has reported"
-    ranks.send(f"if rank == 2: connection.send_bytes(b'Traceback: no such page'); open({str(first)!r}, 'w')".encode())
+    report = b"KeyError: no such page\nTraceback"
+    ranks.send(f"if rank == 2: connection.send_bytes({report}); open({str(first)!r}, 'w')".encode())
     ranks.send(f"while not os.path.exists({str(first)!r}): time.sleep(0.01)".encode())
     ranks.send(REPORT.encode())
     error = raised_by(ranks)
-    assert re.fullmatch("rank 2 of 3 failed: Traceback: no such page; .*\nTraceback: no such page", error)
+    assert re.fullmatch("rank 2 of 3 failed: KeyError: no such page; .*\nTraceback", error)
 
 
 def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):

@@ -110,7 +110,9 @@ class Answer:
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))
             written["token_logprobs"].append(token.logprobs[token.token_id])
-            top = {text_of([i], self._tokenizer): value for i, value in token.logprobs.items()}
+            top: dict[str, float] = {}
+            for i, value in token.logprobs.items():  # likeliest first, so of tokens that look alike that one is told
+                top.setdefault(text_of([i], self._tokenizer), value)
             written["top_logprobs"].append(top)
             written["text_offset"].append(offset)
         return written

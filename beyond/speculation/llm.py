@@ -130,16 +130,23 @@ class LLM(stage_f.LLM):
         """
         name = self.options.draft_model or (self.source.name == "tutor" and TUTOR_DRAFT)
         if not name:
-            raise ValueError("speculation='model' needs draft_model=: a small model of the same vocabulary")
+            raise ValueError("speculation='model' needs draft_model=: a small model of the same tokenizer")
         source = resolve(name)
         config = ModelConfig.from_hf(source.config)
-        positions, most = min(config.max_position_embeddings, runtime.max_model_len), runtime.max_model_len
-        for what, have, least, want in (
-            ("tokens in its vocabulary", config.vocab_size, len(self.tokenizer), runtime.config.vocab_size),
-            ("positions", positions, most, most),
-        ):  # a vocabulary may be padded to more tokens than the tokenizer has, in each size of a model to others
-            if not least <= have <= want:
-                raise ValueError(f"draft_model={str(name)!r} has {have} {what}, and the model {want}; choose another")
+        # A vocabulary may be padded to more tokens than the tokenizer has, in each size of a model to others.
+        most, positions = runtime.config.vocab_size, runtime.max_model_len
+        least = min(len(self.tokenizer), most)
+        if not least <= config.vocab_size <= most:
+            allowed = f"{least} to {most}" if least < most else most
+            raise ValueError(
+                f"draft_model={str(name)!r} has {config.vocab_size} tokens in its vocabulary, and the model needs "
+                f"{allowed}; choose another"
+            )
+        if config.max_position_embeddings < positions:
+            raise ValueError(
+                f"draft_model={str(name)!r} has {config.max_position_embeddings} positions, and the model {positions}; "
+                "choose another, or lower max_model_len"
+            )
         return source
 
     def _build_ranks(self, options: GraphOptions, seed: int) -> tuple[Runtime, GraphModelRunner]:

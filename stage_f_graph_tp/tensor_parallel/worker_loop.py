@@ -67,8 +67,9 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
         execute = build(join(), messages.get())
         while True:
             execute(messages.get())
-    except BaseException:
+    except BaseException as error:
+        summary = traceback.format_exception_only(error)[0].splitlines()[0]  # the last line may be advice: CUDA's is
         with contextlib.suppress(OSError):
-            connection.send_bytes(traceback.format_exc().strip().encode())
+            connection.send_bytes(f"{summary}\n{traceback.format_exc().strip()}".encode())
         time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read it before the connections break
         os._exit(1)

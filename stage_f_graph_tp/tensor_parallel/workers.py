@@ -203,7 +203,8 @@ class Workers:
         if silent:
             return f"rank {silent[0]} of {self._size} died{self._exit_status(silent[0])}; {ADVICE}"
         rank, report = next(iter(reports.items()))
-        return f"rank {rank} of {self._size} failed: {report.splitlines()[-1]}; {ADVICE}\n{report}"
+        summary, _, trace = report.partition("\n")
+        return f"rank {rank} of {self._size} failed: {summary}; {ADVICE}\n{trace}"
 
     def _find_silent(self, seconds: float) -> str:
         """Which rank keeps rank 0 waiting, where that can be seen."""
