@@ -69,13 +69,13 @@ async def stream_completion(url: str, body: dict[str, object], answer: Answer, a
             answer.error = f"status {status[1].decode() if status[1:] else 'missing'}"
             return
         pending = b""
-        while size := int(await reader.readline(), 16):  # of a chunk, which may end within an event
+        while size := int(await reader.readuntil(b"\n"), 16):  # of a chunk, which may end within an event
             pending = (pending + (await reader.readexactly(size + 2))[:-2]).replace(b"\r\n", b"\n")
             *events, pending = pending.split(b"\n\n")
             for event in events:
                 _note(event, answer)
-        if not answer.arrivals and not answer.error:
-            answer.error = "no token came"
+        if not answer.arrivals:
+            answer.error = answer.error or "no token came"
     finally:
         writer.close()
 
@@ -86,8 +86,8 @@ def _note(event: bytes, answer: Answer) -> None:
         return
     now = time.perf_counter()
     message = json.loads(data)
-    if "error" in message:
-        answer.error = message["error"]["message"]
+    if error := message.get("error"):
+        answer.error = error["message"] if isinstance(error, dict) else str(error)
     elif message.get("choices"):
         answer.arrivals.append(now)
     if message.get("usage"):
@@ -103,7 +103,9 @@ async def offer(
         await asyncio.sleep(answer.due - time.perf_counter())
         try:
             await stream_completion(url, body, answer, api_key)
-        except (OSError, EOFError, ValueError) as error:
+        except EOFError:
+            answer.error = "the connection broke off"
+        except (OSError, ValueError) as error:
             answer.error = str(error) or type(error).__name__
 
     start = time.perf_counter()

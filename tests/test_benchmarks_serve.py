@@ -11,7 +11,7 @@ from io import BytesIO
 import pytest
 
 from benchmarks import serve
-from benchmarks.serve import Answer, main, make_prompts, read_goal, schedule, stream_completion, summarize
+from benchmarks.serve import Answer, main, make_prompts, read_goal, schedule, summarize
 
 LONG_AGO = 100.0
 
@@ -61,9 +61,9 @@ def test_a_goal_that_is_none_is_refused(word):
     assert read_goal("e2el:1.5") == ("e2el", 1.5)
 
 
-def ask_a_server_that_sends(*body: bytes) -> Answer:
+def ask_a_server_that_sends(*body: bytes, end: bytes = b"0\r\n\r\n") -> Answer:
     """What is noted of an answer whose chunks are these."""
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in body) + end
 
     async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -72,8 +72,8 @@ def ask_a_server_that_sends(*body: bytes) -> Answer:
 
     async def ask() -> Answer:
         async with await asyncio.start_server(serve_once, "127.0.0.1", 0) as server:
-            port, found = server.sockets[0].getsockname()[1], Answer(0.0)
-            await stream_completion(f"http://127.0.0.1:{port}", {}, found)
+            port = server.sockets[0].getsockname()[1]
+            [found], _ = await serve.offer(f"http://127.0.0.1:{port}", [{}], [0.0])
             return found
 
     return asyncio.run(ask())
@@ -90,6 +90,17 @@ def test_events_are_found_wherever_the_network_cuts_them_and_however_servers_wri
 
 def test_an_answer_without_any_token_says_so():
     assert ask_a_server_that_sends(b"data: [DONE]\n\n").error == "no token came"
+
+
+@pytest.mark.parametrize("end", [b"", b"7\r\ndata: "], ids=["between chunks", "in a chunk"])
+def test_a_connection_that_breaks_off_is_an_error_that_says_so(end):
+    token = b'data: {"choices": [{"text": "x"}]}\n\n'
+    assert ask_a_server_that_sends(token, end=end).error == "the connection broke off"
+
+
+@pytest.mark.parametrize("error", ['{"message": "no room"}', '"no room"'])
+def test_what_a_server_says_of_its_failure_is_kept(error):
+    assert ask_a_server_that_sends(b'data: {"error": %b}\n\n' % error.encode()).error == "no room"
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"data": []}', b"[]", b'{"data": null}'])

@@ -175,6 +175,14 @@ def test_chunks_of_a_prompt_are_in_flight_together():
         assert [step.done for step in engine.runner.in_flight] == expected
 
 
+def test_no_more_batches_wait_for_their_samples_than_there_are_stages():
+    engine = make_pipeline(**ROOMY | {"max_num_batched_tokens": 8})
+    engine.add_request(make_request(0, [3] * 40, 1), streams=False)  # five chunks for three stages
+    for sampled in (0, 0, 0, 1, 2):
+        engine.step()
+        assert [step.done for step in engine.runner.in_flight].count(True) == sampled
+
+
 def test_a_request_that_arrives_is_prefilled_before_another_ones_batch_is_sampled():
     engine = make_pipeline(**ROOMY)
     for number in range(1, 4):
