@@ -351,6 +351,19 @@ def test_tiles_fill_an_h200_and_no_two_warps_convert_the_same_weight(tokens, gro
             assert not splits or cut or programs * tiles.splits >= 132
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
+def test_tiles_fit_into_the_shared_memory_of_other_gpus(tokens, monkeypatch):
+    pytest.importorskip("triton")
+    from beyond.quantization import tiles as module
+
+    monkeypatch.setattr(module, "_chip", lambda device: (128, 101376))  # a GeForce RTX 4090's
+    block_m = module.token_block(tokens)
+    for rows, columns in (4608, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (152064, 3584), (4096, 1024):
+        for height, splits in (1, False), (2, False), (1, True):
+            tiles = module.choose_tiles.__wrapped__(rows, columns, tokens, 2, 0, CUDA, height, splits)
+            assert tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= 101376
+
+
 @pytest.mark.parametrize("tokens", [33, 64, 65, 128])
 def test_two_programs_with_many_rows_of_a_large_matrix_share_a_multiprocessors_memory(tokens, monkeypatch):
     """One converts weights while the other multiplies. A stage less than was asked for is allocated."""

@@ -500,6 +500,22 @@ def test_an_error_that_rank_0_cannot_raise_because_a_call_does_not_end_is_printe
         assert re.fullmatch("error: rank 1 of 2 died .* rank 0 has not come back .*", lines.get(timeout=SECONDS))
 
 
+def test_rank_0_is_not_blocked_where_it_came_back_and_waits_for_something_else(puppets, monkeypatch):
+    lines, before, looks_again, waits_again = [], set(threading.enumerate()), threading.Event(), threading.Event()
+    ranks = puppets(2)
+    [watcher] = set(threading.enumerate()) - before
+    monkeypatch.setattr(workers_module, "print", lambda line, **_: lines.append(line), raising=False)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: looks_again.set() or waits_again.wait(SECONDS))
+    monkeypatch.setattr(workers_module, "time", clock)
+    with ranks.awaited():
+        ranks.send(DIE.encode())
+        assert looks_again.wait(SECONDS)
+    with ranks.awaited():
+        waits_again.set()
+        watcher.join(SECONDS)
+    assert not watcher.is_alive() and not lines
+
+
 def test_time_in_which_rank_0_is_stopped_itself_does_not_count(puppets, monkeypatch):
     looks, wait, clock = threading.Semaphore(0), workers_module.wait, time.monotonic
     monkeypatch.setattr(workers_module, "wait", lambda *arguments: looks.release() or wait(*arguments))

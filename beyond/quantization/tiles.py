@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -54,7 +55,8 @@ def choose_tiles(
     block_m = token_block(tokens)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return Tiles(16, group or 128, 4, 2)
-    if not group and (tiles := _measured_tiles(rows, columns, block_m, height, splits, sm_count)):
+    tiles = None if group else _measured_tiles(rows, columns, block_m, height, splits, sm_count)
+    if tiles and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= (shared_bytes or math.inf):
         return tiles
     token_blocks = ceil_div(tokens, block_m)
     tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
@@ -117,6 +119,6 @@ def token_block(tokens: int) -> int:
 def _chip(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and the bytes of shared memory of one."""
     if device.type != "cuda":  # Triton's interpreter
-        return 1, 0
+        return 1, 0  # no limit
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
