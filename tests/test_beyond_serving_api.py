@@ -111,10 +111,12 @@ def test_a_chat_goes_through_the_models_template(client, llm, content):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path):
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path, logprobs):
     is_chat = "chat" in path
     ask = {"messages": CHAT} if is_chat else {"prompt": QUESTION}
-    ask |= {"temperature": 0, "max_tokens": 20, "stop": "the key and values", "logprobs": True if is_chat else 1}
+    ask |= {"temperature": 0, "max_tokens": 20, "stop": "the key and values"}
+    ask |= {"logprobs": True if is_chat else 1} if logprobs else {}
     whole = post(client, path, **ask)
     *tokens, usage = events(client, path, stream_options={"include_usage": True}, **ask)
     choices = [message["choices"][0] for message in tokens]
@@ -126,6 +128,9 @@ def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path
     assert all(message["usage"] is None and message["id"] == usage["id"] for message in tokens)
     if is_chat:
         assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * 19
+    if not logprobs:
+        assert [choice["logprobs"] for choice in choices] == [None] * 20
+    elif is_chat:
         assert [c["logprobs"]["content"] for c in choices] == [[x] for x in whole["choices"][0]["logprobs"]["content"]]
     else:
         for name, values in whole["choices"][0]["logprobs"].items():
@@ -133,11 +138,14 @@ def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, path
 
 
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion])
-def test_an_end_that_comes_after_its_last_token_is_told_too(llm, parse):
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_an_end_that_comes_after_its_last_token_is_told_too(llm, parse, logprobs):
     """As it may where another thread of the program runs the steps; else it comes with the last token."""
     [request], [output] = llm.requests([QUESTION]), llm.generate([QUESTION], SamplingParams(max_tokens=1), False)
-    body = {"prompt": QUESTION, "logprobs": 1} if parse is parse_completion else {"messages": CHAT, "logprobs": True}
-    ask = parse(body, Limits(), *([] if parse is parse_completion else [64]))
+    if parse is parse_completion:
+        ask = parse({"prompt": QUESTION, "logprobs": 1 if logprobs else None}, Limits())
+    else:
+        ask = parse({"messages": CHAT, "logprobs": logprobs}, Limits(), 64)
     stream = EventStream(None, Answer(ask, "tutor", llm.tokenizer), include_usage=False)
     token = Token(5, "x", {5: -0.5})
 

@@ -24,10 +24,11 @@ from serving import assert_idle, running, wait_until  # noqa: E402
 import stage_e_batching  # noqa: E402
 import stage_f_graph_tp  # noqa: E402
 from beyond.serving import AsyncLLM, async_llm, event_stream  # noqa: E402
-from beyond.serving.async_llm import QueueFull  # noqa: E402
+from beyond.serving.async_llm import QueueFull, Stream  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop  # noqa: E402
 from beyond.serving.sse import frame  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
+from stage_e_batching.mailbox import Event  # noqa: E402
 
 QUESTION = "What is a KV cache?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -367,6 +368,22 @@ def test_a_slow_reader_gets_the_tokens_before_the_error(llm, monkeypatch):
         await many.close()
 
     asyncio.run(use())
+
+
+def test_a_call_of_which_one_request_failed_ends_with_that_whatever_becomes_of_the_others():
+    stream, first = Stream([None, None], None), KeyError("first")
+    stream.put(None, before := Event(0, [], "a"))
+    stream.put(None, Event(1, [], "", error=first))
+    stream.put(None, Event(0, [], "b"))
+
+    async def read() -> None:
+        assert [event for _, event in await anext(stream)] == [before]
+        for error in (RuntimeError("second"), None):
+            with pytest.raises(KeyError, match="first"):
+                await anext(stream)
+            stream.put(None, Event(0, [], "c", error=error))
+
+    asyncio.run(read())
 
 
 # ---- asyncio --------------------------------------------------------------------------------------------------------
