@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from argparse import Namespace
 from pathlib import Path
+from select import select as wait_for
 
 import pytest
 import torch
@@ -166,6 +169,18 @@ def committed() -> dict[Path, bytes]:
         *ROOT.glob("benchmarks/plots/*"),
     ]
     return {path: path.read_bytes() for path in files}
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, python = tmp_path / "pipe", tmp_path / "python"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    python.write_text(f"#!/bin/sh\nexec 3> {pipe}\nsleep 1000 &\n")  # as an engine that leaves a worker behind
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert "exit status 0" in run_job({"kind": "look"}, timeout=60)["error"]
+    assert wait_for([reader], [], [], 30)[0] and os.read(reader, 1) == b"", "it holds its end of the pipe"
+    os.close(reader)
 
 
 def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(

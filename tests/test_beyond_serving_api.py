@@ -332,9 +332,9 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field,
     assert error["param"] == field and error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("field", [{"tools": [1]}, {"stream": True, "stream_options": {"continuous_usage_stats": True}}])
+@pytest.mark.parametrize("field", [{"tools": [1]}, {"stream_options": {"continuous_usage_stats": True}}])
 def test_what_is_not_supported_has_a_code_for_programs(client, field):
-    assert refused(client, "/v1/completions", prompt=QUESTION, **field)["code"] == "unsupported_parameter"
+    assert refused(client, "/v1/completions", prompt=QUESTION, stream=True, **field)["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(

@@ -376,6 +376,8 @@ def test_two_programs_with_many_rows_of_a_large_matrix_share_a_multiprocessors_m
         tiles = module.choose_tiles.__wrapped__(rows, columns, tokens, 2, 0, CUDA, height, splits)
         assert tiles.rows * height == 64 and tiles.warps == 4, "a warp group's instruction is 64 high"
         assert 2 * (tiles.stages - 1) * (64 + 2 * block_m) * tiles.columns <= 233472
+    alone = module.choose_tiles.__wrapped__(3584, 3584, 128, 2, 0, CUDA, 1, True)
+    assert alone.splits * 56 < 132 and alone.stages == 4, "one that shares it with nobody has more loads in flight"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
