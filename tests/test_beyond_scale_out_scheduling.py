@@ -25,12 +25,11 @@ from interrupts import interrupt_after
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
 from stage_a_naive.outputs import Request
 from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.step import ScheduledStep
 from stage_e_batching.waiting_order import Priority
-from stage_f_graph_tp.overlap import AheadSequence
 
 INTERRUPTED = [make_request(i, [i + 3] * n, 5 + i, ignore_eos=True) for i, n in enumerate((5, 1, 9, 3, 7))]
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -241,7 +240,7 @@ def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_fa
 
 def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():
     scheduler = make_pipeline(**ROOMY | {"max_num_seqs": 2}).scheduler
-    sequence = AheadSequence(completion_of([1, 2, 3]))
+    sequence = PipelineSequence(completion_of([1, 2, 3]))
     scheduler.add(sequence)
     scheduler.schedule()
     sequence.num_in_flight = 1

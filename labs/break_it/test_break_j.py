@@ -4,9 +4,8 @@ It takes a client that leaves, and another one that comes at the right moment. T
 differs from the reference by one condition. Write a test that passes with the reference and fails with the broken one.
 """
 
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
 from labs.tests.support import completion_of
-from stage_f_graph_tp.overlap import AheadSequence
 
 
 def make_scheduler() -> PipelineScheduler:
@@ -15,26 +14,28 @@ def make_scheduler() -> PipelineScheduler:
     return PipelineScheduler(num_micro_batches=2, num_blocks=40, block_size=4, **limits)
 
 
-def add(scheduler: PipelineScheduler, prompt: list[int]) -> AheadSequence:
+def add(scheduler: PipelineScheduler, prompt: list[int]) -> PipelineSequence:
     """A new request."""
-    sequence = AheadSequence(completion_of(prompt))
+    sequence = PipelineSequence(completion_of(prompt))
     scheduler.add(sequence)
     return sequence
 
 
-def launch(scheduler: PipelineScheduler) -> list[AheadSequence]:
+def launch(scheduler: PipelineScheduler) -> list[PipelineSequence]:
     """Schedule a step, whose tokens are in flight from now on. Returns the sequences that wait for one."""
     step = scheduler.schedule()
     waiting = [entry.sequence for entry in step if entry.samples]
     for sequence in waiting:
         sequence.num_in_flight += 1
+        sequence.is_unsampled = True
     return waiting
 
 
-def arrive(scheduler: PipelineScheduler, waiting: list[AheadSequence]) -> None:
+def arrive(scheduler: PipelineScheduler, waiting: list[PipelineSequence]) -> None:
     """The tokens of a step arrive: until now the sampler reads what is in the batch slots of its sequences."""
     for sequence in waiting:
         sequence.num_in_flight -= 1
+        sequence.is_unsampled = False
     scheduler.release_slots()
 
 
