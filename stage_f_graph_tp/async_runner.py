@@ -110,6 +110,12 @@ class AsyncModelRunner(ModelRunner):
             return InFlight(None)
         if samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens[:samples])
+        return self.sample_and_fetch(hidden, sample_slots, inputs, shape, needs)
+
+    def sample_and_fetch(
+        self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, shape: StepShape, needs: int
+    ) -> InFlight:
+        """Sample the final states `[samples, hidden]`, keep the tokens on the device, start their copy to the host."""
         sampled = self.sample(hidden, sample_slots, inputs, needs)
         self.keep(sampled.ids, inputs, shape)
         return self.fetch(sampled)

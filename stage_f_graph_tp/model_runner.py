@@ -180,12 +180,9 @@ class GraphModelRunner(AsyncModelRunner):
         count = len(sample_slots)
         # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
         if needs & ~RANDOM:
-            sampled = self.sample(result.hidden[:count], sample_slots, inputs, needs)
-            self.keep(sampled.ids, inputs, shape)
-        else:
-            ids = result.ids[:count]
-            sampled = SampledTokens(ids if self._is_cuda else ids.clone())  # the next replay writes over it
-        return self.fetch(sampled)
+            return self.sample_and_fetch(result.hidden[:count], sample_slots, inputs, shape, needs)
+        ids = result.ids[:count]
+        return self.fetch(SampledTokens(ids if self._is_cuda else ids.clone()))  # the next replay writes over it
 
     @torch.inference_mode()
     def _launch_megakernel(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:

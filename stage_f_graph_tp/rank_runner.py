@@ -175,6 +175,10 @@ class RankRunner(GraphModelRunner):
         command = StepCommand(shape, len(sample_slots), needs, self.buffers.packed(shape))
         with self.in_step(command.encode()):
             step = super().execute_step(shape, sample_slots, needs)
+        return self.watched(step)
+
+    def watched(self, step: InFlight) -> InFlight:
+        """The same step, whose `wait` on rank 0 also looks after the other ranks."""
         return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
 
     @contextmanager

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper import compiled_for_hopper
 
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
 from beyond.quantization.formats import FORMATS, Quantized, dequantize_matrix, quantize_matrix, quantize_rows
@@ -216,7 +217,7 @@ def test_interpreted_split_k_gives_the_same(group, splits, slices):
 @interpreted
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128])
 def test_interpreted_tiles_of_large_matrices_give_the_same(tokens):
-    """Those that Qwen2.5-7B's down product, and its gate and up, have with so many tokens."""
+    """Those that Qwen2.5-7B's down product, and its gate and up, have with this many tokens."""
     from beyond.quantization.tiles import _measured_tiles, token_block
 
     block_m = token_block(tokens)
@@ -384,10 +385,7 @@ def test_two_programs_with_many_rows_of_a_large_matrix_share_a_multiprocessors_m
 @pytest.mark.parametrize("stored", ["*i8", "*fp8e4nv"])
 def test_compiled_for_hopper_no_value_is_read_from_shared_memory_by_the_byte(stored, tmp_path, monkeypatch):
     """The decode kernel; compiling it needs no GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from beyond.quantization.attention.triton_decode import choose_quantized_config, quantized_decode_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -395,17 +393,12 @@ def test_compiled_for_hopper_no_value_is_read_from_shared_memory_by_the_byte(sto
     plan = plan_decode(32, 4096, 28, 64, 4, 128, torch.bfloat16, 132, config)
     constants = plan.constants | {"MIXED": False, "GROUP_PAD": 8}
     settings = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    types = dict.fromkeys(quantized_decode_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types = dict.fromkeys(quantized_decode_kernel.arg_names, "i32")
     types |= {"out": "*bf16", "query": "*bf16", "k_values": stored, "v_values": stored, "scale_log2": "fp32"}
     types |= dict.fromkeys(("k_scales", "v_scales", "partial_out", "partial_lse"), "*fp32")
     types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens_q", "arrival_counters"), "*i32")
-    index = quantized_decode_kernel.arg_names.index
-    aligned = [name for name, kind in types.items() if kind.startswith("*")] + ["query_stride", "slot_stride"]
-    source = ASTSource(
-        quantized_decode_kernel, types, {(index(name),): value for name, value in constants.items()},
-        {(index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings).asm["ptx"]
+    strides = "query_stride", "slot_stride"
+    found = compiled_for_hopper(quantized_decode_kernel, types, constants, strides, **settings)
     assert "ldmatrix" in found and ".trans" in found and "ld.shared.b8" not in found
 
 

@@ -7,6 +7,7 @@ import os
 import re
 
 import pytest
+from hopper import compiled_for_hopper
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 # Of the arguments of all kernels: those that are not bfloat16 tensors.
@@ -41,19 +42,12 @@ KERNELS = {
 }  # fmt: skip
 
 
-def compiled_for_hopper(name: str, pdl: bool) -> str:
+def compiled(name: str, pdl: bool) -> str:
     """PTX of a kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     module, _, function = name.rpartition(".")
     kernel = getattr(importlib.import_module(f"stage_f_graph_tp.{module}"), function)
-    constants = KERNELS[name] | {"PDL": pdl}
-    types = {n: "constexpr" if n in constants else TYPES.get(n, BF16) for n in kernel.arg_names}
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): value for n, value in constants.items()})
-    options = {"num_warps": 4, "launch_pdl": pdl}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    types = {n: TYPES.get(n, BF16) for n in kernel.arg_names}
+    return compiled_for_hopper(kernel, types, KERNELS[name] | {"PDL": pdl}, num_warps=4, launch_pdl=pdl)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
@@ -61,7 +55,7 @@ def compiled_for_hopper(name: str, pdl: bool) -> str:
 def test_a_dependent_kernel_lets_the_next_start_and_waits_before_it_writes(name, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = re.findall(r"griddepcontrol\.\w+|\bst\.global|\batom\.", compiled_for_hopper(name, pdl=True))
+    found = re.findall(r"griddepcontrol\.\w+|\bst\.global|\batom\.", compiled(name, pdl=True))
     assert found[:2] == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"]
     assert "st.global" in found
-    assert "griddepcontrol" not in compiled_for_hopper(name, pdl=False)
+    assert "griddepcontrol" not in compiled(name, pdl=False)

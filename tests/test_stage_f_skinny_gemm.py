@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper import compiled_for_hopper
 
 from stage_a_naive.loading import resolve
 from stage_d_paged.attention.reference import store
@@ -195,25 +196,16 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
 @pytest.mark.parametrize("rows", [32, 64])
 def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows, tmp_path, monkeypatch):
     """Lower tiles by instructions that read the weights from registers. Compiling needs no GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from stage_f_graph_tp.kernels.skinny_gemm_kernels import product_add_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"SIZE": 3584, "OUT_SIZE": 3584, "SPLITS": 2, "BLOCK_N": rows, "RANK": 0, "RANKS": 1, "PDL": True}
     constants |= {"BLOCK_M": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
-    types = dict.fromkeys(product_add_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    types = dict.fromkeys(product_add_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "residual"), "*bf16") | dict.fromkeys(("squares", "partial"), "*fp32")
     types |= dict.fromkeys(("arrival_counters", "peers"), "*i32")
-    index = product_add_kernel.arg_names.index
-    aligned = [name for name, kind in types.items() if kind.startswith("*")] + ["x_stride", "residual_stride"]
-    source = ASTSource(
-        product_add_kernel, types, {(index(name),): value for name, value in constants.items()},
-        {(index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 8}).asm["ptx"]
+    found = compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
     assert ("wgmma.mma" in found) == (rows == 64) and ("mma.sync" in found) == (rows == 32)
 
 

@@ -53,16 +53,17 @@ class PipelineEngine(OverlappedEngine):
             return None
         step, states = self._launched.popleft()
         sampled = states.sample()
-        for sequence, samples in zip(step.sequences, step.samples, strict=True):
-            if samples:
-                sequence.is_unsampled = False
+        self._mark(step, is_unsampled=False)
         return step, sampled
 
     def _count_in_flight(self, step: ScheduledStep) -> None:
         super()._count_in_flight(step)
+        self._mark(step, is_unsampled=True)
+
+    def _mark(self, step: ScheduledStep, is_unsampled: bool) -> None:
         for sequence, samples in zip(step.sequences, step.samples, strict=True):
             if samples:
-                sequence.is_unsampled = True
+                sequence.is_unsampled = is_unsampled
 
     def _recover(self) -> None:
         """Also discard the batches in flight: their tokens are invalid, like their blocks."""

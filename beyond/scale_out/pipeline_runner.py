@@ -31,7 +31,7 @@ from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder, StepGraphs
-from stage_f_graph_tp.rank_runner import RELEASE_SECONDS, RankRunner, WatchedInFlight
+from stage_f_graph_tp.rank_runner import RELEASE_SECONDS, RankRunner
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_f_graph_tp.tensor_parallel import RankGroup, Workers
 
@@ -160,7 +160,7 @@ class PipelineRunner(RankRunner):
         """
         with self.in_step(SAMPLE if self.group.size > 1 else None):
             sampled = self._sample(self._unsampled.popleft())  # in here: an interrupt must not take a step away
-        return WatchedInFlight(sampled.sampled, sampled.host_ids, sampled.arrived, self.workers)
+        return self.watched(sampled)
 
     def discard_in_flight(self) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
@@ -186,9 +186,7 @@ class PipelineRunner(RankRunner):
             recorded.replay()
             fetched = self.fetch_replayed(recorded.result, inputs, shape, sample_slots, needs)
         else:
-            sampled = self.sample(hidden, sample_slots, inputs, needs)
-            self.keep(sampled.ids, inputs, shape)
-            fetched = self.fetch(sampled)
+            fetched = self.sample_and_fetch(hidden, sample_slots, inputs, shape, needs)
         self._end_span("head", len(sample_slots), number)
         return fetched
 
