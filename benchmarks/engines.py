@@ -81,15 +81,13 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 
 # A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
 # it is, as on the command line.
-_B_IDEAS = {
-    "late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa",
-    "last logits only": "last_logits_only", "warm-up": "warmup",
-}  # fmt: skip
+_B_IDEAS = {"late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa"}
 _NO_KERNELS = "fused=False,fused_mlp=off"
 STUDIES: dict[str, dict[str, str]] = {
     "stage-b": {
         "B compiled": "B compiled",
         **{f"B compiled without {words}": f"B compiled[{option}=False]" for words, option in _B_IDEAS.items()},
+        "B compiled with SDPA in the step": "B compiled[sdpa=True]",
         "B": "B",
         "B without static cache": "B[static_cache=False]",  # compiling needs it
     },

@@ -10,7 +10,7 @@ from stage_a_naive.cli import run
 def add_options(group: _ArgumentGroup) -> None:
     """The stage's options; `--no-<idea>` switches an idea off."""
 
-    def switch(flag: str, default: bool, text: str) -> None:
+    def switch(flag: str, default: bool | None, text: str) -> None:
         group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
 
     switch("--compile", False, "torch.compile on the decode step (with CUDA graphs on a GPU)")
@@ -20,7 +20,7 @@ def add_options(group: _ArgumentGroup) -> None:
     group.add_argument("--sync-every", type=int, help="send tokens to the host every N steps (default: 8 on a GPU)")
     switch("--buffers", True, "write tokens into buffers allocated once")
     switch("--pinned", True, "copies from and to pinned host memory (GPU)")
-    switch("--sdpa", True, "fused attention kernels instead of attention written out")
+    switch("--sdpa", None, "fused attention kernels instead of attention written out (default: not in a compiled step)")
     precisions = ["highest", "high", "medium"]
     group.add_argument("--matmul-precision", default="high", choices=precisions, help="of float32 (default: high)")
     switch("--warmup", True, "run each cache size once before its first request is timed, as part of the build time")

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, softmax
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-ATTENTION_NAME = "grouped_sdpa"
+ATTENTION_NAME, PREFILL_NAME = "grouped_sdpa", "grouped_sdpa_for_prefill"
 
 # Flash takes no mask, so it serves the prefill. "Efficient" (xFormers) takes one, so it serves decoding with a padded
 # cache. "Math" is plain PyTorch, for what the others cannot take (float32 with grouped heads, odd head sizes). cuDNN is
@@ -63,9 +63,33 @@ def grouped_sdpa(
     return out.transpose(1, 2), None
 
 
+def grouped_sdpa_for_prefill(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """`grouped_sdpa` for a prompt; for the one token of a masked step, attention written out for a compiler.
+
+    The fused kernel that takes a mask has one thread block per head, which leaves most of a GPU idle when there are few
+    heads and one token. `torch.compile` cannot change a fused kernel; of these three lines it makes its own.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    if tokens > 1:
+        return grouped_sdpa(module, query, key, value, attention_mask, scaling)
+    rows = query.reshape(batch, key.shape[1], -1, head_dim)
+    scores = rows @ key.transpose(2, 3) * scaling + attention_mask  # [1, kv_heads, group, positions]
+    weights = softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value).reshape(batch, 1, heads, head_dim), None
+
+
 # transformers' own way to add an attention: models find it by this name.
-AttentionInterface.register(ATTENTION_NAME, grouped_sdpa)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+for name, attention in ((ATTENTION_NAME, grouped_sdpa), (PREFILL_NAME, grouped_sdpa_for_prefill)):
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
-from stage_b_decode_step.attention import ATTENTION_NAME, attention_and_matmul_settings
+from stage_b_decode_step.attention import ATTENTION_NAME, PREFILL_NAME, attention_and_matmul_settings
 from stage_b_decode_step.decode_step import DecodeStep, Step, compiled
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog
@@ -45,7 +45,8 @@ class LLM(NaiveLLM):
             which computes while Python waits. After the end, up to `2 * sync_every - 1` steps are computed in vain.
         buffers: write each step's token into buffers allocated once instead of new tensors.
         pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
-        sdpa: fused attention kernels, chosen by name, instead of attention written out.
+        sdpa: fused attention kernels, chosen by name, instead of attention written out; None is yes, but not in a
+            compiled step, for which the compiler makes faster ones.
         matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
         warmup: run each cache size once before its first request is timed; it counts as `build_time`, also when it
             compiles. Without it, the first request's metrics contain what is done once.
@@ -68,7 +69,7 @@ class LLM(NaiveLLM):
         sync_every: int | None = None,
         buffers: bool = True,
         pinned: bool = True,
-        sdpa: bool = True,
+        sdpa: bool | None = None,
         matmul_precision: str = "high",
         warmup: bool = True,
     ) -> None:
@@ -93,6 +94,8 @@ class LLM(NaiveLLM):
         self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
     def _model_options(self) -> dict[str, object]:
+        if self.sdpa is None:
+            return {"attn_implementation": PREFILL_NAME if self.compile else ATTENTION_NAME}
         return {"attn_implementation": ATTENTION_NAME if self.sdpa else "eager"}
 
     @contextmanager
