@@ -225,7 +225,7 @@ def graph_text(machine: Machine) -> str:
     if not (machine.triton and machine.can(TRITON)):
         kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
     elif not (tool := missing_tool(machine)) and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
-        kernels = "CUDA graphs, fused kernels, the persistent megakernel for up to four requests"
+        kernels = "CUDA graphs, fused kernels, the persistent megakernel for a few requests"
     else:
         lacks = "227 KB of shared memory per block" if machine.can(BULK_COPY) else "compute capability 9.0"
         kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {tool or lacks})"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stage_d_paged.kv_cache import KVCache
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel
+from stage_f_graph_tp.megakernel import Megakernel, most_rows
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
@@ -34,7 +34,7 @@ class StepOutput(NamedTuple):
 
 
 class MegakernelSteps:
-    """Launches decode steps of the megakernel, of up to `MEGAKERNEL_ROWS` requests. At most two may be under way.
+    """Launches decode steps of the megakernel, of up to `most_rows` requests. At most two may be under way.
 
     Args:
         kernel: the model's megakernel.
@@ -43,23 +43,23 @@ class MegakernelSteps:
     """
 
     def __init__(self, kernel: Megakernel, kv_cache: KVCache, last_tokens: Tensor) -> None:
-        self.kernel = kernel
+        self.kernel, self.most_rows = kernel, most_rows(kernel.config)
         self._kv_cache, self._last_tokens = kv_cache, last_tokens
-        logits = kernel.make_logits(MEGAKERNEL_ROWS)
+        logits = kernel.make_logits(self.most_rows)
         # By number of rows, and twice, used in turn: while a step runs, the host reads the tokens of the one before.
         self._outputs = [self._make_outputs(logits) for _ in range(2)]
 
     def _make_outputs(self, logits: Tensor) -> dict[int, StepOutput]:
         arrived = torch.cuda.Event() if logits.is_cuda else None
         outputs = {}
-        for rows in range(1, MEGAKERNEL_ROWS + 1):
+        for rows in range(1, self.most_rows + 1):
             result = self.kernel.make_result(rows)
             outputs[rows] = StepOutput(logits[:rows], result, result[:-1], result[-1], arrived)
         return outputs
 
     def takes(self, shape: StepShape) -> bool:
         """Whether a step of this shape can be one launch."""
-        return shape.num_decodes == shape.num_seqs <= MEGAKERNEL_ROWS
+        return shape.num_decodes == shape.num_seqs <= self.most_rows
 
     def launch(self, rows: int, inputs: StepInput) -> StepOutput:
         """Launch a step of `rows` requests on an input that is on the device by then."""

@@ -34,7 +34,7 @@ from stage_f_graph_tp.cuda_graph import (
     StepGraphs,
     capture_sizes,
 )
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step
+from stage_f_graph_tp.megakernel import Megakernel, choose_decode_step
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
@@ -86,7 +86,7 @@ class GraphModelRunner(AsyncModelRunner):
             self._capture(record, graphs, "prefill", lambda shape: self._prefill_body(graphs, shape))
             self.prefill_graphs = graphs
         if self.megakernel is not None:
-            sizes = [size for size in sizes if size > MEGAKERNEL_ROWS]
+            sizes = [size for size in sizes if size > self.megakernel.most_rows]
         decode_graphs = DecodeGraphs(sizes, *limits, padding_slot=max_num_seqs)
         self._capture(record, decode_graphs, "decode", lambda shape: self._decode_body(decode_graphs, shape))
         if self.megakernel is not None:

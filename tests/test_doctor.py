@@ -37,7 +37,7 @@ def test_a_machine_that_has_everything_needs_nothing() -> None:
     stages = dict(doctor.stage_lines(H200))
     assert stages["stage_a_naive"] == "NVIDIA H200 in bfloat16"
     assert "without" not in stages["stage_c_fused_mlp"]
-    assert "the persistent megakernel for up to four requests" in stages["stage_f_graph_tp"]
+    assert "the persistent megakernel for a few requests" in stages["stage_f_graph_tp"]
     assert doctor.advice(H200) == []
 
 

@@ -19,7 +19,7 @@ from stage_a_naive.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.sampler import SampledTokens, sample_reference
-from stage_f_graph_tp import step_input
+from stage_f_graph_tp import megakernel_steps, step_input
 from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
 from stage_f_graph_tp.megakernel import Megakernel
@@ -317,7 +317,8 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, overlap):
+def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, monkeypatch, overlap):
+    monkeypatch.setattr(megakernel_steps, "most_rows", lambda config: 4)
     llm, replays = build([], max_num_seqs=5, kvcache_block_size=4, num_kvcache_blocks=64, overlap=overlap)
     fake = FakeMegakernel(llm)
     llm.runner.use_megakernel(fake)

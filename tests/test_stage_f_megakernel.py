@@ -170,17 +170,16 @@ def test_a_wrong_shape_is_refused_before_the_launch():
 
 
 def test_what_the_kernel_does_not_have_is_named():
-    def reason(shape, dtype=torch.bfloat16, block_size=64, rows=1, capability=(9, 0)):
-        return why_unsupported(shape, dtype, block_size, rows, capability)
+    def reason(shape, dtype=torch.bfloat16, block_size=64, capability=(9, 0)):
+        return why_unsupported(shape, dtype, block_size, capability)
 
-    assert all(reason(shape, rows=8) == "" for shape in SHAPES.values())
+    assert all(reason(shape) == "" for shape in SHAPES.values())
     assert "float32" in reason(SHAPES["tiny"], dtype=torch.float32)
     assert "head_dim is 32" in reason(config(128, 320, 4, 2, 32))
     assert "16 heads share 1" in reason(config(1024, 3072, 16, 1, 64))
     assert "multiples of 32" in reason(config(256, 700, 4, 2, 64))
     assert "power of two" in reason(SHAPES["tiny"], block_size=8)
     assert "power of two" in reason(SHAPES["tiny"], block_size=48)
-    assert "9 requests" in reason(SHAPES["tiny"], rows=9)
     assert "hidden size 3584 and MLP size 18944; it is faster for up to 2048" in reason(config(3584, 18944, 28, 4, 128))
     assert "compute capability 9.0, and this GPU has 8.6" in reason(SHAPES["tiny"], capability=(8, 6))
     assert "227 KB of shared memory per block, and GPUs of compute capability 12.0 have 99" in reason(

@@ -14,7 +14,7 @@ import stage_f_graph_tp.megakernel as megakernel
 from benchmarks.micro import decode_step
 from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import ModelConfig
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, Megakernel, choose_decode_step, kernel
+from stage_f_graph_tp.megakernel import Megakernel, choose_decode_step, kernel, most_rows
 
 CSRC = Path(kernel.__file__).parents[2] / "csrc" / "stage_f"
 SHAPE = ModelConfig(1000, 256, 768, 2, 4, 2, 64, 1e-6, 8192, 10000.0, None, False, False, True)
@@ -75,7 +75,11 @@ def test_what_python_repeats_of_the_header_is_what_it_says():
     assert list(decode_step.WITHOUT.values()) == [0, *without, sum(without)]
     layer = re.search(r"struct LayerWeights \{.*?\n\};", header, re.DOTALL)[0]
     assert layer.count("const void*") == constants["kLayerPointers"] == 9
-    assert MEGAKERNEL_ROWS == 4 <= kernel.MAX_ROWS
+
+
+def test_it_serves_more_requests_of_models_with_few_kv_heads():
+    rows = {heads: most_rows(dataclasses.replace(SHAPE, num_kv_heads=heads)) for heads in (1, 2, 4, 8, 16)}
+    assert rows == {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 A sample is a CUDA graph of one whole step, from the embedding to the logits, so what is timed is the device, not
 Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
-fastest: `MEGAKERNEL_ROWS` and `SKINNY_GEMM_MAX_TOKENS`.
+fastest: `most_rows` of the megakernel and `SKINNY_GEMM_MAX_TOKENS`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime
-from stage_f_graph_tp.megakernel import MEGAKERNEL_ROWS, choose_decode_step
+from stage_f_graph_tp.megakernel import choose_decode_step, most_rows
 
 README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-step", "quantized-step-all"), True
 ROWS, SHOWN_ROWS = (1, 8, 32, 128), (1, 32)  # measured, and shown in the first lesson
@@ -65,7 +65,7 @@ def step_of(runtime: Runtime, rows: int) -> Callable[[], object]:
     """A decode step of `rows` requests, as the engine runs it."""
     arguments = step_arguments(runtime.model.config, rows, CONTEXT, BLOCK_SIZE)
     eight_bits = any(isinstance(module, QuantizedMatrix) for module in runtime.model.modules())
-    if not eight_bits and rows <= MEGAKERNEL_ROWS and (kernel := choose_decode_step(runtime)) is not None:
+    if not eight_bits and rows <= most_rows(runtime.config) and (kernel := choose_decode_step(runtime)) is not None:
         return launch_of(kernel, arguments)
     pool = arguments[-1]
     cache = runtime.make_pool(pool.shape[2])

@@ -7,18 +7,25 @@ import sys
 import torch
 
 from stage_c_fused_mlp.toolchain import ExtensionError
+from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime
-from stage_f_graph_tp.megakernel.kernel import Megakernel, why_unsupported
+from stage_f_graph_tp.megakernel.kernel import MAX_ROWS, Megakernel, why_unsupported
 
-MEGAKERNEL_ROWS = 4  # up to this many rows it was measured to be faster than the layers in a graph
+__all__ = ["Megakernel", "choose_decode_step", "most_rows"]
 
-__all__ = ["MEGAKERNEL_ROWS", "Megakernel", "choose_decode_step"]
+
+def most_rows(config: ModelConfig) -> int:
+    """Return up to how many requests the kernel was measured to be faster than the layers in a graph.
+
+    With many KV heads, the attention of five requests or more is more work items than there are multiprocessors.
+    """
+    return MAX_ROWS if config.num_kv_heads <= 4 else 4
 
 
 def choose_decode_step(runtime: Runtime) -> Megakernel | None:
     """Return the megakernel for this model and GPU, compiled if need be; or say why it is not used, and return None."""
     capability = torch.cuda.get_device_capability(runtime.device)
-    reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, MEGAKERNEL_ROWS, capability)
+    reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, capability)
     if not reason:
         try:
             return Megakernel(runtime.model)

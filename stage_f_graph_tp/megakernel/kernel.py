@@ -73,10 +73,8 @@ def shape_macros(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, 
     return *defines, *["SIX_HALF"] * (dtype == torch.float16), *["SIX_TRACE"] * trace
 
 
-def why_unsupported(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, rows: int, capability: tuple[int, int]
-) -> str:
-    """Say why the kernel cannot run, or should not run, a step of `rows` requests on a GPU of this compute capability.
+def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, capability: tuple[int, int]) -> str:
+    """Say why the kernel cannot run, or should not run, this model's steps on a GPU of this compute capability.
 
     Returns "" if nothing is in its way. Compiles nothing.
     """
@@ -98,8 +96,6 @@ def why_unsupported(
     if config.hidden_size > MAX_HIDDEN or config.intermediate_size > MAX_INTERMEDIATE:
         sizes = f"{config.hidden_size} and MLP size {config.intermediate_size}"
         return f"hidden size {sizes}; it is faster for up to {MAX_HIDDEN} and {MAX_INTERMEDIATE} only"
-    if rows > MAX_ROWS:
-        return f"{rows} requests; the kernel takes up to {MAX_ROWS}"
     return ""
 
 
