@@ -107,7 +107,7 @@ def readmes(root: Path) -> list[Path]:
 def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
     """The tables of engines, by marker."""
     plain = [group for group in groups if not group.study]
-    found = {"bench:details": [line for group in plain for line in [*tables.details(group), ""]]}
+    found = {}
     for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
         name = "_".join(package.split("_")[:2])
         found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]

@@ -1,4 +1,4 @@
-"""The tables of engines: a stage's, a study's, the overview that a run prints, and every figure."""
+"""The tables of engines: a stage's, a study's, and the overview that a run prints."""
 
 from __future__ import annotations
 
@@ -166,43 +166,11 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), l
     return ["", *lines] if lines else []
 
 
-def details(group: Group) -> list[str]:
-    """Every workload's table, folded: each figure with its range, how far from the floor, number of samples."""
-    lines = caption(group, full=True)
-    for name in (name for name in WORDS if name in group.workloads):
-        workload = group.workloads[name]
-        found = {e: group.rows[e, name] for e in group.engines if group.rows.get((e, name), {}).get("samples")}
-        figures = dict.fromkeys(figure for row in found.values() for sample in row["samples"] for figure in sample)
-        figures = [figure for figure in figures if figure not in ("repeat", "file")]
-        rows = [["*floor*", *(number(group.floor(name, f)) for f in figures), ""]]
-        for engine, row in found.items():
-            cells = []
-            for figure in figures:
-                far = against_floor(figure, group.median(engine, name, figure), group.floor(name, figure))
-                cells.append(spread(group.values(engine, name, figure)) + (f", {far}" if far != "–" else ""))
-            elsewhere = engine in group.elsewhere
-            rows.append([f"*{engine}* †" if elsewhere else engine, *cells, "" if elsewhere else len(row["samples"])])
-        lines += [f"<details><summary>{WORDS[name]} ({name}): {workload['description']}</summary>", ""]
-        lines += [f"Hash `{workload['hash'][:12]}`.", ""]
-        lines += [*markdown(["engine", *map(_heading, figures), "samples"], rows), "", "</details>", ""]
-    return lines + notes(group, group.engines)
-
-
-def _heading(figure: str) -> str:
-    words = figure.replace("_per_s", "/s").removesuffix("_ms").replace("_", " ")
-    words = words.replace("ttft", "TTFT").replace("tpot", "TPOT").replace("seconds", "time, s")
-    return f"{words}, ms" if figure.endswith("_ms") else words
-
-
-def caption(group: Group, full: bool = False) -> list[str]:
+def caption(group: Group) -> list[str]:
     """The heading of a group and what it was measured with; and, where it is no table by our rules, that."""
-    where, top = group.own[-1]["environment"], group.own[-1]["ceilings"]
+    where = group.own[-1]["environment"]
     commits = ", ".join(dict.fromkeys(f"`{f['environment']['commit'][:10]}`" for f in group.own))
-    shown = [f"{name} {v}" for name, v in where["versions"].items() if v and (full or name == "torch")]
-    text = f"Commit {commits}, {where['date'][:10]}, {', '.join(shown)}."
-    if full:
-        copies, products = number(top["copy_bytes_per_s"] / 1e9), number(top["matmul_operations_per_s"] / 1e12)
-        text += f" Measured there: copies {copies} GB/s, matrix products {products} TFLOP/s."
+    text = f"Commit {commits}, {where['date'][:10]}, torch {where['versions']['torch']}."
     if group.problem:
         why = f"commits are mixed, the work has changed since, or rows have fewer than {LEAST_REPEATS} repeats"
         text = f"To be measured again: {why}. {text}"

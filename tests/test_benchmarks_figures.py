@@ -75,12 +75,12 @@ def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
     cached = {"kind": "no_cache", "environment": ENVIRONMENT, "model": "m", "repeats": 1, "rows": [steps]}
     for module, result, cell in (
         (waterfall, waterfall_result(), "| A | 700 | 300 | 600 | 100 | 50.0 | 13,450 |"),
-        (coalescing, scattered, "![Bandwidth of wanted bytes against the distance of the addresses](coalescing.png)"),
+        (coalescing, scattered, "256 MB of them wanted"),
         (no_cache, cached, "| without a cache | 2.00 | 3.00 | 0.006 |"),
     ):
         [picture] = module.draw([result]).values()
         assert picture.startswith(b"\x89PNG")
-        assert any(cell in lines for lines in module.table([result]).values())
+        assert any(cell in line for lines in module.table([result]).values() for line in lines)
 
 
 def test_a_read_is_delivered_in_whole_sectors() -> None:

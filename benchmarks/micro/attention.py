@@ -3,44 +3,34 @@
 Decode attention reads every key and value once, so its yardstick is bandwidth: bytes of K, V, query and output over the
 time, next to a large copy. Prefill is arithmetic: 4 × head_dim × heads operations for every (query, visible key) pair,
 next to a large matrix product. Each launch of the CUDA graph reads another part of the pool, `CYCLE_BYTES` in all:
-several times the L2 cache, which would otherwise flatter. Every backend is compared with the reference first.
+several times the L2 cache, which would otherwise flatter.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from benchmarks.micro import caption, timed
-from benchmarks.text import grid, number, times
+from benchmarks.text import grid, medians, number, times
 from benchmarks.timing import graph_seconds
-from stage_d_paged.attention import AttentionBackend, AttentionMetadata, BackendUnavailable, pick_backend
+from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 
-README, MARKERS, NEEDS_GPU = "stage_d_paged/attention", ("attention-table", "attention-short"), True
-SHORT = (  # the cases of the short table
-    "decode 1 × 1024, 14/2 × 64", "decode 1 × 32768, 16/8 × 128", "decode 32 × 640, 16/8 × 128",
-    "decode 32 × 4096, 14/2 × 64", "decode 32 × 4096, 16/8 × 128", "prefill 1 × 8192, 16/8 × 128",
-)  # fmt: skip
+README, MARKERS, NEEDS_GPU = "stage_d_paged/attention", ("attention-table",), True
 CYCLE_BYTES, MAX_LAUNCHES, REPEATS = 1 << 30, 100, 20
-TOLERANCE = 0.02  # relative to the reference, which itself computes in bfloat16
 BACKENDS = ("reference", "triton", "flash")
-BLOCK_STUDY = ("decode 32 × 4096", "prefill 1 × 8192")  # the cases measured at several block sizes
-BLOCK_SIZES = (16, 64, 128, 256)
-DTYPE = torch.bfloat16
+CUDA, DTYPE = torch.device("cuda"), torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch shape: sequence s has `query_lens[s]` new tokens and `context_lens[s]` keys, the new ones included."""
+    """A batch of sequences that each have `query` new tokens and `context` keys, the new ones included."""
 
     name: str
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
+    sequences: int
+    query: int
+    context: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -48,135 +38,94 @@ class Case:
     @property
     def bytes_moved(self) -> int:
         """Keys and values of the context once, queries in, outputs out; two bytes an element."""
-        kv = 2 * sum(self.context_lens) * self.kv_heads * self.head_dim
-        return 2 * (kv + 2 * sum(self.query_lens) * self.heads * self.head_dim)
+        kv, query = 2 * self.context * self.kv_heads, self.query * self.heads
+        return 2 * self.sequences * (kv + 2 * query) * self.head_dim
 
     @property
     def operations(self) -> int:
         """A multiply and an add for each element of q·k and of p·v, at each visible pair."""
-        pairs = sum(q * (c - q) + q * (q + 1) // 2 for q, c in zip(self.query_lens, self.context_lens, strict=True))
-        return 4 * pairs * self.heads * self.head_dim
+        pairs = self.query * (self.context - self.query) + self.query * (self.query + 1) // 2
+        return 4 * self.sequences * pairs * self.heads * self.head_dim
 
-    @property
-    def is_decode(self) -> bool:
-        return max(self.query_lens) == 1
+    def floor(self, ceilings: dict) -> float:
+        """Seconds at the speed of a copy, or for a prefill at that of a matrix product."""
+        if self.query == 1:
+            return self.bytes_moved / ceilings["copy_bytes_per_s"]
+        return self.operations / ceilings["matmul_operations_per_s"]
 
 
-SHAPES = {  # lengths of the queries and of the contexts, by sequence
-    "decode 1 × 128": ((1,), (128,)),
-    "decode 1 × 1024": ((1,), (1024,)),
-    "decode 1 × 32768": ((1,), (32768,)),
-    "decode 32 × 640": ((1,) * 32, (640,) * 32),
-    "decode 32 × 4096": ((1,) * 32, (4096,) * 32),
-    "decode 128 × 100–2000": ((1,) * 128, tuple(100 + 37 * i % 1901 for i in range(128))),
-    "prefill 1 × 1024": ((1024,), (1024,)),
-    "prefill 1 × 8192": ((8192,), (8192,)),
-    "prefill 16 × 512": ((512,) * 16, (512,) * 16),
-    "prefill 32 × 32 after 1024": ((32,) * 32, (1056,) * 32),
-    "mixed 2048 + 64 × 1024": ((2048,) + (1,) * 64, (2048,) + (1024,) * 64),
+SHAPES = {  # sequences, new tokens and context of each
+    "decode 1 × 1024": (1, 1, 1024),
+    "decode 1 × 32768": (1, 1, 32768),
+    "decode 32 × 640": (32, 1, 640),
+    "decode 32 × 4096": (32, 1, 4096),
+    "prefill 1 × 8192": (1, 8192, 8192),
 }
-HEADS = {"16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}  # of Qwen3-0.6B and of Qwen2.5-0.5B
+HEADS = {"28/4 × 128": (28, 4, 128), "16/8 × 128": (16, 8, 128), "14/2 × 64": (14, 2, 64)}  # of three Qwen models
 
 
-def make_cases(shapes: Iterable[str], heads: Mapping[str, tuple[int, int, int]]) -> dict[str, Case]:
-    """By name, each of these shapes with each of these numbers of heads."""
-    names = {f"{shape}, {model}": (*SHAPES[shape], *counts) for shape in shapes for model, counts in heads.items()}
-    return {name: Case(name, *sizes) for name, sizes in names.items()}
+def make_case(shape: str, heads: str) -> Case:
+    return Case(f"{shape}, {heads}", *SHAPES[shape], *HEADS[heads])
 
 
-CASES = make_cases(SHAPES, HEADS)
+CASES = {
+    case.name: case
+    for case in (
+        make_case("decode 1 × 1024", "14/2 × 64"), make_case("decode 1 × 32768", "16/8 × 128"),
+        make_case("decode 32 × 640", "16/8 × 128"), make_case("decode 32 × 4096", "14/2 × 64"),
+        make_case("decode 32 × 4096", "16/8 × 128"), make_case("prefill 1 × 8192", "16/8 × 128"),
+    )
+}  # fmt: skip
 
 
 def measure() -> dict:
-    """Every case by every backend that is installed, and Triton at several block sizes."""
+    """Every case by every backend that is installed."""
     rows, skipped = [], {}
     for case in CASES.values():
         for name in BACKENDS:
             try:
-                backend = pick_backend(name, torch.device("cuda"), DTYPE, case.head_dim)
+                backend = pick_backend(name, CUDA, DTYPE, case.head_dim)
             except BackendUnavailable as error:
                 skipped[name] = str(error)
                 continue
-            studied = name == "triton" and case.name.startswith(BLOCK_STUDY)
-            sizes = {backend.preferred_block_size, *(BLOCK_SIZES if studied else ())}
-            rows += [measure_case(case, backend, size) for size in sorted(sizes)]
+            arguments, scale = arguments_of(case, backend.preferred_block_size), case.head_dim**-0.5
+            launches = [lambda a=a, b=backend, s=scale: b.attend(*a, s) for a in arguments]
+            capture = name != "reference"  # it asks the device for the longest context
+            samples = graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
+            rows.append(timed(samples, case=case.name, backend=name))
             torch.cuda.empty_cache()
     return {"rows": rows, "skipped": skipped}
 
 
-def measure_case(case: Case, backend: AttentionBackend, block_size: int) -> dict:
-    """One row of the file."""
-    arguments, scale = arguments_of(case, block_size), case.head_dim**-0.5
-    reference = pick_backend("reference", torch.device("cuda"), DTYPE, case.head_dim)
-    expected = reference.attend(*arguments[0], scale).float()
-    error = ((backend.attend(*arguments[0], scale).float() - expected).norm() / expected.norm()).item()
-    if not error < TOLERANCE:
-        raise RuntimeError(f"{backend.name}, {case.name}, blocks of {block_size}: relative error {error} > {TOLERANCE}")
-    launches = [lambda a=a: backend.attend(*a, scale) for a in arguments]
-    capture = backend.name != "reference"  # it asks the device for the longest context
-    samples = graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
-    row = {"case": case.name, "backend": backend.name, "block_size": block_size}
-    return timed(samples, **row, preferred=block_size == backend.preferred_block_size, relative_error=error)
-
-
-def arguments_of(case: Case, block_size: int) -> list[tuple]:
+def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> list[tuple]:
     """Argument sets (query, k_cache, v_cache, metadata), each with blocks of its own in one pool, shuffled."""
-    blocks = [-(-context // block_size) for context in case.context_lens]
+    blocks = -(-case.context // block_size)
     sets = max(2, min(MAX_LAUNCHES, CYCLE_BYTES // case.bytes_moved))
-    device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
-    shape = (2, sets * sum(blocks), block_size, case.kv_heads, case.head_dim)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (2, sets * case.sequences * blocks, block_size, case.kv_heads, case.head_dim)
     pool = torch.empty(shape, dtype=DTYPE, device=device).normal_(generator=generator)
-    order = torch.randperm(sets * sum(blocks), generator=generator, device=device).int().split(sum(blocks))
-    starts = torch.tensor((0, *case.query_lens), device=device).cumsum(0, dtype=torch.int32)
-    contexts = torch.tensor(case.context_lens, dtype=torch.int32, device=device)
-    slots = torch.full((sum(case.query_lens),), -1, device=device)
+    order = torch.randperm(shape[1], generator=generator, device=device).int()
+    tokens = case.sequences * case.query
+    starts = torch.arange(0, tokens + 1, case.query, dtype=torch.int32, device=device)
+    contexts = torch.full((case.sequences,), case.context, dtype=torch.int32, device=device)
+    slots = torch.full((tokens,), -1, device=device)
     arguments = []
-    for own in order:
-        tables = torch.full((len(blocks), max(blocks)), -1, dtype=torch.int32, device=device)
-        for row, part in enumerate(own.split(blocks)):
-            tables[row, : blocks[row]] = part
-        metadata = AttentionMetadata(starts, contexts, slots, tables, max(case.query_lens), max(case.context_lens))
-        query = torch.randn(sum(case.query_lens), case.heads, case.head_dim, dtype=DTYPE, device=device)
+    for tables in order.view(sets, case.sequences, blocks):
+        query = torch.randn(tokens, case.heads, case.head_dim, dtype=DTYPE, device=device)
+        metadata = AttentionMetadata(starts, contexts, slots, tables, case.query, case.context)
         arguments.append((query, pool[0], pool[1], metadata))
     return arguments
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Every case by every backend, then Triton's block sizes; and the few cases of the lesson with their floor."""
-    result, top = results[0], results[0]["ceilings"]
-    found = {(row["case"], row["backend"]): rate_of(row, top) for row in result["rows"] if row["preferred"]}
-    full = {key: f"{rate.micros:.1f} µs, {rate.text}" for key, rate in found.items()}
-    short = {(case, "floor"): number(r.micros * r.share) for case in SHORT if (r := found.get((case, "triton")))}
-    short |= {key: f"{number(r.micros)}, {times(1 / r.share)}" for key, r in found.items() if key[0] in SHORT}
-    by_size = {(r["case"], r["block_size"]): rate_of(r, top).text for r in result["rows"] if r["backend"] == "triton"}
-    sizes_of = Counter(case for case, _ in by_size)
-    studied = {key: text for key, text in by_size.items() if sizes_of[key[0]] > 1}
-    note = (
-        f"100 % of copy is {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, 100 % of matmul "
-        f"{top['matmul_operations_per_s'] / 1e12:.0f} TFLOP/s, measured in the same run; median of {REPEATS} samples, "
-        "in a CUDA graph (the reference: eager); a decode only reads and a copy also writes, so a decode can pass 100 %"
-    )
-    cases = grid("case", full, [name for name in BACKENDS if any(name == own for _, own in found)])
-    blocks = grid("Triton, block size", studied, sorted({size for _, size in studied}))
+    """The floor of every case, and the time of every backend."""
+    result, cells = results[0], {}
+    found = medians([row for row in result["rows"] if row.get("preferred", True)], "case", "backend")
+    for case in CASES.values():
+        floor = case.floor(result["ceilings"])
+        cells[case.name, "floor"] = number(1e6 * floor)
+        for backend in BACKENDS:
+            if seconds := found.get((case.name, backend)):
+                cells[case.name, backend] = f"{number(1e6 * seconds)}, {times(seconds / floor)}"
     heads = {"floor": "floor, µs"} | {backend: f"`{backend}`, µs, × the floor" for backend in BACKENDS}
-    return {
-        "attention-table": [*cases, "", *blocks, "", caption(result, note)],
-        "attention-short": [*grid("case", short, heads), "", caption(result)],
-    }
-
-
-class Rate(NamedTuple):
-    """What a backend reached in a case."""
-
-    micros: float
-    share: float  # of what the device does at best: bandwidth in a decode, arithmetic otherwise
-    text: str
-
-
-def rate_of(row: dict, ceilings: dict) -> Rate:
-    case, seconds = CASES[row["case"]], statistics.median(row["samples"])
-    if case.is_decode:
-        share = case.bytes_moved / seconds / ceilings["copy_bytes_per_s"]
-        return Rate(1e6 * seconds, share, f"{case.bytes_moved / seconds / 1e12:.2f} TB/s ({share:.0%} of copy)")
-    share = case.operations / seconds / ceilings["matmul_operations_per_s"]
-    return Rate(1e6 * seconds, share, f"{case.operations / seconds / 1e12:.0f} TFLOP/s ({share:.0%} of matmul)")
+    return {"attention-table": [*grid("case", cells, heads), "", caption(result)]}

@@ -80,11 +80,10 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         [f"{prefix['requests']} prompts", "without prefix cache", "with it"],
         [["tokens that the model runs", f"{prefix['without']:,}", f"{prefix['with']:,}"]],
     )
-    picture = "![Share of the KV memory that is empty, by block size](block_waste.png)"
     work = f"Empty with blocks of {shares}. {result['workload']}, all admitted together; {command}"
     return {
         "prefix-tokens": [*saved, "", f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}"],
-        "page-waste": [picture, "", work],
+        "page-waste": [work],
     }
 
 

@@ -20,8 +20,7 @@ from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
 README, NEEDS_GPU = "stage_f_graph_tp", True
-MARKERS = ("step-account", "between-steps", "step-parts", "decode-timeline", "prefill-timeline")
-STEPS = 4
+MARKERS, STEPS = ("step-account", "between-steps"), 4
 
 
 def record_engine(
@@ -194,20 +193,16 @@ def record_all(name: str, requests: tuple[int, ...], prompts: tuple[int, ...], l
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Where the microseconds of stage F's steps go, and the pictures."""
+    """Where the microseconds of stage F's steps go."""
     recordings = {r.name: r for r in from_rows(results[0]["rows"])}
     own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
     accounts = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
     below = caption(results[0], f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down")
     heads = {"stage F, graphs only": "stage D's layers in a graph", "stage F": "megakernel"}
     between = {head: between_steps(recordings[name]) for name, head in heads.items() if name in recordings}
-    has_prefill = any(name.startswith("stage F, eager prefill") for name in recordings)
     return {
         "step-account": [*columns("part of the step", accounts, "**whole step**", "{:.0f}", "**{:.0f}**"), "", below],
         "between-steps": [*columns("µs between two steps", between, "together", "{:.1f}", "{:.1f}"), "", below],
-        "step-parts": ["![The parts of a decode step, from a graph, one after another](parts.png)"],
-        "decode-timeline": ["![Decode steps of one request in stages E and F](decode.png)"],
-        "prefill-timeline": ["![A prefill kernel by kernel and from a graph](prefill.png)"] * has_prefill,
     }
 
 

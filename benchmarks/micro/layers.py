@@ -7,7 +7,7 @@ fastest: `most_rows` of the megakernel and `SKINNY_GEMM_MAX_TOKENS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -23,7 +23,7 @@ from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels", "layer-kernels-short"), True
+README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels",), True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 CONTEXT, BLOCK_SIZE = 640, 64
@@ -37,7 +37,7 @@ KINDS = {  # by their names in the files of results
     "one": "persistent megakernel",
 }
 COLUMNS = KINDS | {"floor": "floor"}
-SHORT_KINDS, SHORT_ROWS = ("stage D", "nine", "five", "one"), (1, 8, 32, 64, 96)  # in the lesson
+DRAWN = ("stage D", "nine", "five", "one", "floor")
 
 
 @torch.inference_mode()
@@ -75,19 +75,13 @@ def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per number of rows, the fastest kind in bold: for the lesson the first model's, and everything."""
+    """One line per model and number of rows, the fastest kind in bold."""
     result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
-    first, *_ = models = models_of(result)
-    every = {f"**{name}**, µs per step": model_table(result, name, COLUMNS, ROWS) for name in models}
-    picture = f"![The time of a decode step of {first} by the number of rows, for each kind of layers](layers.png)"
-    short = [picture, "", *model_table(result, first, SHORT_KINDS, SHORT_ROWS), ""]
+    models = dict.fromkeys(row["model"] for row in result["rows"])
+    tables = {f"**{name}**, µs per step": model_table(result, name) for name in models}
     samples = f"medians of {REPEATS} samples of {REPLAYS} replays"
     below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; {samples}")
-    return {"layer-kernels": [*sections(every), below], "layer-kernels-short": [*short, below]}
-
-
-def models_of(result: dict) -> list[str]:
-    return list(dict.fromkeys(row["model"] for row in result["rows"]))
+    return {"layer-kernels": [*sections(tables), below]}
 
 
 def micros(result: dict, model: str) -> dict[tuple[int, str], float]:
@@ -98,26 +92,26 @@ def micros(result: dict, model: str) -> dict[tuple[int, str], float]:
     return {key: 1e6 * seconds for key, seconds in found.items()}
 
 
-def model_table(result: dict, model: str, kinds: Iterable[str], shown: tuple[int, ...]) -> list[str]:
+def model_table(result: dict, model: str) -> list[str]:
     """µs per step by number of rows; a column per kind of layers, the fastest in bold."""
-    found = {key: time for key, time in micros(result, model).items() if key[0] in shown and key[1] in kinds}
+    found = micros(result, model)
     cells = {key: f"{time:.0f}" for key, time in found.items()}
     for rows in {rows for rows, _ in found}:
         fastest = min((key for key in found if key[0] == rows and key[1] != "floor"), key=found.get)
         cells[fastest] = f"**{cells[fastest]}**"
-    return grid("rows", cells, {kind: COLUMNS[kind] for kind in kinds})
+    return grid("rows", cells, COLUMNS)
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
-    result, name = results[0], models_of(results[0])[0]
+    result, name = results[0], results[0]["rows"][0]["model"]
     found, device = micros(result, name), device_name(result)
     figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
     figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
     colours = (ORANGE, GREEN, BLUE, PINK, "black")
     draw_lines(axes, [
         (COLUMNS[kind], {rows: time for (rows, own), time in found.items() if own == kind}, colour, look)
-        for kind, colour, look in zip((*SHORT_KINDS, "floor"), colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
+        for kind, colour, look in zip(DRAWN, colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
     ])  # fmt: skip
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)

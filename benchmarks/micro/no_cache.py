@@ -61,7 +61,7 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """The picture, and the time of the first step, of the last and of all, for each way."""
+    """The time of the first step, of the last and of all, for each way."""
     result, [row] = results[0], results[0]["rows"]
     body = [
         [name, *(number(1e3 * row[key][i]) for i in (1, -1)), number(sum(row[key]))]
@@ -70,8 +70,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     heads = ["", "2nd token, ms", f"token {len(row['cached'])}, ms", "all of them, s"]
     note = f"{result['model']}, after a prompt of {row['prompt_tokens']} tokens"
     repeats = f"a step is the fastest of {result['repeats']} runs"
-    lines = ["![Time of every step without a cache and with the KV cache](no_cache.png)", ""]
-    return {"no-cache": [*lines, *markdown(heads, body), "", caption(result, note, repeats)]}
+    return {"no-cache": [*markdown(heads, body), "", caption(result, note, repeats)]}
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:

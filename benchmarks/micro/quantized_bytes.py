@@ -21,7 +21,7 @@ from stage_d_paged.kv_cache import blocks_that_fit
 from stage_d_paged.runtime import Runtime
 
 README, MARKERS = "beyond/quantization", ("quantized-bytes", "quantized-fits")
-MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-7b")
+MODELS = ("qwen2.5-0.5b", "qwen2.5-7b")
 BATCHES = {"1 × 640": (1, 640), "32 × 4096": (32, 4096)}  # requests × context
 KINDS: dict[str, dict[str, object]] = {
     "bfloat16": {},
@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, object]] = {
 SHOWN = ("weights and head", "KV cache", "all")  # beside bfloat16
 MEMORIES = {"16 GB": 16 * 10**9, "141 GB": 141 * 10**9}  # of a small GPU, and of an H200
 SEQUENCE = 4096  # tokens of the sequences that should fit
-FITS_SHOWN = ("qwen2.5-0.5b", "qwen2.5-7b")
 BLOCK_SIZE = 64  # what the Triton backend prefers
 
 
@@ -92,7 +91,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     fits = [
         [f"{row['model']}, {row['kind']}", f"{row['weight_bytes'] / 1e9:.2f} GB", f"{row['kv_bytes_per_token']:,} B",
          *(f"{row['sequences'][name]:,}" for name in MEMORIES)]
-        for row in result["fits"] if row["model"] in FITS_SHOWN and row["kind"] in ("bfloat16", *SHOWN)
+        for row in result["fits"] if row["model"] in MODELS and row["kind"] in ("bfloat16", *SHOWN)
     ]  # fmt: skip
     heads = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in SHOWN)]
     fits_heads = ["model, int8 of", "weights", "KV per token", *(f"sequences in {name}" for name in MEMORIES)]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.micro import caption, timed
-from benchmarks.micro.attention import HEADS, arguments_of, make_cases
+from benchmarks.micro.attention import HEADS, arguments_of, make_case
 from benchmarks.text import markdown, medians
 from benchmarks.timing import graph_seconds
 from beyond.quantization.formats import FORMATS, Quantized, quantize_matrix, quantize_rows
@@ -44,11 +44,9 @@ MATRICES = (
     Matrix("7B down", "add", 3584, 18944),
     Matrix("0.5B down", "add", 896, 4864),
 )
-# Batches of `benchmarks.micro.attention` that read much, with Qwen2.5-7B's heads too.
-ATTENTION_CASES = make_cases(
-    ("decode 1 × 1024", "decode 32 × 640", "decode 32 × 4096", "prefill 1 × 8192"),
-    {"28/4 × 128": (28, 4, 128), **HEADS},
-)
+# Batches of `benchmarks.micro.attention`, with all numbers of heads.
+BATCHES = ("decode 1 × 1024", "decode 32 × 640", "decode 32 × 4096", "prefill 1 × 8192")
+ATTENTION_CASES = [make_case(*names) for names in itertools.product(BATCHES, HEADS)]
 
 
 def measure() -> dict:
@@ -108,7 +106,7 @@ def measure_attention() -> Iterator[dict]:
     from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
     device = torch.device("cuda")
-    for case, name in itertools.product(ATTENTION_CASES.values(), COLUMNS):
+    for case, name in itertools.product(ATTENTION_CASES, COLUMNS):
         arguments, backend = arguments_of(case, 64), pick_backend("triton", device, DTYPE, case.head_dim)
         if name != "bfloat16":
             arguments = quantized_pools(arguments, name)

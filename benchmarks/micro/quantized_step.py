@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.micro import caption, timed
 from benchmarks.micro.decode_step import launch_of, step_arguments, step_by_layers
-from benchmarks.text import grid, sections
+from benchmarks.text import grid
 from benchmarks.timing import graph_seconds
 from beyond.quantization.kv_cache import QuantizedKVCache
 from beyond.quantization.layers import QuantizedMatrix
@@ -24,8 +24,8 @@ from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime
 from stage_f_graph_tp.megakernel import choose_decode_step, most_rows
 
-README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-step", "quantized-step-all"), True
-ROWS, SHOWN_ROWS = (1, 8, 32, 128), (1, 32)  # measured, and shown in the first lesson
+README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-step",), True
+ROWS = (1, 8, 32, 128)
 CONTEXT, LONGEST, BLOCK_SIZE = 640, 4096, 64
 REPLAYS, REPEATS = 10, 9
 KINDS: dict[str, dict[str, object]] = {
@@ -78,19 +78,12 @@ def step_of(runtime: Runtime, rows: int) -> Callable[[], object]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Milliseconds in each format, and how many times the floor of its bytes that is; a few rows, and all."""
+    """Milliseconds in each format, and how many times the floor of its bytes that is."""
     result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
-    few, every = {}, {}
+    cells = {}
     for row in result["rows"]:
         seconds = statistics.median(row["samples"])
         floor = (row["weight_bytes"] + row["kv_bytes"]) / copy
-        cell = f"{seconds * 1e3:.3f} ({seconds / floor:.2f} ×)"
-        every.setdefault(f"**{row['model']}**, ms per step (× its floor)", {})[row["rows"], row["kind"]] = cell
-        if row["rows"] in SHOWN_ROWS:
-            few[f"{row['model']}, {row['rows']}", row["kind"]] = cell
-    tables = {heading: grid("requests", cells, [*KINDS]) for heading, cells in every.items()}
+        cells[f"{row['model']}, {row['rows']}", row["kind"]] = f"{seconds * 1e3:.3f} ({seconds / floor:.2f} ×)"
     note = f"copies {copy / 1e12:.2f} TB/s, context {CONTEXT}; medians of {REPEATS} samples of {REPLAYS} replays"
-    return {
-        "quantized-step": [*grid("requests; ms (× its floor)", few, [*KINDS]), "", caption(result, note)],
-        "quantized-step-all": [*sections(tables), caption(result, note)],
-    }
+    return {"quantized-step": [*grid("requests; ms (× its floor)", cells, [*KINDS]), "", caption(result, note)]}

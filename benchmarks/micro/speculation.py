@@ -172,7 +172,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     ]  # fmt: skip
     return {
         "speculation": [
-            "![What drafts gain and what they must gain, by running requests](break_even.png)", "",
             *markdown(heads, body), "", cost, "",
             caption(result, f"{note}; {100 * result['rate']:.0f} % of the drafted tokens are called right"),
         ],
