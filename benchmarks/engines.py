@@ -83,6 +83,7 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 # it is, as on the command line.
 _B_IDEAS = {"late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa"}
 _NO_KERNELS = "fused=False,fused_mlp=off"
+_LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
 STUDIES: dict[str, dict[str, str]] = {
     "stage-b": {
         "B compiled": "B compiled",
@@ -101,6 +102,12 @@ STUDIES: dict[str, dict[str, str]] = {
     },
     "stage-f-alone": {"F": "F"},  # some seconds on every workload: what a change of its kernels does to all of them
     "ranks": {"F": "F", "F, 2 GPUs": "F, 2 GPUs", "F, 4 GPUs": "F, 4 GPUs"},
+    "quantization": {
+        "F": f"F[{_LONGEST}]",
+        "int8": f"int8=beyond.quantization:LLM[quantization=int8,quantize_lm_head=True,{_LONGEST}]",
+        "int8, KV int8":
+            f"int8=beyond.quantization:LLM[quantization=int8,quantize_lm_head=True,kv_cache_dtype=int8,{_LONGEST}]",
+    },
 }  # fmt: skip
 
 

@@ -116,8 +116,7 @@ def launch_cost(group: Group) -> list[str]:
 def study_table(group: Group) -> list[str]:
     """The rows of a study in its order, each figure with its factor against the first row."""
     first, *_ = group.engines
-    load = LOAD if LOAD.workload in group.workloads else BATCH
-    columns, body = [column for column in (STEP, load) if column.workload in group.workloads], []
+    columns, body = [column for column in (STEP, BATCH, LOAD) if column.workload in group.workloads], []
     for engine in group.engines:
         cells, single = [engine], group.rows.get((engine, "single"), {})
         for c in columns:

@@ -68,6 +68,8 @@ def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
     singles = [rows[name] for name in ("no graphs", "no fused kernels", "no overlap")]
     assert rows["none of them"] == {k: v for row in singles for k, v in row.items()} and rows["all on"] == {}
     assert [engine.name for engine in study_engines("ranks")] == list(STUDIES["ranks"])
+    lengths = [engine.options["max_model_len"] for engine in study_engines("quantization")]
+    assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
 
 
 def test_an_engine_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
