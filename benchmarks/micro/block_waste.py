@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.text import markdown
 from benchmarks.workloads import make_workload
 from stage_a_naive import SamplingParams
@@ -85,15 +84,3 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         "prefix-tokens": [*saved, "", f"Admitted together, blocks of {prefix['blocks of']} tokens; {command}"],
         "page-waste": [work],
     }
-
-
-def draw(results: list[dict]) -> dict[str, bytes]:
-    waste = named_waste(results[0])
-    title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
-    figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)
-    names = [name.replace(" (", "\n(") for name in waste]
-    colours = [BLUE] * (len(waste) - 1) + [ORANGE]
-    bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
-    axes.bar_label(bars, fmt="%.1f %%", padding=2)
-    axes.set_ylim(0, 100)
-    return {"block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

@@ -12,10 +12,9 @@ from functools import partial
 import torch
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption, device_name, timed, with_engine
+from benchmarks.micro import caption, timed, with_engine
 from benchmarks.micro._draft_pair import PAIR, measure_pair, pair_table
 from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, run
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
 from stage_a_naive.presets import preset_config
@@ -194,25 +193,3 @@ def floor_table(result: dict) -> list[str]:
     ]
     heads = ["rows in a step", "ms to read the weights once", "ms to multiply them"]
     return [*markdown(heads, body), "", caption(result, "counted, at this device's measured ceilings")]
-
-
-def draw(results: list[dict]) -> dict[str, bytes]:
-    """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
-    result = results[0]
-    device = device_name(result)
-    figure, (gain, need) = new_panels(
-        9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
-        {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
-        title=f"What drafts gain, and how many must be right ({device})",
-    )  # fmt: skip
-    found = medians_of(result)
-    for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
-        even = break_even(result, k)
-        gains = [found["plain", k, batch] / found["accepted", k, batch] for batch in even]
-        for axes, values in ((gain, gains), (need, list(even.values()))):
-            axes.plot(list(map(str, even)), values, "o-", color=colour, label=f"{k} drafted")
-    gain.axhline(1, color="black", linestyle="--", linewidth=1)
-    for axes in (gain, need):
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=9)
-    return {"break_even.png": finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100).png}

@@ -1,11 +1,11 @@
-"""The block table as a drawing, and blocks over the steps of a real run."""
+"""The block table as a drawing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from benchmarks.micro.block_waste import computed
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas, new_panel
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence as PagedSequence
 
@@ -85,32 +85,3 @@ def draw_fragmentation() -> Picture:
     axes.text(0, 1.48, text, fontsize=11, va="bottom")
     axes.set_title("B, D and F have ended: the same free memory serves G only in blocks", fontsize=13)
     return finish(figure, "reservations in one piece leave holes that a new request does not fit into; blocks do not")
-
-
-def draw_pages_over_time(records: Sequence[dict], block_size: int) -> Picture:
-    """Which request holds which block in which step of `record_static`; a block is taken when its first token comes."""
-    blocks = sorted({block for record in records for table in record["tables"].values() for block in table})
-    x_label, y_label = "step of the model (the first one is the prefill)", f"block of {block_size} tokens"
-    figure, axes = new_panel(9, 0.17 * len(blocks) + 1.2, x_label, y_label, grid="x")
-    spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}  # (request, block, finished) -> steps
-    shared: list[tuple[float, int]] = []
-    for x, record in enumerate(records):
-        seen: set[int] = set()
-        for request, table in record["tables"].items():
-            for block in table:
-                if block in seen:
-                    shared.append((x + 0.5, blocks.index(block)))
-                else:
-                    spans.setdefault((request, block, request in record["padding"]), []).append((x, 1))
-            seen |= set(table)
-    for (request, block, finished), places in spans.items():
-        look = {"facecolor": COLOURS[request % len(COLOURS)], "alpha": 0.3 if finished else 1, "linewidth": 0}
-        axes.broken_barh(places, (blocks.index(block) - 0.45, 0.9), **look)
-    for request in records[0]["tables"]:
-        axes.bar(0, 0, color=COLOURS[request % len(COLOURS)], label=f"request {request}")
-    axes.bar(0, 0, color=GREY, alpha=0.3, label="finished, still held")
-    if shared:
-        axes.scatter(*zip(*shared, strict=True), s=1.5, color="black", label="shared")
-    axes.set(ylim=(-0.6, len(blocks) - 0.4), xlim=(0, len(records)))
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    return finish(figure, "blocks are handed out one by one as the sequences grow")

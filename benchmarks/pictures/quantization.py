@@ -1,4 +1,4 @@
-"""What 8 bits do to numbers: errors and their bound, scales of stored keys, answers at fewer bits, bytes of a step."""
+"""What 8 bits do to numbers: errors and their bound, answers at fewer bits, bytes of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from benchmarks.micro.quantized_quality import load, logits_of, read_texts
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel, new_panels
 from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
-from beyond.quantization.llm import LLM
 from beyond.quantization.options import QuantizationOptions
 from stage_a_naive.presets import preset_config
 from stage_d_paged.runtime import Runtime
@@ -83,24 +82,6 @@ def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
     axes.set_ylim(0, 1.4)
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
     return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
-
-
-def draw_key_scales(llm: LLM, layer: int, num_tokens: int) -> Picture:
-    """The scales of a layer's keys, by token and head, in the pool's first blocks."""
-    scales = llm.kv_cache.scales[0, layer]  # [blocks, kv_heads, block_size]
-    scales = scales.permute(1, 0, 2).flatten(1)[:, :num_tokens]
-    block_size = llm.runtime.block_size
-    ratio = max((part.amax(1) / part.amin(1)).max().item() for part in scales.split(block_size, 1))
-    title = f"Within one block the scales of a head differ by up to {ratio:.1f} ×"
-    x_label = f"token (a line begins each block of {block_size})"
-    figure, axes = new_panel(10, 2.6, x_label, "scale of the key", title)
-    for head, (by_token, colour) in enumerate(zip(scales, (BLUE, ORANGE), strict=False)):
-        axes.plot(by_token, color=colour, linewidth=1.2, label=f"head {head}")
-    for edge in range(0, num_tokens, block_size):
-        axes.axvline(edge - 0.5, color=GREY, linewidth=0.6)
-    axes.set_ylim(0)
-    axes.legend(frameon=False, ncols=2, fontsize=9, loc="lower right")
-    return finish(figure, "the scale of each token's key, by head", dpi=90)
 
 
 def draw_bytes(model: str, batches: dict[str, tuple[int, int]]) -> Picture:

@@ -42,9 +42,9 @@ def read_trace(path: str | PathLike[str]) -> list[dict]:
     return found
 
 
-def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "", height: float = 2.6) -> Picture:
+def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
     """A panel of lanes per run, on one axis of steps: what every request did in every step."""
-    figure = new_figure(10, height * len(runs) + 0.4 * bool(title))
+    figure = new_figure(10, 2.6 * len(runs) + 0.4 * bool(title))
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, records) in zip(panels, runs.items(), strict=True):
         draw_lanes(axes, records)
@@ -108,9 +108,7 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
 
 
 def record_static(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict]:
-    """Generate with stage D and return a record of every step, with the blocks that each request holds (`tables`).
-
-    Each batch must be prefilled in a single step.
+    """Generate with stage D and return a record of every step. Each batch must be prefilled in a single step.
     """
     records: list[dict] = []
     first, slots = 0, 0  # the batch's first request and how many there are in it
@@ -123,15 +121,11 @@ def record_static(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Sampl
         if metadata.max_query_len > 1:
             first, slots = first + slots, len(counts)
         live = [i for i, context in enumerate(contexts) if context > 0]
-        tables = {first + i: [b for b in row if b >= 0] for i, row in enumerate(metadata.block_tables.tolist())}
-        padding = [first + i for i, context in enumerate(contexts) if context == 0]
-        tables |= {request: records[-1]["tables"][request] for request in padding}  # held until the batch ends
         records.append({
             "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
             "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
             "num_tokens": sum(counts[i] for i in live),
-            "padding": padding,
-            "tables": tables,
+            "padding": [first + i for i, context in enumerate(contexts) if context == 0],
             "waiting": list(range(first + slots, len(prompts))),
             "preempted": [],
         })  # fmt: skip
