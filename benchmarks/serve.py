@@ -48,8 +48,13 @@ class Answer:
     error: str = ""  # why there is no answer: a status, or what went wrong
 
 
-async def stream_completion(url: str, body: dict[str, object], answer: Answer, api_key: str | None = None) -> None:
-    """Ask the server at `url` (without a path) for a streamed completion, and note in `answer` what comes.
+async def stream_completion(
+    url: str, body: dict[str, object], answer: Answer, api_key: str | None = None, connect_early: bool = False
+) -> None:
+    """When `answer` is due, ask the server at `url` (without a path) for it, streamed; note in `answer` what comes.
+
+    Args:
+        connect_early: connect at once, as a client that keeps its connections does, and not only when it is due.
 
     Raises:
         OSError, EOFError: the connection failed or broke off.
@@ -58,10 +63,16 @@ async def stream_completion(url: str, body: dict[str, object], answer: Answer, a
     text = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = ["POST /v1/completions HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
     head += [f"Content-Length: {len(text)}", "Connection: close"] + [f"Authorization: Bearer {api_key}"] * bool(api_key)
+    request = "\r\n".join([*head, "", ""]).encode() + text
+    if not connect_early:
+        await asyncio.sleep(answer.due - time.perf_counter())
     answer.sent = time.perf_counter()
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=1 << 20)
     try:
-        writer.write("\r\n".join([*head, "", ""]).encode() + text)
+        if connect_early:
+            await asyncio.sleep(answer.due - time.perf_counter())
+            answer.sent = time.perf_counter()
+        writer.write(request)
         status = (await reader.readline()).split()
         while (await reader.readline()).strip():
             pass  # the headers
@@ -95,14 +106,13 @@ def _note(event: bytes, answer: Answer) -> None:
 
 
 async def offer(
-    url: str, bodies: Sequence[dict[str, object]], times: Sequence[float], api_key: str | None = None
+    url: str, bodies: Sequence[dict], times: Sequence[float], api_key: str | None = None, connect_early: bool = False
 ) -> tuple[list[Answer], float]:
     """Send every request at its time; returns what came of each, and how long it all took in seconds."""
 
     async def send(body: dict[str, object], answer: Answer) -> None:
-        await asyncio.sleep(answer.due - time.perf_counter())
         try:
-            await stream_completion(url, body, answer, api_key)
+            await stream_completion(url, body, answer, api_key, connect_early)
         except EOFError:
             answer.error = "the connection broke off"
         except (OSError, ValueError) as error:

@@ -102,7 +102,7 @@ def as_integer(value: object) -> int | None:
 
 def as_number(value: object) -> float | None:
     """`value` as a Python float; None if it is a boolean, no real number, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         return None
     try:
         number = float(value)

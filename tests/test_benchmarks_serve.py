@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from io import BytesIO
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,28 @@ def test_events_are_found_wherever_the_network_cuts_them_and_however_servers_wri
     comment = b": still there" + 2 * end
     found = ask_a_server_that_sends(event + event[:9], event[9:-1], event[-1:] + event, comment + usage)
     assert (len(found.arrivals), found.num_tokens, found.error) == (3, 3, "")
+
+
+@pytest.mark.parametrize(("early", "order"), [(False, ["waits", "connects"]), (True, ["connects", "waits"])])
+def test_a_client_connects_when_its_request_is_due_or_before(early, order, monkeypatch):
+    happened = []
+
+    async def connect(*address, **options):
+        happened.append("connects")
+        return asyncio.StreamReader(), SimpleNamespace(write=happened.append, close=lambda: None)
+
+    async def wait(seconds):
+        happened.append("waits")
+
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    monkeypatch.setattr(asyncio.StreamReader, "readline", lambda reader: _raise(EOFError))
+    asyncio.run(serve.offer("http://127.0.0.1:1", [{}], [0.0], connect_early=early))
+    assert happened[:2] == order and happened[2].startswith(b"POST /v1/completions")
+
+
+async def _raise(error):
+    raise error
 
 
 def test_an_answer_without_any_token_says_so():

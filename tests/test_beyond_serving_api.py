@@ -174,9 +174,10 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
         sent.append(message.get("body", b""))
 
     asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send, send))
-    *_, usage, done = sent
-    assert json.loads(usage.decode().removeprefix("data: "))["usage"]["prompt_tokens"] == 1 + 9
-    assert done == b"data: [DONE]\n\n"
+    last_end, usage, done = sent[-1].decode().split("\n\n")[:-1]  # one write
+    assert json.loads(last_end.removeprefix("data: "))["choices"][0]["index"] == 3
+    assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens"] == 1 + 9
+    assert done == "data: [DONE]"
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_shown_between_the_text_of_the_others(llm):

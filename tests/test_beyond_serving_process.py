@@ -247,11 +247,10 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, cap
 def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
     process = EngineProcess("stage_e_batching:LLM", OPTIONS)
     RemoteLLM(process)
-    process.commands.send(("pause",))
-    process.commands.send(("call", 0, engine_numbers))
+    process.commands.send([("pause",), ("call", 0, engine_numbers)])
     assert process.news.recv()[0] == wire.RESULT  # it has loaded, and waits for commands
     process.news.close()
-    process.commands.send(("submit", [Request(0, [1], SamplingParams(), 0)]))
+    process.commands.send([("submit", [Request(0, [1], SamplingParams(), 0)])])
     process.commands.close()  # it then says that the request will not be answered, and nobody reads that
     assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err
 

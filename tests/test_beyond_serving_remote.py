@@ -67,11 +67,23 @@ def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_ne
     async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
         requests = [request(0, list(range(100_000)))]
         loop.submit(Call(requests))
-        assert await asyncio.to_thread(process.commanded.recv) == ("submit", requests)
+        assert await asyncio.to_thread(process.commanded.recv) == [("submit", requests)]
         loop.pause()
-        assert await asyncio.to_thread(process.commanded.recv) == ("pause",) and loop.paused
+        assert await asyncio.to_thread(process.commanded.recv) == [("pause",)] and loop.paused
         loop.resume()
-        assert await asyncio.to_thread(process.commanded.recv) == ("resume",) and not loop.paused
+        assert await asyncio.to_thread(process.commanded.recv) == [("resume",)] and not loop.paused
+
+    play(test)
+
+
+def test_commands_of_one_moment_cross_in_one_message_and_in_their_order():
+    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
+        calls = [Call([request(0, [1])]), Call([request(0, [2])])]
+        for call in calls:
+            loop.submit(call)
+        loop.drop(calls[0])
+        sent = [("submit", [request(0, [1])]), ("submit", [request(1, [2])]), ("drop", 0)]
+        assert await asyncio.to_thread(process.commanded.recv) == sent
 
     play(test)
 
@@ -90,8 +102,8 @@ def test_news_that_cross_with_the_end_of_their_call_are_left_aside():
             process.tell.send_bytes(wire.pack_news(2.0, None, [(stays, request(number, [1]), events[1])]))
         await until(lambda: len(told) == 3)
         assert [(call, given) for call, given, _ in told[1:]] == [(stays, stays.requests[0])] * 2
-        commands = [await asyncio.to_thread(process.commanded.recv) for _ in range(3)]
-        assert commands[2] == ("drop", 1)  # the first of its requests that has not ended
+        commands = [await asyncio.to_thread(process.commanded.recv) for _ in range(2)]
+        assert commands[1] == [("drop", 1)]  # the first of its requests that has not ended
 
     play(test)
 
@@ -99,7 +111,7 @@ def test_news_that_cross_with_the_end_of_their_call_are_left_aside():
 def test_what_a_function_raises_in_the_engines_process_is_raised_here():
     async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
         future, raised = loop.call(engine_numbers), Future()
-        name, number, function = await asyncio.to_thread(process.commanded.recv)
+        [(name, number, function)] = await asyncio.to_thread(process.commanded.recv)
         assert (name, function) == ("call", engine_numbers)
         raised.set_exception(KeyError("why"))
         process.tell.send_bytes(wire.pack_result(number, raised))
@@ -158,16 +170,15 @@ def receive(news: Connection) -> tuple:
 
 def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys(llm):
     with piped(llm) as (commands, news):
-        commands.send(("drop", 7))  # they had ended when it was sent
+        commands.send([("drop", 7)])  # they had ended when it was sent
         endless = {"max_tokens": 900, "ignore_eos": True}
         most = [{"max_tokens": 1}, endless, endless]
-        commands.send(("submit", [request(number, [20], **params) for number, params in enumerate(most)]))
+        commands.send([("submit", [request(number, [20], **params) for number, params in enumerate(most)])])
         ended: set[int] = set()
         while 0 not in ended:
             kind, _, _, rows = receive(news)
             ended |= {number for number, *said in rows if wire.unpack_event(number, *said).output}
-        commands.send(("drop", 1))
-        commands.send(("call", 3, engine_numbers))
+        commands.send([("drop", 1), ("call", 3, engine_numbers)])
         while (message := receive(news))[0] != wire.RESULT:
             pass
         kind, number, numbers, error = message

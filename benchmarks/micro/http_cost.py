@@ -3,7 +3,8 @@
 All four run on the same kind of engine with as many batch slots as answers, on prompts that differ in every repeat,
 and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; a server
 also sends one event per token. The first server has the engine in a thread of its own process (`one_process.py`), the
-second in another process. Several processes read the streams, so that reading does not limit what is measured.
+second in another process. Several processes read the streams, so that reading does not limit what is measured; they
+connect before the clock starts, as clients that ask again and again do.
 
 On a CPU the seconds are those that the processes of the engine and the server computed for, so that the readers and
 other programs on the machine count for little.
@@ -18,6 +19,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain
 from multiprocessing import get_context
+from typing import NamedTuple
 
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption, device_name, one_thread
@@ -37,6 +39,16 @@ WAYS = {  # name and colour in the figure
 }  # fmt: skip
 STREAMS, REPEATS = 64, 5
 SHARE = 0.25  # of the GPU's memory for each of three engines
+CONNECT_SECONDS = 0.3  # for all connections
+
+
+class Seconds(NamedTuple):
+    """What a way of answering took, and its readers, if it has any."""
+
+    on_clock: float  # to the end of all answers
+    of_cpu: float  # for the engine, and the server
+    to_first_tokens: float  # on the clock, until every answer had begun
+    reading: float = 0.0  # CPU time of the reader that needed most
 
 
 @one_thread()
@@ -49,7 +61,7 @@ def measure(
     words = ["--stage", stage, "--model", model, "--device", device, "--max-num-seqs", str(STREAMS), "--no-page"]
     words += ["--no-prefix-caching", "--gpu-memory-utilization", str(SHARE)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    rows = {way: {"way": way, "tokens_per_s": []} for way in WAYS}
+    rows = {way: {"way": way, "tokens_per_s": [], "first_tokens_ms": [], "reading": []} for way in WAYS}
     with (
         ExitStack() as stack,
         closing(load_class(STAGES[stage])(model, device=device, **options)) as llm,
@@ -60,31 +72,37 @@ def measure(
             prompts = make_prompts(STREAMS, input_len, 0, repeat)
             for way, row in rows.items():
                 if way in servers:
-                    on_clock, of_cpu = over_http(pool, readers, servers[way], prompts, output_len)
+                    took = over_http(pool, readers, servers[way], prompts, output_len)
                 else:
-                    on_clock, of_cpu = offline(llm, way, prompts, params)
-                seconds = of_cpu if llm.device.type == "cpu" else on_clock
+                    took = offline(llm, way, prompts, params)
                 if repeat:
+                    seconds = took.of_cpu if llm.device.type == "cpu" else took.on_clock
                     row["tokens_per_s"].append(STREAMS * output_len / seconds)
+                    row["first_tokens_ms"].append(1e3 * took.to_first_tokens)
+                    row["reading"].append(took.reading / took.on_clock)
     return {"model": model, "stage": stage, "streams": STREAMS, "input_len": input_len, "output_len": output_len,
             "rows": list(rows.values())}  # fmt: skip
 
 
-def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
-    """Seconds of one call of `generate`, or of reading all of `stream`: on the clock, and of CPU time."""
+def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> Seconds:
+    """Time one call of `generate`, or reading all of `stream`."""
     start, cpu_start = time.perf_counter(), time.process_time()
     if way == "generate":
-        llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        begun = max(output["metrics"]["ttft"] for output in outputs)
     else:
-        for _ in llm.stream(prompts, params):
-            pass
-    return time.perf_counter() - start, time.process_time() - cpu_start
+        seen: dict[int, float] = {}
+        for index, _ in llm.stream(prompts, params):
+            if index not in seen:
+                seen[index] = time.perf_counter() - start
+        begun = max(seen.values())
+    return Seconds(time.perf_counter() - start, time.process_time() - cpu_start, begun)
 
 
 def over_http(
     pool: Executor, readers: int, server: LocalServer, prompts: list[list[int]], output_len: int
-) -> tuple[float, float]:
-    """Seconds from the first request to the end of all answers: on the clock, and of the server's CPU time.
+) -> Seconds:
+    """Time all answers from a server, from when the requests are sent.
 
     Args:
         pool: of processes that read, each an equal share of the answers.
@@ -95,20 +113,22 @@ def over_http(
     fixed = {"max_tokens": output_len, "temperature": 0, "ignore_eos": True}
     bodies = [fixed | {"prompt": prompt} for prompt in prompts]
     list(pool.map(time.sleep, [0.1] * readers))  # so that all of them are there
-    cpu_start, begin = server.cpu_seconds(), time.perf_counter() + 0.1  # the clock is the same in all processes
+    cpu_start, begin = server.cpu_seconds(), time.perf_counter() + CONNECT_SECONDS  # all processes have one clock
     shares = [bodies[i::readers] for i in range(readers)]
-    found, ends = zip(*pool.map(read_answers, [server.url] * readers, shares, [begin] * readers), strict=True)
+    found, ends, reading = zip(*pool.map(read_answers, [server.url] * readers, shares, [begin] * readers), strict=True)
     answers = list(chain.from_iterable(found))
     wrong = [answer for answer in answers if answer.error or answer.num_tokens != output_len]
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {len(answers)} answers failed: {wrong[0].error or 'too short'}")
-    return max(ends) - begin, server.cpu_seconds() - cpu_start
+    begun = max(answer.arrivals[0] for answer in answers) - begin
+    return Seconds(max(ends) - begin, server.cpu_seconds() - cpu_start, begun, max(reading))
 
 
-def read_answers(url: str, bodies: list[dict[str, object]], begin: float) -> tuple[list[Answer], float]:
-    """Ask for all answers at `begin`, and read them; returns them, and when the last one had ended."""
-    answers, _ = asyncio.run(offer(url, bodies, [begin - time.perf_counter()] * len(bodies)))
-    return answers, time.perf_counter()
+def read_answers(url: str, bodies: list[dict[str, object]], begin: float) -> tuple[list[Answer], float, float]:
+    """Ask for all answers at `begin`, and read them; returns them, when the last one had ended, and the CPU time."""
+    cpu_start, times = time.process_time(), [begin - time.perf_counter()] * len(bodies)
+    answers, _ = asyncio.run(offer(url, bodies, times, connect_early=True))
+    return answers, time.perf_counter(), time.process_time() - cpu_start
 
 
 def shares_of(result: dict) -> dict[str, list[float]]:
@@ -128,13 +148,16 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         for row, ratios in zip(result["rows"], shares_of(result).values(), strict=True):
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             rate = number(statistics.median(row["tokens_per_s"]))
-            body.append([row["way"], rate, shown if row["way"] != "generate" else "1"])
+            begun = number(statistics.median(row["first_tokens_ms"])) if "first_tokens_ms" in row else "–"
+            body.append([row["way"], rate, shown if row["way"] != "generate" else "1", begun])
         rate = unit(result, "output tokens/s", " of CPU time")
-        heads = ["the same answers from", rate, "share of `generate`'s rate (range)"]
+        heads = ["the same answers from", rate, "share of `generate`'s rate (range)", "all first tokens after, ms"]
         work = (
             f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} requests at once, "
             f"{result['input_len']} in, {result['output_len']} out; medians of {len(ratios)}, ratios within a repeat"
         )
+        if busy := [share for row in result["rows"] for share in row.get("reading", ())]:
+            work += f"; no reader computed for more than {max(busy):.0%} of the time"
         lines += [*markdown(heads, body), "", caption(result, work), ""]
     return {"http-cost": lines}
 

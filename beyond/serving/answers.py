@@ -27,11 +27,15 @@ class Answer:
         ask: what was asked.
         model: the model's name.
         tokenizer: to write tokens out where their log-probabilities are asked for.
+
+    Attributes:
+        num_choices: of the whole answer, those to all prompts.
     """
 
     def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         self._ask = ask
+        self.num_choices = len(ask.prompts) * ask.n
         self._tokenizer = tokenizer
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if ask.is_chat else {})

@@ -15,12 +15,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import Answer, text_of
@@ -36,16 +35,29 @@ from stage_a_naive.params import as_integer
 from stage_e_batching.mailbox import Token
 
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+READ_JSON = json.JSONDecoder(parse_constant=_refuse_constant).decode  # made once: json.loads would make one per request
 Handler = Callable[..., Awaitable[Response]]
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
-class App(Starlette):
-    """Starlette, which wraps `send` three times to see answers begin; `scope["write"]` is for those that have begun."""
+class App(Router):
+    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves.
+
+    It wraps `send` to see answers begin; `scope["write"]` is for those that have begun.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["write"] = send
-        await super().__call__(scope, receive, send)
+        scope |= {"app": self, "write": send}
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:  # the router's own
+            await refused_by_router(scope, error)(scope, receive, send)
 
 
 class Api:
@@ -65,7 +77,7 @@ class Api:
         self._key = api_key
         self._created = int(time.time())
 
-    def app(self, more_routes: Sequence[Route] = ()) -> Starlette:
+    def app(self, more_routes: Sequence[Route] = ()) -> App:
         """The application for a web server."""
         routes = [
             Route("/v1/models", self.guarded(self.models)),
@@ -78,7 +90,7 @@ class Api:
             Route("/metrics", self.metrics),
             *more_routes,
         ]
-        return App(routes=routes, exception_handlers={HTTPException: refused_by_router})
+        return App(routes)
 
     # ---- the door -----------------------------------------------------------------------------------------------
 
@@ -132,7 +144,7 @@ class Api:
             raise RequestError(f"Content-Type must be application/json, got {shown(kind)}", status=415)
         body = await self.read_body(request)
         try:
-            return json.loads(body, parse_constant=_refuse_constant)
+            return READ_JSON(body.decode())
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
 
@@ -254,7 +266,3 @@ class Api:
                 f"there is no model {shown(name)} here; the one that is served is {self.model!r}",
                 status=404, param="model", code="model_not_found",
             )  # fmt: skip
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")

@@ -96,14 +96,15 @@ class EventStream(Response):
 
         try:
             async for news in self._stream:
-                await send_on(b"".join(self._frames(news)))  # one write, however many tokens have come
-            if self._include_usage:
-                await send_on(frame(self._answer.usage_chunk([self._outputs[i] for i in sorted(self._outputs)])))
+                frames = list(self._frames(news))
+                has_ended = len(self._outputs) == self._answer.num_choices
+                if has_ended:
+                    frames += self._last_frames()
+                await send_on(b"".join(frames), more=not has_ended)  # one write, however many tokens have come
         except OSError:
             raise
         except Exception as error:  # the status is sent already, so the stream itself has to say it
-            await send_on(frame(as_json(error_body(error))))
-        await send_on(DONE, more=False)
+            await send_on(frame(as_json(error_body(error))) + DONE, more=False)
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
         """A server-sent event for every token; the last of an answer carries the reason of its end.
@@ -119,3 +120,8 @@ class EventStream(Response):
                 yield frame(self._answer.chunk(index, token, None))
             if reason is not None:
                 yield frame(self._answer.chunk(index, last, reason))
+
+    def _last_frames(self) -> Iterator[bytes]:
+        if self._include_usage:
+            yield frame(self._answer.usage_chunk([self._outputs[i] for i in sorted(self._outputs)]))
+        yield DONE

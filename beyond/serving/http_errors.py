@@ -6,8 +6,8 @@ import sys
 import traceback
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
@@ -45,9 +45,9 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(told), told.status, wait)
 
 
-async def refused_by_router(request: Request, error: HTTPException) -> JSONResponse:
+def refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
     """The router's own refusals: no such path, or another method."""
-    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    message = f"{scope['method']} {scope['path']}: {error.detail.lower()}"
     response = error_response(RequestError(message, error.status_code))
     response.headers.update(error.headers or {})
     return response

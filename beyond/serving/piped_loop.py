@@ -25,8 +25,8 @@ class PipeInbox:
     """An inbox that another process fills through a pipe. One thread reads it.
 
     Args:
-        pipe: brings pickled tuples.
-        do: called with each of them, item by item; with `"close"` when the pipe has ended.
+        pipe: brings pickled lists of tuples.
+        do: called with each tuple, item by item; with `"close"` when the pipe has ended.
     """
 
     def __init__(self, pipe: Connection, do: Callable[..., None]) -> None:
@@ -34,25 +34,25 @@ class PipeInbox:
         self._is_open = True
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
-        self._put: deque[Callable[[], None]] = deque()
+        self._items: deque[Callable[[], None]] = deque()
 
     def put(self, function: Callable[[], None]) -> None:
-        """Add what is to be done first; called by the thread that reads."""
-        self._put.append(function)
+        """Add something to do; called by the thread that reads."""
+        self._items.append(function)
 
     def empty(self) -> bool:
         """Tell whether nothing is there now."""
-        return not self._put and not (self._is_open and self._poll.poll(0))
+        return not self._items and not (self._is_open and self._poll.poll(0))
 
     def get(self) -> Callable[[], None]:
         """The next thing to do; waits for it."""
-        if self._put:
-            return self._put.popleft()
-        try:
-            return partial(self._do, *pickle.loads(self._pipe.recv_bytes()))
-        except (EOFError, OSError):
-            self._is_open = False
-            return partial(self._do, "close")
+        if not self._items:
+            try:
+                commands = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                self._is_open, commands = False, [("close",)]
+            self._items.extend(partial(self._do, *command) for command in commands)
+        return self._items.popleft()
 
 
 class PipedLoop(EngineLoop):

@@ -20,7 +20,7 @@ from itertools import count
 
 from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_future
 from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
-from beyond.serving.wire import READY, RESULT, pack_command, take_messages, unpack_event
+from beyond.serving.wire import READY, RESULT, pack_commands, take_messages, unpack_event
 from stage_a_naive.frontend import Frontend
 from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Engine
@@ -99,6 +99,7 @@ class RemoteLoop:
         self._loop = asyncio.get_running_loop()
         self._news, self._commands = process.news.fileno(), process.commands.fileno()
         self._unread, self._unsent = bytearray(), bytearray()
+        self._unpacked: list[tuple] = []  # commands
         for pipe in (self._news, self._commands):
             os.set_blocking(pipe, False)
         self._loop.add_reader(self._news, self._read)
@@ -162,15 +163,18 @@ class RemoteLoop:
     # ---- the two pipes ------------------------------------------------------------------------------------------
 
     def _send(self, *command: object) -> None:
-        """Send a command, together with others of this moment."""
-        if not self._unsent:
+        """Send a command, in one message with others of this moment."""
+        if not self._unpacked:
             self._loop.call_soon(self._write)
-        self._unsent += pack_command(command)
+        self._unpacked.append(command)
 
     def _write(self) -> None:
         """Write what the pipe takes now, and the rest when it takes more: an event loop must not wait."""
         if self.closed:
             return
+        if self._unpacked:
+            self._unsent += pack_commands(self._unpacked)
+            self._unpacked.clear()
         with suppress(BlockingIOError):
             try:
                 del self._unsent[: os.write(self._commands, self._unsent)]

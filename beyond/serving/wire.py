@@ -3,6 +3,8 @@
 Nearly every event of a step is one token with its text. Such an event is a plain tuple of three, which `pickle` writes
 in a small part of a microsecond. What is rare may cost more: ends, errors, log-probabilities.
 
+Commands of one moment cross in one message, too.
+
 The two processes are one program, connected by two pipes that nobody else can open. Nothing that a client sends is ever
 unpickled. Every message has its length in front, in four bytes, as `multiprocessing` has it. The engine's process uses
 that module's `Connection`. The other one must not wait for a pipe, so it reads and writes half a message if need be.
@@ -55,9 +57,9 @@ class About:
         return cls(llm.vocab_size, llm.max_model_len, longest, llm.device, llm.dtype)
 
 
-def pack_command(command: tuple) -> bytes:
-    """Write a command for the engine's process, with its length in front."""
-    packed = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+def pack_commands(commands: list[tuple]) -> bytes:
+    """Write commands for the engine's process as one message, with its length in front."""
+    packed = pickle.dumps(commands, pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(packed)) + packed
 
 
