@@ -111,7 +111,8 @@ def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
     for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
         name = "_".join(package.split("_")[:2])
         found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]
-    for marker, study in (("ablation", "stage-b"), ("ablation-f", "stage-f"), ("tp", "ranks"), ("quantized-engine", "quantization")):
+    studies = {"ablation": "stage-b", "ablation-f": "stage-f", "tp": "ranks", "quantized-engine": "quantization"}
+    for marker, study in studies.items():
         found[marker] = [line for g in groups if g.study == study for line in tables.study_table(g)]
     alone = [group for group in groups if group.study == "stage-f-alone"]
     found["f-alone"] = [line for g in alone for line in [*tables.caption(g), *tables.overview(g), ""]]

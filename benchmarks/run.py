@@ -30,24 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    workloads, several = workload_names(), {"nargs": "+", "metavar": "NAME"}
+    engines = "NAME, NAME[option=value,...] or NAME=module:Class, or rows of a study (default: all)"
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of the workloads (default: %(default)s)")
     parser.add_argument("--model", help="as a stage takes it (default: depends on the size)")
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="NAME, NAME[option=value,...] or NAME=module:Class, or rows of a study (default: all)",
-    )
+    parser.add_argument("--engines", default=[], help=engines, **several)
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        default=workload_names(),
-        choices=workload_names(),
-        metavar="NAME",
-        help=f"of {', '.join(workload_names())} (default: all)",
-    )
+    some = f"of {', '.join(workloads)} (default: all)"
+    parser.add_argument("--workloads", default=workloads, choices=workloads, help=some, **several)
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")

@@ -1,7 +1,7 @@
 """Studies of single kernels and of single costs: one module each, found by being here.
 
     python -m benchmarks.micro                            # list them
-    python -m benchmarks.micro mlp models=qwen2.5-0.5b    # measure, into benchmarks/local/, and print the table
+    python -m benchmarks.micro mlp model=qwen3-0.6b       # measure, into benchmarks/local/, and print the table
     python -m benchmarks.micro mlp --publish h200         # also into benchmarks/results/mlp-h200.json
 
 A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `table(results)`,

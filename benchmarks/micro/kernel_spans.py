@@ -165,14 +165,14 @@ ENGINES = (
 
 
 def measure(
-    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1,), prompts: tuple[int, ...] = (),
-    ranks: tuple[int, ...] = (),
+    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1, 32, 256),
+    prompts: tuple[int, ...] = (128, 1024), ranks: tuple[int, ...] = (),
 ) -> dict:  # fmt: skip
     """Decode steps and prefills of the engines.
 
     Args:
-        requests: decode steps with this many requests (several: `requests=1,32,256`).
-        prompts: prefill of one prompt of this many tokens (several: `prompts=128,1024`).
+        requests: decode steps with each of these numbers of requests.
+        prompts: prefill of one prompt of each of these lengths.
         ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
     """
     recordings = []
@@ -216,22 +216,20 @@ def columns(head: str, found: Mapping[str, dict[str, float]], total: str, form: 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """Decode steps of one request and the shortest recorded prompt on a time axis; the parts of steps from a graph."""
-    recordings = {r.name: r for r in from_rows(results[0]["rows"])}
-    device = device_name(results[0])
-    decodes = [r for name, r in recordings.items() if not name.split(", ")[-1][0].isdigit() and "prompt" not in name]
+    recordings, device = {r.name: r for r in from_rows(results[0]["rows"])}, device_name(results[0])
+    decodes = [recordings[name] for name in ("stage E: kernel by kernel", "stage F, graphs only", "stage F")]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
     found = {"decode.png": draw_gaps(decodes, device, title=title).png}
-    drawn = {text: account(recordings[name]) for name, text in DRAWN.items() if name in recordings}
-    if drawn:
-        groups = GROUPS.items()
-        grouped = {text: {name: sum(map(parts.get, own)) for name, own in groups} for text, parts in drawn.items()}
-        title = "Fusion removes the small kernels between the matrix products, and the gaps"
-        axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
-        found["kernels/parts.png"] = draw_parts(grouped, axis, title).png
-    for name, eager in recordings.items():
-        if name.startswith("stage F, eager prefill"):
-            graph = recordings[name.replace(", eager prefill", "")]
-            title = "The same kernels, launched one by one and from a graph; grey is idle"
-            return found | {"prefill.png": draw_gaps([eager, graph], device, "prefill", title).png}
+
+    eager = next(name for name in recordings if name.startswith("stage F, eager prefill"))
+    prefills = [recordings[eager], recordings[eager.replace(", eager prefill", "")]]
+    title = "The same kernels, launched one by one and from a graph; grey is idle"
+    found["prefill.png"] = draw_gaps(prefills, device, "prefill", title).png
+
+    accounts = {text: account(recordings[name]) for name, text in DRAWN.items()}
+    groups = {text: {name: sum(map(of.get, own)) for name, own in GROUPS.items()} for text, of in accounts.items()}
+    axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
+    title = "Fusion removes the small kernels between the matrix products, and the gaps"
+    found["kernels/parts.png"] = draw_parts(groups, axis, title).png
     return found

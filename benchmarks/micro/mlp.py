@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro import caption, device_name, timed
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, finish, new_panel, new_panels
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Line, Picture, draw_lines, finish, new_panel
 from benchmarks.text import grid, medians, number
 from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
 from stage_a_naive.presets import preset_config
@@ -23,7 +23,6 @@ from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators
 
 README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("kernel-table",), True
 EPS, REPEATS, REPLAYS = 1e-6, 20, 10
-MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS, SHOWN_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64), (1, 4, 16, 64)  # measured, and in the table
 VARIANTS = {"naive": "naive", "library": "library (unfused)", "warp": "warp", "fused": "fused"}  # and their names
 NAIVE_ROWS = (1, 16)  # it needs milliseconds, and one row says what there is to say
@@ -36,20 +35,14 @@ def sizes(model: str) -> tuple[int, int, int, int]:
     return hidden, inter, config.num_hidden_layers, 2 * 3 * hidden * inter
 
 
-def measure(models: tuple[str, ...] = MODELS) -> dict:
-    """Every shape, number of rows and variant, in bfloat16."""
+def measure(model: str = "qwen2.5-0.5b") -> dict:
+    """Every number of rows and variant, in bfloat16."""
     load_operators("cuda")
-    rows = []
-    for model in models:
-        hidden, inter, num_layers, _ = sizes(model)
-        generator = torch.Generator("cuda").manual_seed(0)
-        layers = [random_layer(hidden, inter, torch.bfloat16, generator) for _ in range(num_layers)]
-        for count in ROWS:
-            for variant in VARIANTS:
-                if variant != "naive" or count in NAIVE_ROWS:
-                    rows.append(timed(time_block(layers, count, variant), model=model, rows=count, variant=variant))
-        del layers
-    return {"rows": rows}
+    hidden, inter, num_layers, _ = sizes(model)
+    generator = torch.Generator("cuda").manual_seed(0)
+    layers = [random_layer(hidden, inter, torch.bfloat16, generator) for _ in range(num_layers)]
+    cases = [(rows, name) for rows in ROWS for name in VARIANTS if name != "naive" or rows in NAIVE_ROWS]
+    return {"rows": [timed(time_block(layers, *case), model=model, rows=case[0], variant=case[1]) for case in cases]}
 
 
 def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
@@ -77,47 +70,35 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """Time per layer of the first model by number of rows and kernel variant."""
+    """Time per layer by number of rows and kernel variant."""
     result, model = results[0], results[0]["rows"][0]["model"]
     hidden, inter, _, num_bytes = sizes(model)
     copy = result["ceilings"]["copy_bytes_per_s"]
     floor = num_bytes / copy
-    cells = {
-        (rows, variant): f"{seconds * 1e6:.1f}, {number(seconds / floor)} ×"
-        for (own, rows, variant), seconds in medians(result["rows"], "model", "rows", "variant").items()
-        if own == model and rows in SHOWN_ROWS
-    }
+    shown = [row for row in result["rows"] if row["model"] == model and row["rows"] in SHOWN_ROWS]
+    found = medians(shown, "rows", "variant")
+    cells = {key: f"{seconds * 1e6:.1f}, {number(seconds / floor)} ×" for key, seconds in found.items()}
+    lines = grid("rows", cells, {key: f"{name}: µs, × floor" for key, name in VARIANTS.items()})
     size = f"hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor {floor * 1e6:.1f} µs"
     note = (
         f"µs per layer and × the floor, at the copy bandwidth measured in the same run ({copy / 1e12:.2f} TB/s); "
         f"bfloat16, one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples"
     )
-    lines = grid("rows", cells, {key: f"{name}: µs, × floor" for key, name in VARIANTS.items()})
     return {"kernel-table": [f"**{model}**: {size}", "", *lines, "", caption(result, note)]}
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    """A panel for each of two models: time against rows, with the floor; the naive kernel is far above the picture."""
-    result, shown = results[0], (MODELS[0], MODELS[-1])
-    times = medians(result["rows"], "model", "variant", "rows")
-    floors = {model: sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"] * 1e6 for model in shown}
-    faster = [n for n in ROWS if all(times[m, "fused", n] < times[m, "library", n] for m in shown)]
-    figure, panels = new_panels(
-        9.5, 4.4, *({"title": f"{model}, floor {floors[model]:.1f} µs"} for model in shown),
-        title=f"Up to {max(faster)} rows the fused kernel is faster than the unfused chain "
-              f"({device_name(result)}, bfloat16)",
-    )  # fmt: skip
-    for axes, (model, floor) in zip(panels, floors.items(), strict=True):
-        draw_lines(axes, [
-            (VARIANTS[name],
-             {rows: 1e6 * time for (*of, rows), time in times.items() if of == [model, name]}, colour, look)
-            for name, colour, look in (("library", ORANGE, "s-"), ("warp", GREEN, "^-"), ("fused", BLUE, "o-"))
-        ])  # fmt: skip
-        axes.axhline(floor, color="black", linestyle="--", label="floor: weights read once")
-        axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
-        axes.set(ylim=(0, 5 * floor), xlabel="rows", ylabel="µs per layer")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return {"kernels.png": finish(figure, "time of the MLP block against rows, by kernel variant", dpi=100).png}
+    """Time against rows, with the floor; the naive kernel is far above the picture."""
+    result, model = results[0], results[0]["rows"][0]["model"]
+    found = medians([row for row in result["rows"] if row["model"] == model], "variant", "rows")
+    lines = [
+        (VARIANTS[name], {rows: 1e6 * time for (own, rows), time in found.items() if own == name}, colour, look)
+        for name, colour, look in (("library", ORANGE, "s-"), ("warp", GREEN, "^-"), ("fused", BLUE, "o-"))
+    ]
+    faster = max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
+    title = f"Up to {faster} rows the fused kernel is faster than the unfused chain ({model}, {device_name(result)})"
+    floor = 1e6 * sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"]
+    return {"kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor).png}
 
 
 def draw_block(
@@ -129,16 +110,20 @@ def draw_block(
     The floor is the time of reading the weights once at the speed of a copy, measured here too.
     """
     layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
-    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"ms per block, {device.type}")
     inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
     lines = []
     for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
         samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs}
         lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
+    floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32).copy_bytes_per_s
+    return draw_times(lines, 1e3 * floor, "ms", f"measured on this machine ({device.type})")
+
+
+def draw_times(lines: Sequence[Line], floor: float, unit: str, title: str, top: float | None = None) -> Picture:
+    """Times of the block over its rows as lines, and the floor."""
+    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"{unit} per layer", title)
     draw_lines(axes, lines)
-    copy = measure_ceilings(device, torch.float32).copy_bytes_per_s
-    floor = 1e3 * sum(weight.nbytes for weight in layer) / copy
-    axes.axhline(floor, color="black", linestyle="--", label=f"weights read once: {floor:.2g} ms")
-    axes.set_ylim(0)
-    axes.legend(frameon=False)
-    return finish(figure, "the time of the MLP block over the number of rows, next to the time of reading its weights")
+    axes.axhline(floor, color="black", linestyle="--", label=f"floor, the weights read once: {floor:.2g} {unit}")
+    axes.set_ylim(0, top)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return finish(figure, "the time of the MLP block over its rows, next to the time of reading its weights")

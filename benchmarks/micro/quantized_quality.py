@@ -145,14 +145,12 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         models.setdefault(row["model"], []).append(row)
     few = {name: [row for row in rows if row["kind"] in SHOWN] for name, rows in models.items()}
     tutor, unquantised = models["tutor"], f"unquantised is {result['dtype']}"
-    more = [f"{r['kv_bytes_per_token']} bytes of KV cache per token of the tutor ({r['kind']})"
-            for r in tutor if r["kind"] in ("unquantised", "KV int8")]  # fmt: skip
     perplexities = [row["perplexity"] for row in tutor]
-    more.append(f"perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}")
+    answers = f"perplexity on answers to unseen wordings: {min(perplexities):.4f} to {max(perplexities):.4f}"
     everything = {f"**{name}**": lines_of((few | {"tutor": tutor})[name]) for name in models}
     return {
         "quantized-quality": [*lines_of(few["tutor"]), "", caption(result, unquantised)],
-        "quantized-quality-all": [*sections(everything), caption(result, unquantised, *more)],
+        "quantized-quality-all": [*sections(everything), caption(result, unquantised, answers)],
     }
 
 
