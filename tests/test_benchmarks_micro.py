@@ -28,7 +28,7 @@ from benchmarks.micro.kernel_spans import record_engine
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import grid
-from benchmarks.workloads import Call, make_workload
+from benchmarks.workloads import Call
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
 
@@ -82,13 +82,7 @@ def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: py
     assert result["kind"] == "block_waste" and result["options"] == {"size": "cpu"} and result["environment"]["commit"]
     waste = block_waste.named_waste(result)
     assert 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
-    text = capsys.readouterr().out
-    assert f"{waste['16']:.1%}" in text
-    [call] = make_workload("prefix", "cpu").rounds[0]
-    shared = 512 // block_waste.PREFIX_BLOCK * block_waste.PREFIX_BLOCK
-    assert result["prefix"]["without"] == call.prompt_tokens
-    assert result["prefix"]["with"] == call.prompt_tokens - shared * (len(call.prompts) - 1)
-    assert f"{result['prefix']['with']:,}" in text
+    assert f"{waste['16']:.1%}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("word", "expected"), [("ranks=2", (2,)), ("ranks=2,4", (2, 4)), ("ranks=a,b", ("a", "b"))])

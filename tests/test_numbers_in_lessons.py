@@ -229,6 +229,13 @@ EXACT = {
         MEGAKERNEL, "which an H200 copies in {} µs. With five kernels per layer the step takes {} µs.",
         lambda: [f"{weight_micros():.0f}", f"{layer_step('five', 1):.0f}"],
     ),
+    "D: a shared prefix": (
+        D, "Of their {} tokens the model runs {}.",
+        lambda: [
+            f"{step('D', 'prefix', 'tokens_cached') + step('D', 'prefix', 'tokens_computed'):,.0f}",
+            f"{step('D', 'prefix', 'tokens_computed'):,.0f}",
+        ],
+    ),
     "ranks: a small model": (
         RANKS, "takes {} ms per step, and {} ms with one",
         lambda: [f"{with_ranks('qwen3-0.6b', name):.2f}" for name in ("F, 2 GPUs", "F")],

@@ -8,14 +8,12 @@ from __future__ import annotations
 import random
 import statistics
 from dataclasses import replace
-from time import perf_counter
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from beyond.speculation import LLM
-from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
@@ -64,16 +62,11 @@ class ScriptedModelLLM(LLM):
     """Drafts from a small model with a scripted acceptance, for one request at a time.
 
     The tokens that the large model sampled are replaced on the host, so that the small one finds its guesses come true.
-
-    Attributes:
-        seconds: that each draft and each verification took, until its tokens were on the host.
     """
 
     def __init__(self, model: str, **options: object) -> None:
         super().__init__(model, speculation="model", **options)
-        self.seconds: dict[str, list[float]] = {"drafting": [], "verification": []}
         self._owed = 0.0  # guesses to call right
-        self._complete, self._drafter.complete = self._drafter.complete, self._timed_draft
         self._run, self.runner.run = self.runner.run, self._verify
 
     def script(self, rate: float | None) -> None:
@@ -81,15 +74,8 @@ class ScriptedModelLLM(LLM):
         self.engine.drafter = None if rate is None else self._drafter
         self._rate = rate
 
-    def _timed_draft(self, sequences: list[SpeculativeSequence]) -> None:
-        start = perf_counter()
-        self._complete(sequences)
-        self.seconds["drafting"].append(perf_counter() - start)
-
     def _verify(self, step: ScheduledStep) -> Sampled:
-        draft, start = step.sequences[0].draft, perf_counter()
-        sampled = self._run(step)
-        self.seconds["verification"].append(perf_counter() - start)
+        draft, sampled = step.sequences[0].draft, self._run(step)
         self._owed = self._owed % 1 + self._rate * len(draft)
         ids = [guess if i < int(self._owed) else (guess + 1) % 2 for i, guess in enumerate(draft)]
         return sampled._replace(token_ids=[*ids, 2])

@@ -6,6 +6,7 @@ The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +14,7 @@ import torch
 
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption, timed, with_engine
-from benchmarks.micro._draft_pair import PAIR, measure_pair, pair_table
-from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, run
+from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, run
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
 from stage_a_naive.presets import preset_config
@@ -23,6 +23,8 @@ from stage_a_naive.tutor import read_faq
 
 README = "beyond/speculation"
 MARKERS = ("speculation", "speculation-text", "speculation-floor", "speculation-pair")
+PAIR = ("random:qwen2.5-7b", "random:qwen2.5-0.5b")  # a large and a small model of one tokenizer
+DRAFTED, HALF = 4, 0.5  # tokens of the small model, and the share of them that is right, beside `RATE`
 QUESTIONS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
@@ -56,25 +58,53 @@ def measure(
 
 
 def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: int, llm: ScriptedLLM) -> list[dict]:
-    """Seconds per token of one request, in turns: without drafts, with accepted ones, with wrong ones, with none found.
+    """Steps without drafts, with accepted ones, with wrong ones, and with a search that finds none.
 
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
     """
     greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=tokens, ignore_eos=True) for t in (0.0, 1.0))
-    ways = {"plain": greedy, "accepted": greedy, "wrong": greedy, "plain, noisy": noisy, "looking": noisy}
-    ngram, rows = llm.engine.drafter, []
+    ngram, plain = llm.engine.drafter, partial(llm.script, None)
+
+    def look() -> None:
+        llm.script(0.0)
+        llm.engine.drafter = ngram
+
+    ways = {
+        "plain": (plain, greedy), "accepted": (partial(llm.script, RATE), greedy),
+        "wrong": (partial(llm.script, 0.0), greedy), "plain, noisy": (plain, noisy), "looking": (look, noisy),
+    }  # fmt: skip
+    rows = []
     for batch in batches:
-        found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for _ in range(repeats + 1):
-            for way, params in ways.items():
-                llm.script(RATE if way == "accepted" else 0.0)
-                if way not in ("accepted", "wrong"):
-                    llm.engine.drafter = ngram if way == "looking" else None
-                found[way].append(run(llm, batch, params))
-        for way, samples in found.items():
-            seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
-            row = timed(list(seconds), draft=draft, batch=batch, prompt=PROMPT, way=way)
-            rows.append(row | {"tokens_per_step": statistics.median(per_step)})
+        rows += take_turns(llm, batch, repeats, ways, draft=draft, batch=batch, prompt=PROMPT)
+    return rows
+
+
+def measure_pair(model: str, draft_model: str, tokens: int, repeats: int) -> dict:
+    """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
+    limits = {"num_speculative_tokens": DRAFTED, "max_model_len": 2048, "max_num_seqs": 1,
+              "max_num_batched_tokens": 512, "enable_prefix_caching": False}  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+    def work(llm: ScriptedLLM | ScriptedModelLLM) -> dict:
+        ways = {rate: (partial(llm.script, rate), greedy) for rate in (None, RATE, HALF)}
+        return {"rows": take_turns(llm, 1, repeats, ways, drafts=llm.options.speculation)}
+
+    looked_up = with_engine(work, ScriptedLLM, model, **limits)
+    drafted = with_engine(work, ScriptedModelLLM, model, draft_model=draft_model, **limits)
+    return {"model": model, "draft_model": draft_model, "drafts": {"ngram": looked_up, "model": drafted}}
+
+
+def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], **what: object) -> list[dict]:
+    """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
+    found: dict[object, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(repeats + 1):
+        for way, (prepare, params) in ways.items():
+            prepare()
+            found[way].append(run(llm, batch, params))
+    rows = []
+    for way, samples in found.items():
+        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
+        rows.append(timed(list(seconds), **what, way=way) | {"tokens_per_step": statistics.median(per_step)})
     return rows
 
 
@@ -153,16 +183,13 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         body.append([batch, *(number(1e3 * seconds) for seconds in times), even])
     model = result["model"].removeprefix("random:")
     note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
+    off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
     cost = (
         f"On text that repeats nothing, looking costs at most {most_extra(result, 'looking', 'plain, noisy'):.1f} % of "
-        f"the time per token; with drafts that are always wrong, at most {most_extra(result, 'wrong', 'plain'):.1f} %."
+        f"the time per token; with drafts that are always wrong, at most {most_extra(result, 'wrong', 'plain'):.1f} %. "
+        f"The tutor, asked once, takes {number(looking)} ms per token with look-up and {number(off)} without "
+        f"({100 * (looking / off - 1):+.1f} %)."
     )
-    if "tutor" in result:
-        off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
-        cost += (
-            f" The tutor, asked once, takes {number(looking)} ms per token with look-up and {number(off)} without "
-            f"({100 * (looking / off - 1):+.1f} %)."
-        )
     text = [
         [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
          f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
@@ -193,3 +220,17 @@ def floor_table(result: dict) -> list[str]:
     ]
     heads = ["rows in a step", "ms to read the weights once", "ms to multiply them"]
     return [*markdown(heads, body), "", caption(result, "counted, at this device's measured ceilings")]
+
+
+def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dict]) -> list[str]:
+    """What looked-up drafts and a small model's cost and gain at one request of a larger model."""
+    body, names = [], {"ngram": "look-up", "model": draft_model.removeprefix("random:")}
+    for kind, found in drafts.items():
+        plain, *others = (statistics.median(row["samples"]) for row in found["rows"])
+        step = others[0] * found["rows"][1]["tokens_per_step"]
+        per_token = " / ".join(number(1e3 * seconds) for seconds in (plain, *others))
+        body.append([names[kind], number(1e3 * step), per_token, f"{step / plain - 1:.1f}"])
+    rates = f"without / {100 * RATE:.0f} % right / {100 * HALF:.0f} %"
+    heads = ["drafts from", f"ms per step with {DRAFTED} drafted", f"ms per token {rates}", "right to break even"]
+    note = f"{model.removeprefix('random:')}, one request, a prompt of {PROMPT}, {result['tokens']} tokens"
+    return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from benchmarks.micro.block_waste import computed
 from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas
+from stage_a_naive import SamplingParams
+from stage_a_naive.outputs import Completion, Request
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.sequence import Sequence as PagedSequence
+from stage_d_paged.sequence import Sequence
 
 COLOURS = PALETTE[:-1]  # grey is for what nobody holds
 BLOCKS_PER_ROW = 8
 
 
-def draw_pool(sequences: Mapping[str, PagedSequence], manager: BlockManager, title: str = "") -> Picture:
+def computed(manager: BlockManager, token_ids: Iterable[int]) -> Sequence:
+    """A sequence with blocks for these tokens, as if a step had computed all of them."""
+    request = Request(0, list(token_ids), SamplingParams(), seed=0)
+    sequence = Sequence(Completion(request, None, frozenset(), 4096, text_at_end=True))
+    if not manager.allocate(sequence, len(sequence)):
+        raise ValueError(f"{len(sequence)} tokens do not fit: {manager.num_free} blocks are free")
+    sequence.num_computed_tokens = len(sequence)
+    manager.index_computed(sequence)
+    return sequence
+
+
+def draw_pool(sequences: Mapping[str, Sequence], manager: BlockManager, title: str = "") -> Picture:
     """All blocks of a small pool and the sequences that hold them. A block with two colours is shared.
 
     Args:

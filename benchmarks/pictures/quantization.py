@@ -1,4 +1,4 @@
-"""What 8 bits do to numbers: errors and their bound, answers at fewer bits, bytes of a step."""
+"""What 8 bits do to numbers: errors and their bound, and answers at fewer bits."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro.quantized_quality import load, logits_of, read_texts
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel, new_panels
-from beyond.quantization.floor import QuantizedBytes
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, finish, new_panel, new_panels
 from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
-from beyond.quantization.options import QuantizationOptions
-from stage_a_naive.presets import preset_config
 from stage_d_paged.runtime import Runtime
-
-OPTIONS: dict[str, dict[str, object]] = {
-    "bfloat16": {},
-    "int8 weights": {"quantization": "int8", "quantize_lm_head": True},
-    "int8 KV cache": {"kv_cache_dtype": "int8"},
-    "both": {"quantization": "int8", "quantize_lm_head": True, "kv_cache_dtype": "int8"},
-}
 
 
 def row_with_outlier(length: int = 1024, outlier: float = 50.0) -> Tensor:
@@ -82,18 +72,3 @@ def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
     axes.set_ylim(0, 1.4)
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
     return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
-
-
-def draw_bytes(model: str, batches: dict[str, tuple[int, int]]) -> Picture:
-    """What a decode step reads of weights and KV cache, for `{name: (requests, tokens of each)}`."""
-    costs = {k: QuantizedBytes(preset_config(model), 2, QuantizationOptions(**o)) for k, o in OPTIONS.items()}
-    weights = [cost.weight_bytes / 1e9 for cost in costs.values()]
-    labels = [{"title": name, "xlabel": "GB per decode step"} for name in batches]
-    figure, panels = new_panels(10, 2.4, *labels, grid="x")
-    for axes, (requests, context) in zip(panels, batches.values(), strict=True):
-        keys_values = [requests * context * cost.kv_bytes_per_token / 1e9 for cost in costs.values()]
-        totals = [f"{a + b:.2f} GB" for a, b in zip(weights, keys_values, strict=True)]
-        draw_bars(axes, list(costs), (("weights", weights, BLUE), ("KV cache", keys_values, ORANGE)), totals, room=1.3)
-    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
-    panels[-1].set_yticklabels([])
-    return finish(figure, f"bytes of weights and KV cache that a decode step of {model} reads", dpi=90)
