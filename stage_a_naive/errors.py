@@ -7,6 +7,14 @@ class ModelError(ValueError):
     """A model that cannot be loaded or is not supported; the message says why and what to do."""
 
 
+class PromptTooLong(ValueError):
+    """A prompt for which the model, or the engine's memory, has no room."""
+
+
+class EngineBroken(RuntimeError):
+    """A part of the engine has died; nothing but a new engine helps."""
+
+
 def one_line(error: BaseException) -> str:
     """The whole message of another library's error as one line."""
     return " ".join(str(error).split()) or type(error).__name__

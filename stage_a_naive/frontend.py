@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stage_a_naive.chat import Message, render_chat
-from stage_a_naive.errors import shown
+from stage_a_naive.errors import PromptTooLong, shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.params import SamplingParams, as_integer
@@ -207,7 +207,7 @@ class Frontend:
         if not ids:
             raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
         if len(ids) > self.max_model_len - 1:
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt {index} has {len(ids)} tokens; with a maximum model length of {self.max_model_len} "
                 f"at most {self.max_model_len - 1} fit, so that one can be generated"
             )

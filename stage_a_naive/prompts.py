@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.errors import shown
+from stage_a_naive.errors import PromptTooLong, shown
 from stage_a_naive.params import as_integer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -70,6 +70,6 @@ def check_text_length(
     composed = tokenizer.backend_tokenizer.normalizer is None or unicodedata.is_normalized("NFC", text)
     at_least = len(text) // (longest_token * (1 if composed else 4))
     if at_least > max_tokens:
-        raise ValueError(
+        raise PromptTooLong(
             f"prompt {index} has {len(text)} characters, which are at least {at_least} tokens; at most {max_tokens} fit"
         )

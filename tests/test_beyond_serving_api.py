@@ -370,6 +370,39 @@ def test_a_conversation_that_is_none_is_refused(client, messages):
     assert refused(client, "/v1/chat/completions", messages=messages)["param"] == "messages"
 
 
+@pytest.mark.parametrize("prompt", [[7] * 4096, "x " * 15_000], ids=["tokens", "text"])
+def test_a_prompt_that_is_too_long_has_the_code_by_which_clients_know_it(client, prompt):
+    error = refused(client, "/v1/completions", prompt=prompt)
+    code, kind = "context_length_exceeded", "invalid_request_error"
+    assert (error["code"], error["type"], error["param"]) == (code, kind, "prompt")
+    if isinstance(prompt, str):
+        error = refused(client, "/v1/chat/completions", messages=[{"role": "user", "content": prompt}])
+        assert (error["code"], error["type"], error["param"]) == (code, kind, "messages")
+    assert refused(client, "/v1/completions", prompt=[10**9])["code"] is None
+
+
+def test_best_of_n_is_granted_where_all_n_are_asked_for(client):
+    ask = {"prompt": QUESTION, "max_tokens": 1}
+    assert len(post(client, "/v1/completions", n=2, best_of=2, **ask)["choices"]) == 2
+    for given in ({"n": 2, "best_of": 3}, {"best_of": 0}, {"best_of": "x"}):
+        error = refused(client, "/v1/completions", **ask, **given)
+        assert (error["param"], error["code"]) == ("best_of", "unsupported_parameter")
+        assert error["message"].startswith("best_of is supported only if it equals n")
+
+
+def test_seeds_are_signed_as_openais_or_unsigned_as_the_engines(client):
+    ask = {"prompt": QUESTION, "temperature": 5, "max_tokens": 8}
+
+    def text(seed: int) -> str:
+        return post(client, "/v1/completions", seed=seed, **ask)["choices"][0]["text"]
+
+    assert text(-1) == text(2**64 - 1) and text(-(2**63)) == text(2**63)
+    assert text(-1) == text(-1) != text(-2)
+    for seed in (-(2**63) - 1, 2**64, 1.5, True):
+        error = refused(client, "/v1/completions", seed=seed, **ask)
+        assert error["param"] == "seed" and error["message"].startswith(f"seed must be an integer from {-(2**63)} to")
+
+
 def test_a_refusal_has_the_name_that_the_client_used(client):
     error = refused(client, "/v1/chat/completions", messages=CHAT, max_completion_tokens=0)
     assert error["param"] == "max_completion_tokens" and error["message"].startswith("max_completion_tokens must")

@@ -229,6 +229,19 @@ def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(monkey
 # ---- the end of either ----------------------------------------------------------------------------------------------
 
 
+def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served):
+    os.kill(served.process.pid, signal.SIGSTOP)
+    ask = LONG | {"max_tokens": 5}
+    try:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=ask, timeout=60) as response:
+            assert response.status_code == 200 and served.llm.num_unfinished == 1
+            assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
+            os.kill(served.process.pid, signal.SIGCONT)
+            assert len(messages(line for line in response.iter_lines() if line)) == 5
+    finally:
+        os.kill(served.process.pid, signal.SIGCONT)
+
+
 def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, capsys):
     """The last test that uses the server."""
     with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG, timeout=60) as response:
@@ -260,6 +273,36 @@ def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):
     RemoteLLM(process)
     process.commands.send_bytes(b"no command")
     assert process.end(60) == "exit code 1" and "UnpicklingError" in capfd.readouterr().err
+
+
+BROKEN = """
+import stage_e_batching
+from stage_a_naive.errors import EngineBroken
+
+
+class LLM(stage_e_batching.LLM):
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.runner.run = self._fail
+
+    def _fail(self, step):
+        raise EngineBroken("rank 1 of 2 died")
+"""
+
+
+def test_an_engine_that_is_broken_for_good_ends_the_server_which_says_why(tmp_path):
+    (tmp_path / "broken_engine.py").write_text(BROKEN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-m", "beyond.serving", "--engine", "broken_engine:LLM", "--device", "cpu", "--port=0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as server:
+        address = next(line.split()[-1] for line in server.stdout if line.startswith("[serving] API "))
+        response = httpx.post(f"{address}/completions", json={"prompt": QUESTION}, timeout=60)
+        assert response.status_code == 500 and "died" not in response.json()["error"]["message"]
+        last = server.stderr.read().splitlines()[-1]
+        assert server.wait(60) == 1
+    died = "the engine's process died (exit code 1) after a step that failed: EngineBroken: rank 1 of 2 died"
+    assert last.startswith(f"error: {died}; read what it printed")
 
 
 def test_a_server_that_is_killed_leaves_no_process_behind_even_while_it_loads():

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import render_chat
+from stage_a_naive.errors import PromptTooLong
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -83,7 +84,7 @@ def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(
 ) -> None:
     monkeypatch.setattr(tiny.tokenizer, "encode", None)
     for text in ("word " * 4_000_000, "é" * 10_000_000):
-        with pytest.raises(ValueError, match="characters, which are at least .* tokens; at most 4095 fit"):
+        with pytest.raises(PromptTooLong, match="characters, which are at least .* tokens; at most 4095 fit"):
             tiny.generate(text, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="at most 4095 fit"):
         tiny.chat([{"role": "user", "content": "word " * 4_000_000}], GREEDY, use_tqdm=False)

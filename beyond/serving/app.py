@@ -26,7 +26,7 @@ from beyond.serving.answers import Answer, text_of
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
-from beyond.serving.http_errors import error_response, refused_by_router
+from beyond.serving.http_errors import error_response, refused_by_router, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
 from stage_a_naive.errors import shown
@@ -180,7 +180,7 @@ class Api:
             else:
                 ids = await asyncio.to_thread(self._chat_ids, messages)
         except ValueError as error:
-            raise RequestError(str(error), param="prompt" if messages is None else "messages") from None
+            raise refused_prompt(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
 
     async def detokenize(self, body: object) -> Response:
@@ -243,7 +243,7 @@ class Api:
             prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
         except ValueError as error:
-            raise RequestError(str(error), param="messages" if ask.is_chat else "prompt") from None
+            raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
         return [
             replace(request, index=request.index * ask.n + i, seed=(request.seed + i) % 2**64)
             for request in checked

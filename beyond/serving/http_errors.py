@@ -12,6 +12,7 @@ from starlette.types import Scope
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
+from stage_a_naive.errors import PromptTooLong
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
@@ -29,6 +30,12 @@ def as_request_error(error: Exception) -> RequestError:
         vars(error)["is_logged"] = True
         traceback.print_exception(error, file=sys.stderr)
     return RequestError(f"the server failed ({type(error).__name__}); its log says how", 500, code="internal_error")
+
+
+def refused_prompt(error: ValueError, param: str) -> RequestError:
+    """What the engine finds wrong with a prompt, as the refusal of the field that brought it."""
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return RequestError(str(error), param=param, code=code)
 
 
 def error_body(error: Exception) -> dict[str, object]:

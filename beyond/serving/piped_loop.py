@@ -16,8 +16,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
 
+import torch
+
 from beyond.serving.engine_loop import Call, EngineLoop, News
 from beyond.serving.wire import pack_news, pack_result
+from stage_a_naive.errors import EngineBroken
 from stage_e_batching.engine import Engine
 
 
@@ -68,6 +71,16 @@ class PipedLoop(EngineLoop):
         self._news = news
         self._callers: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by requests that have not ended
         super().__init__(engine, self._write, PipeInbox(commands, self._do))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last step failed in a way that no later step survives."""
+        return isinstance(self.failure, (EngineBroken, torch.AcceleratorError))
+
+    def _step(self) -> None:
+        super()._step()
+        if self.is_broken:  # end: a server that answers 500 for ever is worse than one that somebody starts again
+            self.close()
 
     def _write(self, now: float, news: News) -> None:
         self._send(pack_news(now, self.failure, news))

@@ -87,11 +87,11 @@ SAMPLING = {
 }  # fmt: skip
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
-COMPLETION_FIELDS = SHARED | {"prompt"}
+COMPLETION_FIELDS = SHARED | {"prompt", "best_of"}
 CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
+    "best_of": (1,),  # or `n`
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
@@ -132,7 +132,13 @@ def parse_completion(body: object, limits: Limits) -> Ask:
     fields = check_fields(body, COMPLETION_FIELDS)
     count = _integer(fields, "logprobs", 0, limits.logprobs)
     params = _sampling_params(fields, limits, count, default_max_tokens=16)
-    return _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
+    ask = _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
+    if fields.get("best_of", ask.n) != ask.n:  # the best of them would have to be chosen
+        given = f"got {shown(fields['best_of'])} and {ask.n}"
+        raise RequestError(
+            f"best_of is supported only if it equals n, {given}", param="best_of", code="unsupported_parameter"
+        )
+    return ask
 
 
 def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
@@ -193,6 +199,8 @@ def _sampling_params(
         if isinstance(values, list) and len(values) > limits.stops:
             raise RequestError(f"{name} has {len(values)} entries; at most {limits.stops} are allowed", param=name)
     values = {"max_tokens": default_max_tokens} | {name: fields[name] for name in SAMPLING & set(fields)}
+    if (seed := _integer(fields, "seed", -(2**63), 2**64 - 1)) is not None:  # OpenAI's are signed; the engine's are not
+        values["seed"] = seed % 2**64
     try:
         return SamplingParams(**values, logprobs=logprobs)
     except ValueError as error:  # its first word is the name of the field

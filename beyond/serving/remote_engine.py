@@ -21,6 +21,7 @@ from itertools import count
 from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_future
 from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
 from beyond.serving.wire import READY, RESULT, pack_commands, take_messages, unpack_event
+from stage_a_naive.errors import PromptTooLong, one_line
 from stage_a_naive.frontend import Frontend
 from stage_a_naive.outputs import Request
 from stage_e_batching.engine import Engine
@@ -67,7 +68,7 @@ class RemoteLLM(Frontend):
     def _request(self, *given: object) -> Request:
         request = super()._request(*given)
         if (length := len(request.prompt_token_ids)) > self._longest_prompt:
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt {request.index} has {length} tokens, and this engine's KV pool and steps have room for "
                 f"{self._longest_prompt}; shorten the prompt, or raise num_kvcache_blocks, gpu_memory_utilization or, "
                 "without chunked prefill, max_num_batched_tokens"
@@ -219,7 +220,8 @@ class RemoteLoop:
         self._loop.remove_reader(self._news)
         died = not self.closed
         if died:
-            self.failure = EngineDied(f"the engine's process died ({self._process.end(DYING_SECONDS)})")
+            why = f" after a step that failed: {one_line(self.failure)}" if self.failure else ""
+            self.failure = EngineDied(f"the engine's process died ({self._process.end(DYING_SECONDS)}){why}")
             self.close()
         self._fail_all()
         self._broken.set()

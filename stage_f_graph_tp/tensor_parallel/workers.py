@@ -34,6 +34,7 @@ from typing import NoReturn
 
 import torch
 
+from stage_a_naive.errors import EngineBroken
 from stage_f_graph_tp.tensor_parallel.rendezvous import START_SECONDS, Rendezvous, accept_workers
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
@@ -46,7 +47,7 @@ ADVICE = "the engine cannot go on, close it and make a new one"
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
 
 
-class WorkerError(RuntimeError):
+class WorkerError(EngineBroken):
     """Another rank died or failed; the engine it belonged to cannot go on."""
 
 
