@@ -296,11 +296,14 @@ def test_an_engine_that_is_broken_for_good_ends_the_server_which_says_why(tmp_pa
     command = [sys.executable, "-m", "beyond.serving", "--engine", "broken_engine:LLM", "--device", "cpu", "--port=0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as server:
-        address = next(line.split()[-1] for line in server.stdout if line.startswith("[serving] API "))
-        response = httpx.post(f"{address}/completions", json={"prompt": QUESTION}, timeout=60)
-        assert response.status_code == 500 and "died" not in response.json()["error"]["message"]
+        try:
+            address = next(line.split()[-1] for line in server.stdout if line.startswith("[serving] API "))
+            response = httpx.post(f"{address}/completions", json={"prompt": QUESTION}, timeout=60)
+            assert response.status_code == 500 and "died" not in response.json()["error"]["message"]
+            assert server.wait(60) == 1
+        finally:
+            server.kill()
         last = server.stderr.read().splitlines()[-1]
-        assert server.wait(60) == 1
     died = "the engine's process died (exit code 1) after a step that failed: EngineBroken: rank 1 of 2 died"
     assert last.startswith(f"error: {died}; read what it printed")
 
