@@ -32,7 +32,7 @@ METADATA = "six_engines"
 CELL_SECONDS = 300
 # Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
 # an engine chose on the machine that ran the notebook.
-NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[(stage_\w+|beyond[.\w]*)\] |^\s*$")
+NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[(stage_\w+|(beyond|benchmarks)[.\w]*)\] |^\s*$")
 
 
 def notebooks() -> list[Path]:

@@ -128,10 +128,7 @@ def draw_static() -> bytes:
     lengths = [(8, answer) for answer in (12, 40, 8, 20, 30, 6, 16, 10, 36, 14, 8, 22, 18, 9, 28, 11)]
     pool = {"num_blocks": 100, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     static, continuous = (traced(lengths, rule, **pool) for rule in (StaticAdmission, rules.Scheduler))
-    batch: set[int] = set()
-    for record in static:  # a static batch keeps the batch slots of those that have ended
-        batch = set(record["admitted"]) or batch
-        record["padding"] = sorted(batch - {entry["id"] for entry in record["sequences"]})
     steps = f"{len(continuous)} steps instead of {len(static)}"
     title = f"Continuous batching finishes the same {len(lengths)} requests in {steps}"
-    return timeline.draw_panels({"static batches": static, "continuous batching": continuous}, title).png
+    runs = {"static batches": timeline.with_padding(static), "continuous batching": continuous}
+    return timeline.draw_panels(runs, title).png

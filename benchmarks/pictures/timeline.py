@@ -1,7 +1,6 @@
 """Pictures of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
 
-Static and continuous batching are side by side in them, and what a long prompt does to the others' pace. Stage D
-writes no trace; its steps are noted from what its model is given.
+Static and continuous batching are side by side in them, and what a long prompt does to the others' pace.
 
 python -m stage_e_batching --trace trace.jsonl
 python -m benchmarks.pictures.timeline trace.jsonl timeline.png
@@ -21,10 +20,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_figure, new_panel, plain
-from benchmarks.recording import watch_model
-from stage_a_naive import SamplingParams
-from stage_d_paged import LLM
-from stage_d_paged.attention import AttentionMetadata
 
 PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
 
@@ -76,7 +71,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
 def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
     """One lane per request: what it did in every step.
 
-    `padding`, in a record of a static batch: which requests have finished and keep their batch slot.
+    The records of static batches have been through `with_padding`.
     """
     ids = {request for record in records for request in record["waiting"]}
     ids |= {entry["id"] for record in records for entry in record["sequences"]}
@@ -107,31 +102,12 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def record_static(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[dict]:
-    """Generate with stage D and return a record of every step. Each batch must be prefilled in a single step.
-    """
-    records: list[dict] = []
-    first, slots = 0, 0  # the batch's first request and how many there are in it
-
-    def note(arguments: tuple, _: object) -> None:
-        nonlocal first, slots
-        metadata: AttentionMetadata = arguments[3]
-        counts = metadata.cu_seqlens_q.diff().tolist()
-        contexts = metadata.context_lens.tolist()
-        if metadata.max_query_len > 1:
-            first, slots = first + slots, len(counts)
-        live = [i for i, context in enumerate(contexts) if context > 0]
-        records.append({
-            "sequences": [{"id": first + i, "tokens": counts[i]} for i in live],
-            "num_decodes": 0 if metadata.max_query_len > 1 else len(live),
-            "num_tokens": sum(counts[i] for i in live),
-            "padding": [first + i for i, context in enumerate(contexts) if context == 0],
-            "waiting": list(range(first + slots, len(prompts))),
-            "preempted": [],
-        })  # fmt: skip
-
-    with watch_model(llm.runtime.model, note):
-        llm.generate(list(prompts), list(params), use_tqdm=False)
+def with_padding(records: list[dict]) -> list[dict]:
+    """Note in the records of static batches which requests have ended and keep their batch slot (`padding`)."""
+    batch: set[int] = set()
+    for record in records:
+        batch = set(record["admitted"]) or batch
+        record["padding"] = sorted(batch - {entry["id"] for entry in record["sequences"]})
     return records
 
 
