@@ -107,6 +107,32 @@ def tried(variant: str) -> float:
     return next(r["microseconds"] for r in rows if (r["variant"], r["model"], r["rows"]) == (variant, MODEL, 32))
 
 
+def merged(way: str, measured: str, streams: bool = False) -> float:
+    """µs of a hand-over of four parts of an attention, in a program of its own."""
+    rows, key = results("cluster_merge_history_h200")["rows"], (measured, way, MODEL, 4, streams)
+    names = ("measured", "way", "model", "parts", "streams")
+    return next(statistics.median(r["median"]) / 1e3 for r in rows if tuple(map(r.get, names)) == key)
+
+
+def residents(cluster: int) -> int:
+    rows = results("cluster_merge_history_h200")["rows"]
+    return next(r["multiprocessors_used"] for r in rows if (r["measured"], r.get("cluster")) == ("resident", cluster))
+
+
+def after_attention() -> float:
+    """µs per layer between the slowest attention and the product that waits for it."""
+    rows = results("decode_step-h200")["rows"]
+    phases = next(r["phases"] for r in rows if (r["model"], r["what"]) == (MODEL, "trace"))
+    return 1e6 * (phases["output: wait"]["median"] - phases["attention"]["slowest"])
+
+
+def of_eight_rows(model: str, context: int) -> list[str]:
+    """µs per step by the megakernel and by the layers."""
+    rows = results("megakernel_rows_history_h200")["rows"]
+    found = {r["layers"]: r["microseconds"] for r in rows if (r["model"], r["rows"], r["context"]) == (model, 8, context)}
+    return [f"{found[layers]:.0f}" for layers in ("megakernel", "skinny GEMM")]
+
+
 def qkv_bytes() -> float:
     cost = preset_config(MODEL)
     return 2 * cost.hidden_size * (cost.num_attention_heads + 2 * cost.num_key_value_heads) * 64
@@ -193,6 +219,7 @@ EVERY_LINE = "five launches, L2 prefetch of every cache line of the weights befo
 ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wait"
 RANKS, PIPELINE = "stage_f_graph_tp/tensor_parallel/README.md", "beyond/scale_out/README.md"
 MEGAKERNEL = "stage_f_graph_tp/megakernel/README.md"
+TRACES = "stage_f_graph_tp/megakernel/measurements.md"
 SPECULATION = "beyond/speculation/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
@@ -228,6 +255,35 @@ EXACT = {
     "megakernel: the weights, and five kernels per layer": (
         MEGAKERNEL, "which an H200 copies in {} µs. With five kernels per layer the step takes {} µs.",
         lambda: [f"{weight_micros():.0f}", f"{layer_step('five', 1):.0f}"],
+    ),
+    "megakernel: eight rows, few KV heads": (
+        TRACES, "{} against {} µs at 640 tokens, {} against {} at 4000",
+        lambda: [*of_eight_rows(MODEL, 640), *of_eight_rows(MODEL, 4000)],
+    ),
+    "megakernel: eight rows, many KV heads": (
+        TRACES, "Qwen3-0.6B gains at 640 ({} against {}) and loses at 4000 ({} against {})",
+        lambda: [*of_eight_rows("qwen3-0.6b", 640), *of_eight_rows("qwen3-0.6b", 4000)],
+    ),
+    "megakernel: four blocks of a cluster": (
+        TRACES, "hand on and merge their parts in {} µs; through L2 it takes {}.",
+        lambda: [f"{merged(way, 'group'):.2f}" for way in ("words in shared memory", "words in L2")],
+    ),
+    "megakernel: all blocks": (
+        TRACES, "way through clusters takes {} µs and today's {}.",
+        lambda: [f"{merged(way, 'layer'):.2f}" for way in ("st.async", "words in L2")],
+    ),
+    "megakernel: clusters beside the stream": (
+        TRACES, "clusters win by more ({} against {} µs)",
+        lambda: [f"{merged(way, 'layer', streams=True):.1f}" for way in ("st.async", "words in L2")],
+    ),
+    "megakernel: clusters find room": (
+        TRACES, "clusters of four find room on {} of {} multiprocessors", lambda: [str(residents(4)), str(residents(1))],
+    ),
+    "megakernel: behind the attention": (
+        TRACES, "{} µs lies between the slowest attention", lambda: [f"{after_attention():.1f}"],
+    ),
+    "megakernel: what clusters could gain": (
+        TRACES, "a tenth of the multiprocessors for a part of {} µs per step", lambda: [f"{24 * after_attention():.0f}"],
     ),
     "D: a shared prefix": (
         D, "Of their {} tokens the model runs {}.",
