@@ -129,7 +129,8 @@ def after_attention() -> float:
 def of_eight_rows(model: str, context: int) -> list[str]:
     """µs per step by the megakernel and by the layers."""
     rows = results("megakernel_rows_history_h200")["rows"]
-    found = {r["layers"]: r["microseconds"] for r in rows if (r["model"], r["rows"], r["context"]) == (model, 8, context)}
+    eight = [r for r in rows if (r["model"], r["rows"], r["context"]) == (model, 8, context)]
+    found = {r["layers"]: r["microseconds"] for r in eight}
     return [f"{found[layers]:.0f}" for layers in ("megakernel", "skinny GEMM")]
 
 
@@ -277,13 +278,15 @@ EXACT = {
         lambda: [f"{merged(way, 'layer', streams=True):.1f}" for way in ("st.async", "words in L2")],
     ),
     "megakernel: clusters find room": (
-        TRACES, "clusters of four find room on {} of {} multiprocessors", lambda: [str(residents(4)), str(residents(1))],
+        TRACES, "clusters of four find room on {} of {} multiprocessors",
+        lambda: [str(residents(4)), str(residents(1))],
     ),
     "megakernel: behind the attention": (
         TRACES, "{} µs lies between the slowest attention", lambda: [f"{after_attention():.1f}"],
     ),
     "megakernel: what clusters could gain": (
-        TRACES, "a tenth of the multiprocessors for a part of {} µs per step", lambda: [f"{24 * after_attention():.0f}"],
+        TRACES, "a tenth of the multiprocessors for a part of {} µs per step",
+        lambda: [f"{24 * after_attention():.0f}"],
     ),
     "D: a shared prefix": (
         D, "Of their {} tokens the model runs {}.",
