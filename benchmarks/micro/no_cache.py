@@ -15,7 +15,6 @@ from matplotlib.ticker import LogLocator
 
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
-from benchmarks.text import markdown, number
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
 
@@ -61,16 +60,9 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """The time of the first step, of the last and of all, for each way."""
-    result, [row] = results[0], results[0]["rows"]
-    body = [
-        [name, *(number(1e3 * row[key][i]) for i in (1, -1)), number(sum(row[key]))]
-        for name, key in (("without a cache", "recomputed"), ("with the KV cache", "cached"))
-    ]
-    heads = ["", "2nd token, ms", f"token {len(row['cached'])}, ms", "all of them, s"]
-    note = f"{result['model']}, after a prompt of {row['prompt_tokens']} tokens"
-    repeats = f"a step is the fastest of {result['repeats']} runs"
-    return {"no-cache": [*markdown(heads, body), "", caption(result, note, repeats)]}
+    """How the picture was measured; its legend has the sums."""
+    repeats = f"a step is the fastest of {results[0]['repeats']} runs"
+    return {"no-cache": [caption(results[0], results[0]["model"], repeats)]}
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:

@@ -2,13 +2,11 @@
 
 The scheduler, the building of the model's input, the sampler's choice of its path and the handing out of tokens are all
 real; only the model, the sampling arithmetic and the device are left out. What remains is what the CPU must do between
-two steps of a GPU. Reported for 1, 32 and 256 running sequences, in microseconds, with each part's share.
+two steps of a GPU.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from statistics import median
 from types import SimpleNamespace
 
@@ -83,7 +81,7 @@ def measure() -> dict:
 
 
 def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
-    """Seconds per decode step, `repeats` runs of `steps` steps, and where they go."""
+    """Seconds per decode step, `repeats` runs of `steps` steps."""
     engine = make_engine(num_sequences)
 
     def run() -> None:
@@ -91,29 +89,14 @@ def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, objec
             engine.step()
 
     samples = [seconds / steps for seconds in call_seconds(run, torch.device("cpu"), repeats, warm_up=0)]
-    parts = {"schedule": 0.0, "run": 0.0, "postprocess": 0.0}
-
-    def timed(part: str, function: Callable) -> Callable:
-        def call(*arguments: object) -> object:
-            start = time.perf_counter()
-            result = function(*arguments)
-            parts[part] += (time.perf_counter() - start) / steps
-            return result
-
-        return call
-
-    for owner, part in ((engine.scheduler, "schedule"), (engine.runner, "run"), (engine, "postprocess")):
-        setattr(owner, part, timed(part, getattr(owner, part)))
-    run()
-    return {"sequences": num_sequences, "samples": samples, "parts": parts}
+    return {"sequences": num_sequences, "samples": samples}
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Microseconds per step by the number of running sequences, of the newest measurement."""
     body = [
-        [row["sequences"], "{:.0f} ({:.0f}–{:.0f})".format(*(1e6 * of(row["samples"]) for of in (median, min, max))),
-         *(f"{1e6 * seconds:.0f}" for seconds in row["parts"].values())]
+        [row["sequences"], *(f"{1e6 * of(row['samples']):.0f}" for of in (median, min, max))]
         for row in results[0]["rows"]
-    ]  # fmt: skip
-    heads = ["running sequences", "µs per step (range)", "schedule", "build the input", "postprocess"]
+    ]
+    heads = ["running sequences", "µs per step", "least", "most"]
     return {"step-cost": [*markdown(heads, body), "", caption(results[0])]}
