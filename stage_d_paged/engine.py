@@ -101,6 +101,8 @@ class StaticEngine:
         """
         if self._midway:
             self._restart(self.unfinished)
+            if not self.waiting:  # the step that broke off had brought every last token
+                return [], 0
         self._midway = True
         if not self._batch:
             self._next_batch()

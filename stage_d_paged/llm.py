@@ -139,8 +139,8 @@ class LLM(Frontend):
         sequence = self._sequence(request)
         with self._lock:
             self._num_added += 1
+            self.engine.waiting.append(sequence)  # first: what is in `_added` is waited for
             self._added[sequence] = self._num_added
-            self.engine.waiting.append(sequence)
             return self._num_added
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -164,8 +164,10 @@ class LLM(Frontend):
                 self._error = None
                 self._forget_dropped()
                 raise
-            finished = [sequence for sequence in self._added if sequence.is_finished]
-            return [(self._added.pop(sequence), sequence.completion.token_ids) for sequence in finished], num_tokens
+            finished = {sequence: i for sequence, i in self._added.items() if sequence.is_finished}
+            outputs = [(i, sequence.completion.token_ids) for sequence, i in finished.items()]
+            self._added = {sequence: i for sequence, i in self._added.items() if sequence not in finished}
+            return outputs, num_tokens
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned all requests that were added, or raised what ended them."""

@@ -14,6 +14,7 @@ TRACED = (
     "stage_d_paged/",
     "stage_a_naive/outputs.py",
     "beyond/scale_out/",
+    "beyond/speculation/",
 )
 
 
