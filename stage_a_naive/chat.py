@@ -11,7 +11,7 @@ where a tokenizer has none, ChatML is used, the format of the Qwen models:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,21 +20,41 @@ from stage_a_naive.errors import one_line, shown
 Message = Mapping[str, object]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] | Sequence[Sequence[Message]]
+) -> list[str]:
+    """Write one conversation (a list of messages) or several (a list of such lists) out, each as `render_chat`."""
+    listed = list(messages) if _is_list(messages) else []
+    if not listed or isinstance(listed[0], Mapping):
+        return [render_chat(tokenizer, listed or messages)]
+    texts = []
+    for i, conversation in enumerate(listed):
+        try:
+            texts.append(render_chat(tokenizer, conversation))
+        except ValueError as error:
+            raise ValueError(f"conversation {i}: {error}") from error
+    return texts
+
+
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """Write a conversation out as the prompt text that the model was trained on, open for the assistant's answer.
 
     Raises:
         ValueError: no message at all, a message without role or content, or one that the template refuses.
     """
-    if isinstance(messages, Mapping) or not messages:
-        raise ValueError("a conversation is a list of at least one message")
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message) for message in messages] if _is_list(messages) else []
+    if not plain:
+        raise ValueError(f"a conversation is a list of at least one message, got {shown(messages)}")
     if not tokenizer.chat_template:
         return chatml(plain)
     try:
         return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's authors, and may raise anything
         raise ValueError(f"the model's chat template refuses the conversation: {one_line(error)}") from error
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def _plain(message: Message) -> dict[str, object]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stage_a_naive.chat import Message, render_chat
+from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.errors import PromptTooLong, shown
-from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.params import SamplingParams, as_integer
 from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
@@ -56,7 +56,7 @@ class Frontend:
         self.tokenizer = load_tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.sampling_fn: SamplingFunction | None = None
-        self._seeds = random.Random(seed)  # for the requests that bring no seed of their own
+        self._seeds = random.Random(pick_seed(seed))  # for the requests that bring no seed of their own
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()  # held for a call: an engine has one set of buffers
@@ -119,11 +119,10 @@ class Frontend:
             ValueError: a conversation is empty, malformed or too long, or the template refuses it.
         """
         self._check_usable()
-        one = len(messages) == 0 or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
-        texts = [render_chat(self.tokenizer, conversation) for conversation in ([messages] if one else messages)]
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
-        return [self.encode(i, text, add_special) for i, text in enumerate(texts)]
+        texts = enumerate(render_chats(self.tokenizer, messages))
+        return [self.encode(i, text, add_special) for i, text in texts]
 
     def close(self) -> None:
         """End the engine: later calls are refused. A second call does nothing."""
@@ -188,6 +187,8 @@ class Frontend:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(prompt_list)
+        elif isinstance(sampling_params, (str, bytes, Mapping)) or not isinstance(sampling_params, Iterable):
+            raise ValueError(f"sampling_params is a SamplingParams, or a list of them, got {shown(sampling_params)}")
         else:
             params = list(sampling_params)
         if len(params) != len(prompt_list):

@@ -31,6 +31,7 @@ from stage_a_naive.tutor import TUTOR_PATH, require_tutor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NAMES = "a model is 'tutor', 'random:<preset>', a directory, or a hub id 'owner/name'"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -50,7 +51,9 @@ def resolve(model: str | os.PathLike[str]) -> ModelSource:
     Raises:
         ModelError: no such model, or one with features that are not supported.
     """
-    name = os.fspath(model)
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str) or not name:
+        raise ModelError(f"{NAMES}, got {shown(model)}")
     if name == "tutor" or name.startswith("random:"):
         require_tutor()  # random models borrow its tokenizer
     if name.startswith("random:"):
@@ -70,10 +73,7 @@ def _local_or_downloaded(name: str) -> Path:
         raise ModelError(f"{path} is a file; give the directory that holds config.json")
     looks_like_hub_id = name.count("/") == 1 and not name.startswith(("/", ".", "~"))
     if not looks_like_hub_id:
-        raise ModelError(
-            f"no such directory: {name!r} "
-            "(a model is 'tutor', 'random:<preset>', a directory, or a hub id 'owner/name')"
-        )
+        raise ModelError(f"no such directory: {name!r} ({NAMES})")
     try:
         files = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.*", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=files))
@@ -98,12 +98,16 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     The class is named, not chosen by `AutoTokenizer`: importing that one also imports every model class of transformers
     and PyTorch's compiler (1.5 s at every start), and what it chooses would read this same file.
     """
-    if not (source.tokenizer_path / "tokenizer.json").is_file():
-        raise ModelError(f"{source.tokenizer_path} has no tokenizer.json; only tokenizers in that format are supported")
+    folder = source.tokenizer_path
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source.tokenizer_path)
-    except Exception as error:
-        raise ModelError(f"the tokenizer in {source.tokenizer_path} does not load: {one_line(error)}") from error
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # what transformers raises for a broken file is not documented
+        for file in filter(Path.is_file, (folder / "tokenizer.json", folder / "tokenizer_config.json")):
+            read_json_object(file)  # where a file is the reason, it is named
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise ModelError(f"the tokenizer in {folder} does not load ({why}); download it again") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -119,6 +123,14 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> fr
     if not all(i is None or as_integer(i) is not None for i in ids):
         raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {shown(declared)}")
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+def pick_seed(seed: int) -> int:
+    """A seed as a Python integer; one that is no integer, or negative, is refused."""
+    value = as_integer(seed)
+    if value is None or value < 0:
+        raise ValueError(f"seed must be an integer, 0 or more, got {shown(seed)}")
+    return value
 
 
 def pick_device(device: str) -> torch.device:

@@ -65,6 +65,7 @@ class SamplingParams:
         check("max_tokens", as_integer, lambda v: v >= 1, "an integer, 1 or more")
         check("stop", _as_strings, all, "one or more non-empty strings")
         check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
+        check("ignore_eos", as_boolean, lambda v: True, "True or False")
         for name, limit in (("seed", 2**64), ("logprobs", 2**31)):
             if getattr(self, name) is not None:
                 rule = f"None, or an integer from 0 to {limit - 1}"
@@ -88,6 +89,11 @@ def check_field(
     if value is None or not allowed(value):
         raise ValueError(f"{name} must be {rule}, got {shown(given)}")
     object.__setattr__(params, name, value)
+
+
+def as_boolean(value: object) -> bool | None:
+    """`value` if it is True or False; None if it is anything else."""
+    return value if isinstance(value, bool) else None
 
 
 def as_integer(value: object) -> int | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 
 import torch
@@ -68,7 +69,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
     """The step through `torch.compile`; compiling happens at the first call with each cache length.
 
     Raises:
-        ValueError: the compiler's tools are missing.
+        ValueError: the compiler's tools are missing or do not start.
     """
     check_compiler(device)
     # fullgraph: a part that cannot be compiled is an error, not a slow step. dynamic=False: one program per length.
@@ -85,7 +86,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise a `ValueError` that names what `torch.compile` needs on this device and does not find."""
+    """Raise a `ValueError` that names what `torch.compile` needs on this device and does not find or cannot start."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise ValueError("compile=True on a GPU needs Triton, which is not installed: `pip install triton`")
@@ -94,9 +95,17 @@ def check_compiler(device: torch.device) -> None:
     else:
         candidates = [os.environ.get("CXX", "g++")]
         kind = "C++"
-    if not any(shutil.which(name) for name in candidates):
+    found = next(filter(shutil.which, candidates), None)
+    if found is None:
         names = ", ".join(candidates)
         raise ValueError(
             f"compile=True needs a {kind} compiler and finds none (looked for {names}); "
             "install one (`apt-get install build-essential`) or leave compile off"
         )
+    try:
+        subprocess.run([found, "--version"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"compile=True needs a {kind} compiler, and {found!r} does not start ({error}); set "
+            f"{'CC' if kind == 'C' else 'CXX'} to one that does, or leave compile off"
+        ) from error

@@ -22,6 +22,7 @@ from stage_a_naive.frontend import OnText
 from stage_a_naive.llm import LLM as NaiveLLM
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.params import as_boolean, as_integer, check_field
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 from stage_b_decode_step.attention import ATTENTION_NAME, PREFILL_NAME, attention_and_matmul_settings
@@ -30,6 +31,7 @@ from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog
 
 WARMUP_STEPS = 4  # a compiled step on a GPU compiles, runs once as it is, records its graph, and replays it
+SWITCHES = ("compile", "static_cache", "last_logits_only", "async_eos", "buffers", "pinned", "warmup")
 
 
 class LLM(NaiveLLM):
@@ -77,17 +79,20 @@ class LLM(NaiveLLM):
             raise ValueError("compile=True needs static_cache=True: a cache that grows is a new program for every step")
         if sync_every is not None and not async_eos:
             raise ValueError(f"sync_every={sync_every} needs async_eos=True; without it, Python waits for every step")
-        if sync_every is not None and sync_every < 1:
-            raise ValueError(f"sync_every must be 1 or more, got {sync_every}")
         if matmul_precision not in ("highest", "high", "medium"):
             raise ValueError(f"matmul_precision must be 'highest', 'high' or 'medium', got {matmul_precision!r}")
         self.compile, self.static_cache, self.last_logits_only = compile, static_cache, last_logits_only
-        self.buffers, self.pinned, self.sdpa = buffers, pinned, sdpa
-        self.matmul_precision, self.warmup = matmul_precision, warmup
+        self.async_eos, self.sync_every, self.buffers, self.pinned = async_eos, sync_every, buffers, pinned
+        self.sdpa, self.matmul_precision, self.warmup = sdpa, matmul_precision, warmup
+        for switch in SWITCHES:
+            check_field(self, switch, as_boolean, lambda v: True, "True or False")
+        if sdpa is not None:
+            check_field(self, "sdpa", as_boolean, lambda v: True, "None, True or False")
+        if sync_every is not None:
+            check_field(self, "sync_every", as_integer, lambda v: v >= 1, "None or an integer, 1 or more")
         super().__init__(model, device=device, dtype=dtype, seed=seed)
         on_gpu = self.device.type == "cuda"
-        self.async_eos = async_eos
-        self.sync_every = sync_every or (8 if on_gpu else 1)
+        self.sync_every = self.sync_every or (8 if on_gpu else 1)
         self.decode_step = DecodeStep(self.model)
         self._step: Step = compiled(self.decode_step, self.device) if compile else self.decode_step
         self._work: dict[int, tuple[StaticKVCache | None, TokenLog]] = {}  # by cache length

@@ -239,7 +239,7 @@ def main() -> int:
             _say(f"{name}: {extension.library}" + ("" if extension.cuda else f" (CPU only: {extension.why_no_cuda})"))
     except ExtensionError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

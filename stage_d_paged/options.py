@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass, fields
 from functools import partial
 
-from stage_a_naive.params import as_integer, as_number, check_field
+from stage_a_naive.params import as_boolean, as_integer, as_number, check_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class EngineOptions:
         check("num_kvcache_blocks", as_integer, lambda v: v == -1 or v >= 1, "-1 (automatic) or an integer, 1 or more")
         for field in fields(self):
             if isinstance(field.default, bool):
-                check(field.name, lambda v: v if isinstance(v, bool) else None, lambda v: True, "True or False")
+                check(field.name, as_boolean, lambda v: True, "True or False")
         if self.fused_mlp not in ("auto", "on", "off"):
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 

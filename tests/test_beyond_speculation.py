@@ -571,7 +571,9 @@ def test_every_number_of_rows_has_a_graph(draft_tokens, max_rows):
 
 
 @pytest.mark.parametrize(
-    "option", [{"speculation": "magic"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 65}]
+    "option",
+    [{"speculation": "magic"}, *({"num_speculative_tokens": n} for n in (0, 65, "4", 2.5, True))],
+    ids=str,
 )
 def test_options_out_of_range_are_refused(option):
     with pytest.raises(ValueError, match="|".join(option)):

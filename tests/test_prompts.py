@@ -79,6 +79,21 @@ def test_what_is_no_prompt_is_refused_in_one_line(tiny: LLM, prompts: object, sa
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
+@pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, 3])
+def test_what_are_no_sampling_parameters_is_refused_in_one_line(tiny: LLM, params: object) -> None:
+    with pytest.raises(ValueError, match="sampling_params is a SamplingParams, or a list of them, got ") as caught:
+        tiny.generate("abc", params, use_tqdm=False)
+    assert repr(params) in str(caught.value)
+
+
+def test_what_is_asked_may_come_from_generators(tiny: LLM) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    [expected] = tiny.chat(messages, GREEDY, use_tqdm=False)
+    for asked in (iter(messages), iter([iter(messages)])):
+        [output] = tiny.chat(asked, (params for params in [GREEDY]), use_tqdm=False)
+        assert output["token_ids"] == expected["token_ids"]
+
+
 def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +149,15 @@ def test_parts_of_text_are_joined_to_one_content(tiny: LLM) -> None:
         ([{"role": "user", "content": b"abc"}], "content of a message is text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "list of text parts"),
         ([{"role": None, "content": "abc"}], "role of a message is text"),
-        ({"role": "user", "content": "abc"}, "a conversation is a list"),
-        ("What is a KV cache?", "a message is a dict"),
+        ({"role": "user", "content": "abc"}, "a conversation is a list of at least one message, got {'role'"),
+        ("What is a KV cache?", "a conversation is a list of at least one message, got 'What"),
+        (["What is a KV cache?"], "conversation 0: a conversation is a list"),
+        (None, "got None"),
+        (3, "got 3"),
+        ([], r"got \[\]"),
+        ([[{"role": "user", "content": "abc"}], []], r"conversation 1: a conversation is .*, got \[\]"),
+        ([[{"role": "user", "content": "abc"}], 3], "conversation 1: .*, got 3"),
+        ([{"role": "user", "content": "abc"}, "abc"], "a message is a dict with 'role' and 'content', got 'abc'"),
         ([{"role": "user", "content": "broken \udcff"}], "not valid Unicode"),
     ],
 )

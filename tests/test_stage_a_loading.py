@@ -52,9 +52,12 @@ def load(directory: Path) -> torch.nn.Module:
         ("random:gpt-5", "there are: random:qwen2.5-0.5b"),
         (str(Path(__file__)), "is a file"),
         ("no-such-owner/no-such-model", "the hub does not give it"),
+        ("", "a model is 'tutor', .* got ''"),
+        (None, "a model is 'tutor', .* got None"),
+        (b"tutor", "a model is 'tutor', .* got b'tutor'"),
     ],
 )
-def test_a_name_that_means_no_model_says_so_in_one_line(name: str, says: str) -> None:
+def test_a_name_that_means_no_model_says_so_in_one_line(name: object, says: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         resolve(name)
     assert "\n" not in str(caught.value)
@@ -93,6 +96,21 @@ def test_a_directory_without_weights_or_tokenizer_says_which(tutor_copy: Path) -
     (tutor_copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         load_tokenizer(resolve(tutor_copy))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(("content", "says"), [("{", "is not JSON"), ("[]", "holds a JSON list")])
+def test_a_tokenizers_file_that_cannot_be_read_is_named(tutor_copy: Path, file: str, content: str, says: str) -> None:
+    (tutor_copy / file).write_text(content)
+    with pytest.raises(ModelError, match=rf"{re.escape(file)} {says}"):
+        load_tokenizer(resolve(tutor_copy))
+
+
+def test_a_tokenizer_without_its_parts_is_an_error_that_says_what_to_do(tutor_copy: Path) -> None:
+    (tutor_copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"does not load \(KeyError: .*\); download it again") as caught:
+        load_tokenizer(resolve(tutor_copy))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path) -> None:

@@ -61,6 +61,8 @@ SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
         ("seed", -1),
         ("seed", 2**64),
         ("logprobs", -1),
+        ("ignore_eos", "no"),
+        ("ignore_eos", 1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:

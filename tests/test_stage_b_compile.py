@@ -95,6 +95,17 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_compiler(torch.device("cuda"))
 
 
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", "CXX"), ("cuda", "CC")])
+def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "/bin/false")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match=rf"'/bin/false' does not start .*; set {variable} to one that does") as caught:
+        check_compiler(torch.device(kind))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_every_switch_gives_the_tutors_tokens() -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]

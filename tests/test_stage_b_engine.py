@@ -283,7 +283,11 @@ def test_warm_up_is_done_once_a_cache_size_and_counts_as_build_time() -> None:
     [
         ({"compile": True, "static_cache": False}, "needs static_cache=True"),
         ({"sync_every": 4, "async_eos": False}, "sync_every=4 needs async_eos=True"),
-        ({"sync_every": 0}, "sync_every must be 1 or more, got 0"),
+        ({"sync_every": 0}, "sync_every must be None or an integer, 1 or more, got 0"),
+        ({"sync_every": "4"}, "sync_every must be None or an integer, 1 or more, got '4'"),
+        ({"compile": "no"}, "compile must be True or False, got 'no'"),
+        ({"sdpa": "no"}, "sdpa must be None, True or False, got 'no'"),
+        ({"warmup": 1}, "warmup must be True or False, got 1"),
         ({"matmul_precision": "low"}, "got 'low'"),
     ],
 )

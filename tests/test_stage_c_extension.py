@@ -87,6 +87,14 @@ def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(monkeyp
     assert "\n" not in str(caught.value)
 
 
+def test_the_command_that_builds_ends_with_2_and_one_line_where_it_cannot(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setattr(sys, "argv", ["extension"])
+    assert builder.main() == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: building fused_mlp needs a C++ compiler")
+
+
 def test_no_compiler_at_all_is_an_error_with_the_command_to_install_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)

@@ -42,7 +42,9 @@ def resolve_quantized(model: str | PathLike[str]) -> ModelSource:
     Raises:
         ModelError: as in stage A, or the checkpoint is quantised in a way that is not supported.
     """
-    path = Path(fspath(model)).expanduser()
+    if not isinstance(model, (str, PathLike)):
+        return resolve(model)
+    path = Path(model).expanduser()
     raw = read_json_object(path / "config.json") if (path / "config.json").is_file() else {}
     if not raw.get("quantization_config") or raw.get("model_type") not in list(CONFIG_CLASSES):
         return resolve(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 
+from stage_a_naive.params import as_integer, check_field
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 
@@ -33,8 +34,8 @@ class SpeculationOptions(GraphOptions):
         super().__post_init__()
         if self.speculation not in KINDS:
             raise ValueError(f"speculation={self.speculation!r} is unknown; choose one of {', '.join(KINDS)}")
-        if not 1 <= self.num_speculative_tokens <= MAX_DRAFT:
-            raise ValueError(f"num_speculative_tokens must be 1 to {MAX_DRAFT}, got {self.num_speculative_tokens}")
+        rule = f"an integer from 1 to {MAX_DRAFT}"
+        check_field(self, "num_speculative_tokens", as_integer, lambda v: 1 <= v <= MAX_DRAFT, rule)
         if self.draft_model is not None and self.speculation != "model":
             raise ValueError(
                 f"draft_model={self.draft_model!r} and speculation={self.speculation!r}: give speculation='model'"
