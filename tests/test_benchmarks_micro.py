@@ -82,7 +82,9 @@ def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: py
     assert result["kind"] == "block_waste" and result["options"] == {"size": "cpu"} and result["environment"]["commit"]
     waste = block_waste.named_waste(result)
     assert 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
-    assert f"{waste['16']:.1%}" in capsys.readouterr().out
+    assert result["workload"] in capsys.readouterr().out
+    [png] = block_waste.draw([result]).values()
+    assert png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("word", "expected"), [("ranks=2", (2,)), ("ranks=2,4", (2, 4)), ("ranks=a,b", ("a", "b"))])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from benchmarks.micro import timed
 from beyond.speculation import LLM
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
@@ -91,3 +93,17 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     prefill_steps = -(-batch * PROMPT // llm.options.max_num_batched_tokens)
     seconds = statistics.median(output["metrics"]["tpot"] for output in outputs)
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
+
+
+def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], **what: object) -> list[dict]:
+    """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
+    found: dict[object, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(repeats + 1):
+        for way, (prepare, params) in ways.items():
+            prepare()
+            found[way].append(run(llm, batch, params))
+    rows = []
+    for way, samples in found.items():
+        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
+        rows.append(timed(list(seconds), **what, way=way) | {"tokens_per_step": statistics.median(per_step)})
+    return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.workloads import make_workload
 
 README, MARKERS = "stage_d_paged", ("page-waste",)
@@ -44,7 +45,18 @@ def named_waste(result: dict) -> dict[str, float]:
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    result = results[0]
-    shares = ", ".join(f"{name}: {share:.1%}" for name, share in named_waste(result).items())
+    """How the picture was counted; its bars have their figures."""
     below = "all admitted together; counted by `python -m benchmarks.micro block_waste`."
-    return {"page-waste": [f"Empty with blocks of {shares}. {result['workload']}, {below}"]}
+    return {"page-waste": [f"{results[0]['workload']}, {below}"]}
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    waste = named_waste(results[0])
+    title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
+    figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)
+    names = [name.replace(" (", "\n(") for name in waste]
+    colours = [BLUE] * (len(waste) - 1) + [ORANGE]
+    bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
+    axes.bar_label(bars, fmt="%.1f %%", padding=2)
+    axes.set_ylim(0, 100)
+    return {"block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

@@ -8,6 +8,7 @@ writes down the clock of every multiprocessor at the end of each phase of each l
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -33,6 +34,7 @@ WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSki
 PRODUCTS, PARTS = ("QKV", "output", "gate-up", "down"), ("wait", "multiply", "other warps", "add up")
 LAYER = [f"{product}: {part}" for product in PRODUCTS for part in PARTS]
 LAYER.insert(len(PARTS), "attention")  # the marks of csrc/stage_f/kernel.cuh, in their order
+LAST = ("LM head: wait", "LM head", "token")
 END_MARKS = 7  # kEndMarks in csrc/stage_f/decode_step.h
 
 
@@ -106,27 +108,32 @@ def trace_step(kernel: Megakernel) -> dict:
     """Measure where the time of a step of one row goes.
 
     Returns:
-        `phases`: of each phase of a layer, and of the LM head, seconds: the `median` of all multiprocessors and layers,
-        and `slowest`: the slowest multiprocessor of each layer, on average.
+        `phases`: of each phase (of a layer: of the inner ones) `median` and `p95` of all multiprocessors and layers,
+        and `slowest`: the slowest multiprocessor of each layer, on average; seconds. `seconds`: of a step, by the clock
+        outside. `explained`: the share of it that lies between the first and the last mark.
     """
     layers, width = kernel.config.num_layers, len(LAYER)
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     trace = torch.zeros(blocks, width * layers + END_MARKS, dtype=torch.int64, device="cuda")
     launch = partial(launch_of(kernel, step_arguments(kernel.config, 1, CONTEXT)), trace=trace)
-    graph_seconds([launch] * STEPS, repeats=1)
+    seconds = statistics.median(graph_seconds([launch] * STEPS, REPEATS))
     kernel.check()
     marks = trace[trace[:, 0] > 0].cpu()
     clocks = marks[:, 1:-1]  # between nanoseconds at the start and at the end
     tick = ((marks[:, -1] - marks[:, 0]).double() / (clocks[:, -1] - clocks[:, 0])).median() * 1e-9
     spans = clocks.diff(dim=1) * tick
     inner = spans[:, 1 : 1 + width * layers].view(-1, layers, width)[:, 1:]  # the first layer waits for its weights
-    phases = {name: _spread(inner[:, :, i]) for i, name in enumerate(LAYER)}
-    return {"phases": phases | {"a layer": _spread(inner.sum(dim=2)), "LM head": _spread(spans[:, -2, None])}}
+    phases = {"prologue": _spread(spans[:, :1])}
+    phases |= {name: _spread(inner[:, :, i]) for i, name in enumerate(LAYER)}
+    phases["a layer"] = _spread(inner.sum(dim=2))
+    phases |= {name: _spread(spans[:, -len(LAST) + i, None]) for i, name in enumerate(LAST)}
+    return {"phases": phases, "seconds": seconds, "explained": (spans.sum(dim=1).mean() / seconds).item()}
 
 
 def _spread(seconds: Tensor) -> dict[str, float]:
     """Of `[multiprocessors, layers]`."""
-    return {"median": seconds.median().item(), "slowest": seconds.amax(dim=0).mean().item()}
+    return {"median": seconds.median().item(), "p95": seconds.flatten().quantile(0.95).item(),
+            "slowest": seconds.amax(dim=0).mean().item()}  # fmt: skip
 
 
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
@@ -154,11 +161,10 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
     tables = {heading: markdown(heads, body) for heading, body in every.items()}
     below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
-    trace_below = caption(result, f"one row, context {CONTEXT}, bfloat16; the last of {STEPS} steps")
     return {
         "decode-kernel": [*grid("µs per step", account), "", below],
         "decode-kernel-all": [*sections(tables), below],
-        "decode-trace": [*trace_table(result, copy), "", trace_below],
+        "decode-trace": [*trace_table(result, copy), "", caption(result, f"one row, context {CONTEXT}, bfloat16")],
     }
 
 
@@ -167,17 +173,14 @@ def _micros(seconds: float) -> str:
 
 
 def trace_table(result: dict, copy: float) -> list[str]:
-    """The median of every phase; of attention, which few multiprocessors have, the slowest one too."""
-    rows = [row for row in result["rows"] if row["what"] == "trace"]
-    costs = [ModelCost(preset_config(row["model"]), 2) for row in rows]
-    phases = {}
-    for name in (*LAYER, "a layer", "LM head"):
-        phases[name] = [row["phases"][name]["median"] for row in rows]
-        if name == "attention":
-            phases["attention, the slowest"] = [row["phases"][name]["slowest"] for row in rows]
-    phases["floor of a layer's weights"] = [
-        2 * cost.matmul_parameters[0] / cost.config.num_hidden_layers / copy for cost in costs
-    ]
-    phases["floor of the LM head's weights"] = [2 * cost.matmul_parameters[1] / copy for cost in costs]
-    body = [[name, *(f"{1e6 * value:.2f}" for value in seconds)] for name, seconds in phases.items()]
-    return markdown(["µs, by phase of a layer", *(row["model"] for row in rows)], body)
+    """The spread of every phase over the multiprocessors, floors, and how much of a step is between its marks."""
+    cells = {}
+    for row in (row for row in result["rows"] if row["what"] == "trace"):
+        model, cost = row["model"], ModelCost(preset_config(row["model"]), 2)
+        layers, head = cost.matmul_parameters
+        for name, of in row["phases"].items():
+            cells[name, model] = " / ".join(f"{1e6 * of[kind]:.2f}" for kind in ("median", "p95", "slowest"))
+        cells["floor of a layer's weights", model] = f"{2e6 * layers / cost.config.num_hidden_layers / copy:.2f}"
+        cells["floor of the LM head's weights", model] = f"{2e6 * head / copy:.2f}"
+        cells["between the marks", model] = f"{row['explained']:.1%} of {1e6 * row['seconds']:.0f}"
+    return grid("µs: median / p95 / slowest", cells)

@@ -1,8 +1,8 @@
 """What the watermark is worth, counted in steps and tokens: the same on every machine, no model needed.
 
 Stage E's scheduler and engine serve 16 requests of 8 in / 60 out in a tight pool, 40 blocks of 4, with the watermark
-and its doubling and without them; the model takes no time and makes up its tokens. The pictures are timelines of a few
-requests on few batch slots: in static batches, in chunks and whole.
+and its doubling and without them; the model takes no time and makes up its tokens. The pictures are timelines of the
+tight pool, and of a few requests on few batch slots: in static batches, in chunks and whole.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     """The timelines: counted anew, as they need every step."""
     return {
         "timeline.png": draw_chunks(True), "timeline_whole.png": draw_chunks(False), "static.png": draw_static(),
+        "watermark.png": draw_watermark(),
     }  # fmt: skip
 
 
@@ -131,4 +132,15 @@ def draw_static() -> bytes:
     steps = f"{len(continuous)} steps instead of {len(static)}"
     title = f"Continuous batching finishes the same {len(lengths)} requests in {steps}"
     runs = {"static batches": timeline.with_padding(static), "continuous batching": continuous}
+    return timeline.draw_panels(runs, title).png
+
+
+def draw_watermark() -> bytes:
+    """The tight pool without a watermark and with the scheduler's own."""
+    runs = {}
+    for name in ("no watermark", "watermark that doubles"):
+        records = tight_pool(POOLS[name])
+        heading = "{preemptions} preemptions, {recomputed:,} tokens recomputed".format(**counts(records))
+        runs[f"{name}: {heading}"] = records
+    title = "The watermark holds requests back (grey) instead of admitting and preempting them"
     return timeline.draw_panels(runs, title).png

@@ -6,15 +6,15 @@ The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption, timed, with_engine
-from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, run
+from benchmarks.micro import caption, device_name, with_engine
+from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, take_turns
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
 from stage_a_naive.presets import preset_config
@@ -94,20 +94,6 @@ def measure_pair(model: str, draft_model: str, tokens: int, repeats: int) -> dic
     return {"model": model, "draft_model": draft_model, "drafts": {"ngram": looked_up, "model": drafted}}
 
 
-def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], **what: object) -> list[dict]:
-    """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
-    found: dict[object, list[tuple[float, float]]] = {way: [] for way in ways}
-    for _ in range(repeats + 1):
-        for way, (prepare, params) in ways.items():
-            prepare()
-            found[way].append(run(llm, batch, params))
-    rows = []
-    for way, samples in found.items():
-        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
-        rows.append(timed(list(seconds), **what, way=way) | {"tokens_per_step": statistics.median(per_step)})
-    return rows
-
-
 def measure_text() -> list[dict]:
     """The tutor's own text: what look-up and the tutor's draft model gain. Steps and tokens are counts.
 
@@ -175,12 +161,11 @@ def most_extra(result: dict, way: str, before: str) -> float:
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Time per token by number of requests and length of the drafts, and what the tutor's own text gains."""
     result, found, lengths = results[0], medians_of(results[0]), drafts_of(results[0])
-    heads = ["running requests", "stage F, ms per token", *(f"{k} drafted" for k in lengths), "right to break even"]
+    heads = ["running requests", "stage F, ms per token", *(f"{k} drafted" for k in lengths)]
     body = []
     for batch in break_even(result, lengths[0]):
         times = [found["plain", lengths[0], batch], *(found["accepted", k, batch] for k in lengths)]
-        even = " / ".join(f"{break_even(result, k)[batch]:.1f}" for k in lengths)
-        body.append([batch, *(number(1e3 * seconds) for seconds in times), even])
+        body.append([batch, *(number(1e3 * seconds) for seconds in times)])
     model = result["model"].removeprefix("random:")
     note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
     off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
@@ -234,3 +219,25 @@ def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dic
     heads = ["drafts from", f"ms per step with {DRAFTED} drafted", f"ms per token {rates}", "right to break even"]
     note = f"{model.removeprefix('random:')}, one request, a prompt of {PROMPT}, {result['tokens']} tokens"
     return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]
+
+
+def draw(results: list[dict]) -> dict[str, bytes]:
+    """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
+    result = results[0]
+    device = device_name(result)
+    figure, (gain, need) = new_panels(
+        9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
+        {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
+        title=f"What drafts gain, and how many must be right ({device})",
+    )  # fmt: skip
+    found = medians_of(result)
+    for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
+        even = break_even(result, k)
+        gains = [found["plain", k, batch] / found["accepted", k, batch] for batch in even]
+        for axes, values in ((gain, gains), (need, list(even.values()))):
+            axes.plot(list(map(str, even)), values, "o-", color=colour, label=f"{k} drafted")
+    gain.axhline(1, color="black", linestyle="--", linewidth=1)
+    for axes in (gain, need):
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=9)
+    return {"break_even.png": finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100).png}

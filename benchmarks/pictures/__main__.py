@@ -22,7 +22,7 @@ FIGURES = {
     "stage_d_paged/figures/swiglu.png": stage_d.draw_swiglu,
     "stage_d_paged/attention/online_softmax.png": stage_d.draw_online_softmax,
     "stage_d_paged/attention/splits.png": stage_d.draw_splits,
-    "stage_f_graph_tp/tensor_parallel/ranks.png": lambda: shards.draw_split(shards.split("random:qwen3-0.6b", 2)),
+    "stage_f_graph_tp/tensor_parallel/ranks.png": shards.draw_ranks,
     "beyond/quantization/figures/outlier.png": lambda: quantization.draw_errors(quantization.row_with_outlier()),
 }
 

@@ -8,10 +8,11 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from benchmarks.pictures.picture import PALETTE, Picture, draw_box, finish, new_canvas
+from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, draw_box, finish, new_figure, plain
 from stage_a_naive.checkpoint import TensorSource
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
@@ -85,13 +86,35 @@ def split(model: str, size: int) -> list[Part]:
 
 
 def draw_split(parts: list[Part]) -> Picture:
-    """The embedding and one layer's matrices side by side, each region in its rank's colour.
+    """The matrices of one layer and the embedding, each region in its rank's colour; lengths are roots of sizes."""
+    figure = new_figure(10, 3.1)
+    _draw_matrices(figure.subplots(), parts)
+    return finish(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
 
-    Lengths are roots of sizes; a side of the hidden size is 1 long.
-    """
+
+def draw_ranks() -> Picture:
+    """Which part of each matrix two ranks hold, and the bytes of weights that a rank reads per decode step."""
+    model, sizes, figure = "random:qwen3-0.6b", (1, 2, 4), new_figure(10, 5)
+    above, below = figure.subplots(2, height_ratios=(3, 1.3))
+    _draw_matrices(above, split(model, 2))
+    config = ModelConfig.from_hf(resolve(model).config)
+    sums = 2 * config.num_layers + 1  # two per layer in the skinny GEMMs, in float32, and the embedding's in 16 bits
+    kilobytes = (4 * (sums - 1) + 2) * config.hidden_size / 1e3
+    more = f", and {sums} sums: {kilobytes:.0f} KB to each other rank"
+    labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
+    read = [2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes]
+    texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in zip(sizes, read, strict=True)]
+    draw_bars(below, labels, [(None, read, BLUE)], texts, room=1.1, height=0.6)
+    below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
+    plain(below, "x")
+    figure.suptitle("Each rank reads its share of every matrix; what the ranks add up is small", fontsize=12)
+    return finish(figure, "which rank holds which part of a layer, and the bytes that a rank reads per step")
+
+
+def _draw_matrices(axes: Axes, parts: list[Part]) -> None:
+    """Draw the embedding and one layer's matrices side by side; a side of the hidden size is 1 long."""
     found = {label: [p for p in parts if p.name == f"model.{name}.weight"] for name, label in MATRICES.items()}
-    hidden, x, num_ranks = found["Q"][0].shape[1], 0.0, 1 + parts[-1].rank
-    figure, axes = new_canvas(10, 3.1, ylim=(LONGEST + 0.1, -0.8), aspect="equal")
+    hidden, x = found["Q"][0].shape[1], 0.0
     for label, own in found.items():
         rows, columns = own[0].shape
         height, width = (min(LONGEST, (side / hidden) ** 0.5) for side in (rows, columns))
@@ -106,7 +129,8 @@ def draw_split(parts: list[Part]) -> Picture:
                 draw_box(axes, *corner, one, (bottom - top) / rows * height, **look)
         axes.text(x + width / 2, -0.06, f"{label}\n{rows} × {columns}", ha="center", va="bottom", fontsize=9)
         x += width + 0.45
-    handles = [Patch(color=PALETTE[rank % len(PALETTE)], label=f"rank {rank}") for rank in range(num_ranks)]
-    axes.legend(handles=handles, frameon=False, loc="lower right", ncols=num_ranks)
-    axes.set_xlim(-0.1, x)
-    return finish(figure, f"the matrices of a layer and which of {num_ranks} ranks holds which part")
+    ranks = range(1 + parts[-1].rank)
+    handles = [Patch(color=PALETTE[rank % len(PALETTE)], label=f"rank {rank}") for rank in ranks]
+    axes.legend(handles=handles, frameon=False, loc="lower right", ncols=len(ranks))
+    axes.set(xlim=(-0.1, x), ylim=(LONGEST + 0.1, -0.8), aspect="equal")
+    axes.axis("off")
