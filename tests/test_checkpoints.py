@@ -24,6 +24,8 @@ STAGES = [
     "stage_d_paged",
     "stage_e_batching",
     "stage_f_graph_tp",
+    "beyond.quantization",
+    "beyond.speculation",
 ]
 
 

@@ -16,7 +16,7 @@ from stage_a_naive import SamplingParams
 from stage_a_naive.outputs import Metrics
 
 MODEL = "random:qwen2-tiny"
-POOL = {"num_kvcache_blocks": 128, "kvcache_block_size": 8, "max_model_len": 2000}
+POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
 STAGES = ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching"]
 STAGES += ["stage_f_graph_tp"]
 PAGED = [*STAGES[3:], "beyond.quantization", "beyond.speculation", "beyond.scale_out"]
@@ -134,6 +134,11 @@ def test_a_bad_request_is_refused_by_name_before_anything_runs(llm, prompts, par
     with pytest.raises(ValueError, match="content of a message is text"):
         llm.chat([{"role": "user", "content": None}], GREEDY, False)
     assert len(ids(llm.generate("hello", GREEDY, False))) == 1, "a string is one prompt"
+
+
+def test_an_answer_ends_where_the_model_does(llm) -> None:
+    [output] = llm.generate([[9] * (llm.max_model_len - 3)], GREEDY, False)
+    assert len(output["token_ids"]) == 3 and output["finish_reason"] == "length"
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_company(engine: Engine, llm, naive: NaiveLLM) -> None:
@@ -304,6 +309,28 @@ def test_options_are_by_name_and_an_unknown_one_is_a_type_error(package: str) ->
     for seed in (-1, "0", 1.5, None):
         with pytest.raises(ValueError, match="seed must be an integer, 0 or more, got "):
             llm_class(MODEL, device="cpu", seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [
+        ("stage_a_naive", "compile"), ("stage_b_decode_step", "mlp_kernel"), ("stage_c_fused_mlp", "max_num_seqs"),
+        ("stage_d_paged", "enable_chunked_prefill"), ("stage_e_batching", "overlap"),
+        ("stage_f_graph_tp", "quantization"), ("beyond.quantization", "speculation"),
+        ("beyond.speculation", "quantization"), ("beyond.scale_out", "kv_cache_dtype"),
+    ],
+)  # fmt: skip
+def test_an_option_that_an_engine_does_not_have_is_unknown_to_it(package: str, option: str) -> None:
+    with pytest.raises(TypeError, match=f"'{option}'"):
+        importlib.import_module(package).LLM(MODEL, device="cpu", **{option: True})
+
+
+def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
+    assert {f.name: f.default for f in fields(SamplingParams)} == {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "max_tokens": 64, "stop": (), "stop_token_ids": (), "ignore_eos": False, "seed": None,
+        "logprobs": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("package", PAGED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections import Counter
@@ -11,13 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-import stage_d_paged
-import stage_e_batching
-import stage_f_graph_tp
 from stage_a_naive.loading import TUTOR_PATH
 from stage_a_naive.sampling import SamplingParams
 
 OTHER_EOS = 77  # named in generation_config.json, unknown to the tokenizer
+POOL = {"num_kvcache_blocks": 64, "max_num_seqs": 8}
+ENGINES = [
+    pytest.param("stage_a_naive", {}, id="a"),
+    pytest.param("stage_b_decode_step", {"sync_every": 3}, id="b"),
+    pytest.param("stage_c_fused_mlp", {}, id="c", marks=pytest.mark.compiler),
+    pytest.param("stage_d_paged", POOL, id="d"),
+    pytest.param("stage_e_batching", POOL, id="e"),
+    pytest.param("stage_f_graph_tp", POOL, id="f"),
+    pytest.param("beyond.quantization", POOL | {"quantization": "int8"}, id="8 bits"),
+    pytest.param("beyond.speculation", POOL, id="guesses"),
+]
 
 
 def scripted(scripts: list[list[int]]) -> Callable:
@@ -35,11 +44,11 @@ def scripted(scripts: list[list[int]]) -> Callable:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["at the end", "streamed"])
-@pytest.mark.parametrize("stage", [stage_d_paged, stage_e_batching, stage_f_graph_tp], ids=lambda m: m.__name__)
-def test_each_row_ends_for_its_own_reason(tmp_path: Path, stage, listens: bool):
+@pytest.mark.parametrize(("package", "options"), ENGINES)
+def test_each_row_ends_for_its_own_reason(tmp_path: Path, package: str, options: dict, listens: bool):
     model = Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [OTHER_EOS]}))
-    llm = stage.LLM(model, device="cpu", num_kvcache_blocks=64, max_num_seqs=8)
+    llm = importlib.import_module(package).LLM(model, device="cpu", **options)
     words = llm.tokenizer.encode("A cache keeps keys and values")
     decoded = [llm.tokenizer.decode([word]) for word in words]
     across = decoded[2][-1] + decoded[3][0]  # no single token holds it
@@ -71,5 +80,4 @@ def test_each_row_ends_for_its_own_reason(tmp_path: Path, stage, listens: bool):
     assert texts[:2] == ["", ""] and texts[3] == "".join(decoded[:4]).partition(across)[0]
     if listens:
         assert heard == texts
-    if hasattr(llm, "close"):
-        llm.close()
+    llm.close()

@@ -1,31 +1,46 @@
-"""What a broken model directory says: the same in stage A, which builds the model of transformers, and in stage D,
-which builds its own, and one line that names the file and the field."""
+"""What a broken model directory says: the same in stage A, which builds the model of transformers, in stage D, which
+builds its own, on several ranks and in 8 bits; and one line that names the file and the field."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import TUTOR_PATH, load_hf_model, resolve
+from stage_a_naive.loading import TUTOR_PATH, ModelSource, load_hf_model, resolve
 from stage_b_decode_step.attention import ATTENTION_NAME
 from stage_d_paged import LLM as PagedLLM
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
+from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
 CPU = torch.device("cpu")
+IN_INT8 = QuantizationOptions(quantization="int8")
+
+
+def load_first_of_two_ranks(source: ModelSource) -> None:
+    group = SimpleNamespace(rank=0, size=2)
+    load_runtime(source, EngineOptions(), CPU, torch.float32, build=partial(build_sharded_model, group=group))
+
+
 LOADERS = [
     pytest.param(lambda source: load_hf_model(source, CPU, torch.float32), id="a"),
     pytest.param(
         lambda source: load_hf_model(source, CPU, torch.float32, attn_implementation=ATTENTION_NAME), id="b"
     ),
     pytest.param(lambda source: load_runtime(source, EngineOptions(), CPU, torch.float32), id="d"),
+    pytest.param(load_first_of_two_ranks, id="f"),
+    pytest.param(lambda source: load_quantized_runtime(source, IN_INT8, CPU, torch.float32), id="8 bits"),
 ]
 every_loader = pytest.mark.parametrize("load", LOADERS)
 NORM = "model.layers.2.post_attention_layernorm.weight"

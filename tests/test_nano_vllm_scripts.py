@@ -1,4 +1,4 @@
-"""Scripts written for nano-vllm run on stages D, E and F after changing their import line, and on nothing else changed.
+"""Scripts written for nano-vllm run from stage D on after changing their import line, and on nothing else changed.
 
 The scripts use what nano-vllm's `LLM` offers, with its meanings: options in the constructor, `generate` with one or
 several `SamplingParams`, outputs that are dictionaries with `text` and `token_ids`, and `add_request`, `step`,
@@ -13,7 +13,10 @@ import pytest
 
 from stage_a_naive.loading import TUTOR_PATH
 
-STAGES = ("stage_d_paged", "stage_e_batching", "stage_f_graph_tp")
+STAGES = (
+    "stage_d_paged", "stage_e_batching", "stage_f_graph_tp", "beyond.quantization", "beyond.speculation",
+    "beyond.scale_out",
+)  # fmt: skip
 OPTIONS = "enforce_eager=True, tensor_parallel_size=1, max_model_len=512, max_num_seqs=4, gpu_memory_utilization=0.8"
 
 OFFLINE = f"""

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = [
     "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
 ]  # fmt: skip
+BEYOND = ["beyond.quantization", "beyond.speculation", "beyond.scale_out", "beyond.serving"]
 TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]
 SLOW_MODULES = [
     "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "transformers.generation.utils"
@@ -79,7 +80,11 @@ def test_the_default_question_is_in_the_language_of_the_locale(
 
 @pytest.mark.parametrize(
     ("stage", "argument"),
-    [*((stage, "--help") for stage in STAGES), ("stage_a_naive", "--no-such-option"), ("stage_d_paged", "--top-p=7")],
+    [
+        *((package, "--help") for package in STAGES + BEYOND),
+        ("stage_a_naive", "--no-such-option"),
+        ("stage_d_paged", "--top-p=7"),
+    ],
 )
 def test_help_and_refused_arguments_wait_for_no_slow_import(stage: str, argument: str) -> None:
     assert not modules_after(stage, argument) & {"torch", "transformers", "numpy"}

@@ -256,6 +256,19 @@ def test_an_error_in_one_requests_text_ends_that_request_alone(llm, alone, monke
     assert ids(llm.generate([PROMPTS[3]], GREEDY, False, lambda *_: None)) == [alone[3]]
 
 
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_an_error_in_a_callback_ends_its_own_call_alone(llm, alone, error):
+    def stop(index: int, piece: str) -> None:
+        raise error("stop here")
+
+    good = llm.stream([PROMPTS[1]], GREEDY)
+    pieces = [next(good)[1]]
+    with pytest.raises(error, match="stop here"):
+        llm.generate(PROMPTS[2:4], GREEDY, False, stop)
+    pieces += [piece for _, piece in good]
+    assert "".join(pieces) == text_of(llm, alone[1])
+
+
 def test_a_stream_is_refused_at_the_call_not_at_its_first_piece(llm):
     for prompts, params, message in (
         ("", GREEDY, "is empty"),
