@@ -15,18 +15,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
 
 from beyond.serving.answers import Answer, text_of
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
-from beyond.serving.http_errors import error_response, refused_by_router, refused_prompt
+from beyond.serving.http_errors import App, error_response, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
 from stage_a_naive.errors import shown
@@ -44,20 +42,6 @@ def _refuse_constant(name: str) -> None:
 READ_JSON = json.JSONDecoder(parse_constant=_refuse_constant).decode  # made once: json.loads would make one per request
 Handler = Callable[..., Awaitable[Response]]
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
-
-
-class App(Router):
-    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves.
-
-    It wraps `send` to see answers begin; `scope["write"]` is for those that have begun.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope |= {"app": self, "write": send}
-        try:
-            await super().__call__(scope, receive, send)
-        except HTTPException as error:  # the router's own
-            await refused_by_router(scope, error)(scope, receive, send)
 
 
 class Api:
@@ -80,10 +64,11 @@ class Api:
     def app(self, more_routes: Sequence[Route] = ()) -> App:
         """The application for a web server."""
         routes = [
+            # The router tries one after the other, so what is asked most comes first.
+            Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
+            Route("/v1/completions", self.post(self.completions), methods=["POST"]),
             Route("/v1/models", self.guarded(self.models)),
             Route("/v1/models/{model:path}", self.guarded(self.one_model)),
-            Route("/v1/completions", self.post(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
             Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
             Route("/health", self.health),

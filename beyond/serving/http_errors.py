@@ -7,7 +7,8 @@ import traceback
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import Scope
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
@@ -52,7 +53,21 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(told), told.status, wait)
 
 
-def refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
+class App(Router):
+    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves.
+
+    It wraps `send` to see answers begin; `scope["write"]` is for those that have begun.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope |= {"app": self, "write": send}
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:  # the router's own
+            await _refused_by_router(scope, error)(scope, receive, send)
+
+
+def _refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
     """The router's own refusals: no such path, or another method."""
     message = f"{scope['method']} {scope['path']}: {error.detail.lower()}"
     response = error_response(RequestError(message, error.status_code))
