@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from benchmarks.micro import speculation
+from benchmarks.micro import _scripted, speculation
 from benchmarks.micro._scripted import ScriptedLLM, ScriptedModelLLM
 from benchmarks.pictures.speculation import draw_tokens, record_steps
 from beyond.speculation import LLM
@@ -44,6 +45,16 @@ def check_rate(llm: ScriptedLLM | ScriptedModelLLM, rate: float, drafted: int) -
     llm.script(None)
     llm.generate([[1, 2, 3]], params, False)
     assert llm.engine.counters.num_draft_tokens == counters.num_draft_tokens, "switched off it guesses nothing"
+
+
+def test_ways_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
+    order, seconds = [], iter(range(1, 7))
+    monkeypatch.setattr(_scripted, "run", lambda llm, batch, params: (next(seconds), 1.0))
+    ways = {way: (partial(order.append, way), None) for way in ("plain", "accepted")}
+    plain, accepted = _scripted.take_turns(None, 8, 2, ways, draft=4, batch=8)
+    assert order == ["plain", "accepted"] * 3
+    assert plain == {"draft": 4, "batch": 8, "way": "plain", "samples": [3, 5], "tokens_per_step": 1.0}
+    assert accepted["samples"] == [4, 6]
 
 
 def result_of(step_seconds: dict[int, float], plain: float) -> dict:

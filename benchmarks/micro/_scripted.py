@@ -95,7 +95,7 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
 
 
-def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], **what: object) -> list[dict]:
+def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], /, **what: object) -> list[dict]:
     """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
     found: dict[object, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(repeats + 1):
