@@ -99,6 +99,14 @@ def test_prompts_come_as_texts_as_token_ids_and_as_lists_of_them(client, llm):
         assert [(c["index"], c["text"]) for c in choices] == [(i, one) for i in range(count)]
 
 
+@pytest.mark.parametrize("empty", ["", []], ids=["text", "parts"])
+def test_a_message_may_be_empty(client, llm, empty):
+    messages = [{"role": "system", "content": empty}, *CHAT]
+    [expected] = llm.chat([{"role": "system", "content": ""}, *CHAT], SamplingParams(temperature=0, max_tokens=8), False)
+    answer = post(client, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=8)
+    assert answer["choices"][0]["message"]["content"] == expected["text"]
+
+
 @pytest.mark.parametrize("content", [QUESTION, [{"type": "text", "text": QUESTION}]], ids=["text", "parts"])
 def test_a_chat_goes_through_the_models_template(client, llm, content):
     [expected] = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=400), False)
