@@ -101,8 +101,9 @@ def test_prompts_come_as_texts_as_token_ids_and_as_lists_of_them(client, llm):
 
 @pytest.mark.parametrize("empty", ["", []], ids=["text", "parts"])
 def test_a_message_may_be_empty(client, llm, empty):
+    greedy = SamplingParams(temperature=0, max_tokens=8)
     messages = [{"role": "system", "content": empty}, *CHAT]
-    [expected] = llm.chat([{"role": "system", "content": ""}, *CHAT], SamplingParams(temperature=0, max_tokens=8), False)
+    [expected] = llm.chat([{"role": "system", "content": ""}, *CHAT], greedy, False)
     answer = post(client, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=8)
     assert answer["choices"][0]["message"]["content"] == expected["text"]
 
