@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.results import ResultsError, few_repeats
+from benchmarks.results import ResultsError
 
 Found = TypeVar("Found")
 
@@ -83,5 +83,4 @@ def caption(result: dict, *more: str) -> str:
     found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]
     found += [f"commit {where['commit'][:10]}{' with changes' if where['dirty'] else ''}", where["date"][:10]]
     text = "; ".join([", ".join([device["name"], *found]), *more])
-    again = "To be measured again. " if few_repeats(result) else ""
-    return f"{again}{text}. `python -m benchmarks.micro {result['kind']}`."
+    return f"{text}. `python -m benchmarks.micro {result['kind']}`."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.micro import caption
-from benchmarks.micro.quantized_quality import compare, load, logits_of, read_texts, score
+from benchmarks.micro.quantized_quality import compare, load, logits_of, read_texts
 from benchmarks.text import markdown
 from beyond.quantization.formats import FORMATS, quantize_matrix
 from stage_a_naive.tutor import TUTOR_PATH
@@ -46,7 +46,7 @@ def measure() -> dict:
         num_bytes = sum(t.nbytes for w in matrices.values() for t in ((w.qdata, w.scale) if is_8_bits(w) else (w,)))
         logits = [model(torch.tensor([text.ids[:-1]])).logits[0, text.first - 1 :].float() for text in texts]
         row = {"format": name, "by": "torchao", "matrix_bytes": num_bytes, **compare_values(matrices, form, group)}
-        rows.append(row | compare(reference, logits) | score(texts, logits))
+        rows.append(row | compare(reference, logits))
         print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows, "libraries": {"torchao": version("torchao")}}
 

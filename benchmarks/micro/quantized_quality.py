@@ -63,11 +63,9 @@ def measure(device: str = "auto") -> dict:
             runtime = load(name, device, "bfloat16" if kind == "bfloat16" else "auto", options)
             logits = [logits_of(runtime, text) for text in own]
             reference = reference or logits
-            row = {"model": name, "kind": kind, "matrix_bytes": matrix_bytes(runtime),
-                   "kv_bytes_per_token": runtime.bytes_per_token, **compare(reference, logits)}  # fmt: skip
-            row |= score(own, logits) if name == "tutor" else {}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            row = {"model": name, "kind": kind, "matrix_bytes": matrix_bytes(runtime), **compare(reference, logits)}
+            rows.append(row | (score(own, logits) if name == "tutor" else {}))
+            print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows, "dtype": str(pick_dtype("auto", pick_device(device))).removeprefix("torch.")}
 
 

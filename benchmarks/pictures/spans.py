@@ -27,17 +27,10 @@ def kind_of(name: str) -> str:
 
 def draw_kinds(recordings: list[Recording]) -> Picture:
     """How many kernels one decode step runs, by kind, for each recording."""
-    x_label = "kernels (on a CPU: operators that compute) in one decode step"
-    figure, axes = new_panel(9, 0.9 + 0.8 * len(recordings) + 0.6, x_label, grid="x")
-    counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
-    parts = [
-        (kind, [count[kind] / r.steps for count, r in zip(counts, recordings, strict=True)], colour)
-        for (kind, _), colour in zip(KINDS, (*PALETTE[:4], GREY), strict=True)
-    ]
+    counts = {r.name: Counter(kind_of(span.name) for span in r.spans) for r in recordings}
+    stacks = {r.name: {kind: counts[r.name][kind] / r.steps for kind, _ in KINDS} for r in recordings}
     totals = [f"{len(r.spans) / r.steps:.0f}" for r in recordings]
-    draw_bars(axes, [r.name for r in recordings], parts, totals, room=1.1, height=0.55)
-    axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    return finish(figure, "the number of kernels in a decode step, by kind of work")
+    return draw_stacks(stacks, totals, "kernels (on a CPU: operators that compute) in one decode step", GREY)
 
 
 def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step", title: str = "") -> Picture:
@@ -63,19 +56,21 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
 
 
 def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) -> Picture:
-    """A bar per step on one time axis: its parts one after another, the idle time at the end.
+    """A bar per step on one time axis, {name: {part: µs}}; the last part is idle time."""
+    stacks = {name: {part: micros / 1e3 for part, micros in found.items()} for name, found in steps.items()}
+    totals = [(sum(found.values()), list(found.values())[-1]) for found in stacks.values()]
+    return draw_stacks(stacks, [f"{number(t)} ms, {idle / t:.0%} idle" for t, idle in totals], axis, "#EEEEEE", title)
 
-    Args:
-        steps: name -> part -> µs; the same parts in the same order for each, the last one idle time.
-        axis: what the axis shows.
-    """
-    [parts] = {tuple(found) for found in steps.values()}
-    figure, axes = new_panel(10, 0.5 * len(steps) + 1.8, axis, grid="x")
-    colours = (*PALETTE[: len(parts) - 1], "#EEEEEE")
-    bars = [(p, [found[p] / 1e3 for found in steps.values()], c) for p, c in zip(parts, colours, strict=True)]
-    totals = {name: sum(found.values()) for name, found in steps.items()}
-    texts = [f"{number(totals[n] / 1e3)} ms, {found[parts[-1]] / totals[n]:.0%} idle" for n, found in steps.items()]
-    draw_bars(axes, list(steps), bars, texts, room=1.25, edgecolor="#888888", linewidth=0.4, height=0.6)
+
+def draw_stacks(
+    stacks: Mapping[str, Mapping[str, float]], texts: list[str], axis: str, last: str, title: str = ""
+) -> Picture:
+    """A bar per name, its parts one after another; `last` is the colour of the last part."""
+    [parts] = {tuple(found) for found in stacks.values()}  # the same in each, in one order
+    figure, axes = new_panel(10, 0.5 * len(stacks) + 1.8, axis, grid="x")
+    colours = (*PALETTE[: len(parts) - 1], last)
+    bars = [(p, [found[p] for found in stacks.values()], c) for p, c in zip(parts, colours, strict=True)]
+    draw_bars(axes, list(stacks), bars, texts, room=1.25, edgecolor="#888888", linewidth=0.4, height=0.6)
     axes.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     figure.suptitle(title, fontsize=12)
-    return finish(figure, "the parts of a decode step, one after another")
+    return finish(figure, f"the parts of {', '.join(stacks)}, one after another: {', '.join(parts)}")
