@@ -45,6 +45,52 @@ def calls(recorder: Path, *argv: str, **environment: str) -> list[list[str]]:
     return [json.loads(line) for line in (recorder.parent / "calls").read_text().splitlines()]
 
 
+PIP = """Collecting torch
+  Downloading small-1.whl (12 kB)
+  Downloading torch-2.whl (180.5 MB)
+Installing collected packages: small, torch
+"""
+
+
+@pytest.fixture
+def installer(tmp_path: Path) -> Path:
+    """An "interpreter" whose `-m venv` copies it, and whose `-m pip` says what pip says."""
+    script = tmp_path / "installer"
+    script.write_text(
+        f"#!{sys.executable} -S\nimport os, shutil, sys\n"
+        "if sys.argv[1:3] == ['-m', 'venv']:\n"
+        "    os.makedirs(sys.argv[3] + '/bin')\n"
+        "    shutil.copy(sys.argv[0], sys.argv[3] + '/bin/python')\n"
+        "if sys.argv[1:3] == ['-m', 'pip']:\n"
+        f"    print({PIP!r} + os.environ['PIP_ENDS_WITH'])\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def make_environment(installer: Path, pip_ends_with: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", "stage-a", f"PYTHON={installer}", f"VENV={installer.parent / 'venv'}"]
+    environment = {"PATH": os.environ["PATH"], "PIP_ENDS_WITH": pip_ends_with}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_making_the_environment_shows_its_phases_and_large_downloads_and_is_done_once(installer: Path) -> None:
+    done = make_environment(installer, "Successfully installed small torch")
+    assert done.returncode == 0 and not done.stderr
+    making, installing, *phases = done.stdout.splitlines()
+    assert making.startswith("[setup] making a virtual environment") and "can take some minutes" in installing
+    assert phases == ["Downloading torch-2.whl (180.5 MB)", "Installing collected packages"]
+    assert PIP in (installer.parent / "venv" / "pip.log").read_text()
+    again = make_environment(installer, "")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+
+def test_what_pip_said_last_is_shown_where_it_fails(installer: Path) -> None:
+    done = make_environment(installer, "ERROR: No space left on device")
+    assert done.returncode != 0 and "ERROR: No space left on device" in done.stderr
+    assert not (installer.parent / "venv" / ".ready").exists()
+
+
 @pytest.mark.parametrize("prompt", AWKWARD)
 @pytest.mark.parametrize("in_environment", [False, True], ids=["argument", "environment"])
 def test_a_prompt_is_neither_expanded_nor_split(recorder: Path, prompt: str, in_environment: bool) -> None:

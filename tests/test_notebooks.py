@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_the_notebook_runs(path):
         pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
     notebook = run.execute(path)
     assert sum(map(has_image, code_cells(notebook))) >= 2
+
+
+def test_a_run_names_each_notebook_and_makes_a_dot_per_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def execute(path: Path, on_cell: Callable[[], None]) -> None:
+        said.append(capsys.readouterr().out)  # before its first cell is done
+        on_cell()
+        on_cell()
+
+    monkeypatch.setattr(run, "execute", execute)
+    monkeypatch.setattr(sys, "argv", ["run.py", "a_naive", "--check"])
+    assert run.main() == 0
+    assert said == ["a_naive.ipynb: "] and re.fullmatch(r"\.\. \d+ s\n", capsys.readouterr().out)
 
 
 @each_notebook
