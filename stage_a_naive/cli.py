@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stage_a_naive.errors import one_line
+from stage_a_naive.errors import EngineBroken, one_line
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 
@@ -90,6 +90,9 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except EngineBroken as error:
+        print(f"error: {error}", file=sys.stderr)  # what happened, and behind it what the part that died reported
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

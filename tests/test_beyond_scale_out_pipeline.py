@@ -16,7 +16,6 @@ import torch
 
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
-from beyond.scale_out.__main__ import main
 from beyond.scale_out.links import Link, Position
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
@@ -362,15 +361,6 @@ def test_a_stage_that_cannot_be_built_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(pipeline_ranks.PipelineJob, "load_stage", fail)
     with pytest.raises(WorkerError, match="rank 1 of 2 failed: MemoryError: no room for the layers of this stage"):
         staged()
-
-
-def test_a_stage_that_died_is_one_line_on_the_command_line(monkeypatch, capsys):
-    def run(*_):
-        raise WorkerError("rank 1 of 2 died")
-
-    monkeypatch.setattr("beyond.scale_out.__main__.run", run)
-    assert main() == 2
-    assert capsys.readouterr().err == "error: rank 1 of 2 died\n"
 
 
 def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs(monkeypatch):

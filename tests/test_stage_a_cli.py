@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq
+from stage_f_graph_tp.tensor_parallel import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = [
@@ -138,6 +140,41 @@ def test_an_error_is_one_line_and_an_exit_code(argv: list[str], says: str, capsy
     assert ask(*argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and any(word in error for word in says.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "error"),
+    [
+        ("stage_d_paged", {"num_kvcache_blocks": 10**9}, "a KV pool of 1000000000 blocks"),
+        ("stage_e_batching", {"trace": "/nowhere/trace.jsonl"}, "[Errno 2] trace cannot be written"),
+        ("stage_f_graph_tp", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
+    ],
+)
+def test_what_an_engine_lacks_is_one_line_whatever_kind_of_error_it_is(
+    stage: str, options: dict, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_options = importlib.import_module(f"{stage}.options").add_options
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert run(stage, "", add_options, [*TINY, *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {error}")
+
+
+def test_a_part_of_an_engine_that_dies_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies(*_: object, **__: object) -> None:
+        raise WorkerError("rank 1 of 2 died")
+
+    monkeypatch.setattr("beyond.quantization.LLM", dies, raising=False)
+    assert run("beyond.quantization", "", argv=TINY) == 2
+    assert capsys.readouterr().err == "error: rank 1 of 2 died\n"
+
+
+def test_other_libraries_progress_bars_write_once_a_second_into_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_MININTERVAL", "")  # so that it is put back afterwards
+    monkeypatch.delenv("TQDM_MININTERVAL")
+    assert ask("--list-questions") == 0
+    assert os.environ["TQDM_MININTERVAL"] == "1"
 
 
 def test_a_raw_prompt_is_continued_without_a_template(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive.detokenize import IncrementalDecoder
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
 from stage_d_paged.batch import largest_step
@@ -465,6 +466,31 @@ def test_another_threads_request_waits_for_the_call_that_runs_and_a_callbacks_ow
     while not llm.is_finished():
         num_finished += len(llm.step()[0])
     assert num_finished == 2
+
+
+def test_an_error_in_one_requests_text_drops_that_request_alone(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    llm = LLM("random:qwen2-tiny", device="cpu")
+    bad = next(token for token in expected[1][3:] if token not in expected[0])
+    append = IncrementalDecoder.append
+
+    def failing(self: IncrementalDecoder, token_id: int) -> str:
+        if token_id == bad:
+            raise UnicodeError(f"token {bad} has no text")
+        return append(self, token_id)
+
+    monkeypatch.setattr(IncrementalDecoder, "append", failing)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop="zzz")  # read after every token
+    kept, _ = (llm.add_request(prompt, params) for prompt in prompts()[:2])
+    outputs: dict[int, list[int]] = {}
+    with pytest.raises(UnicodeError, match="has no text"):
+        while True:
+            outputs.update(llm.step()[0])
+    while not llm.is_finished():
+        outputs.update(llm.step()[0])
+    assert outputs == {kept: expected[0]}
+    assert_nothing_held(llm)
 
 
 def test_a_sampler_that_fails_drops_the_requests_that_it_was_asked_for(expected: list[list[int]]):
