@@ -24,23 +24,21 @@ from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
-CPU = torch.device("cpu")
+CPU, BF16 = torch.device("cpu"), torch.bfloat16  # not PyTorch's default, to which every load must come back
 IN_INT8 = QuantizationOptions(quantization="int8")
 
 
 def load_first_of_two_ranks(source: ModelSource) -> None:
     group = SimpleNamespace(rank=0, size=2)
-    load_runtime(source, EngineOptions(), CPU, torch.float32, build=partial(build_sharded_model, group=group))
+    load_runtime(source, EngineOptions(), CPU, BF16, build=partial(build_sharded_model, group=group))
 
 
 LOADERS = [
-    pytest.param(lambda source: load_hf_model(source, CPU, torch.float32), id="a"),
-    pytest.param(
-        lambda source: load_hf_model(source, CPU, torch.float32, attn_implementation=ATTENTION_NAME), id="b"
-    ),
-    pytest.param(lambda source: load_runtime(source, EngineOptions(), CPU, torch.float32), id="d"),
+    pytest.param(lambda source: load_hf_model(source, CPU, BF16), id="a"),
+    pytest.param(lambda source: load_hf_model(source, CPU, BF16, attn_implementation=ATTENTION_NAME), id="b"),
+    pytest.param(lambda source: load_runtime(source, EngineOptions(), CPU, BF16), id="d"),
     pytest.param(load_first_of_two_ranks, id="f"),
-    pytest.param(lambda source: load_quantized_runtime(source, IN_INT8, CPU, torch.float32), id="8 bits"),
+    pytest.param(lambda source: load_quantized_runtime(source, IN_INT8, CPU, BF16), id="8 bits"),
 ]
 every_loader = pytest.mark.parametrize("load", LOADERS)
 NORM = "model.layers.2.post_attention_layernorm.weight"
@@ -64,6 +62,7 @@ def check_refused(directory: Path, load: object, says: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         load(resolve(directory))
     assert "\n" not in str(caught.value)
+    assert torch.get_default_dtype() == torch.float32 and torch.get_default_device() == CPU
 
 
 @pytest.mark.parametrize(
