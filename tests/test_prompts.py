@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import render_chat
+from stage_a_naive.prompts import check_text_length
 from stage_a_naive.errors import PromptTooLong
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -113,6 +116,18 @@ def test_a_long_text_of_long_tokens_is_not_refused_by_its_length(tiny: LLM, monk
     monkeypatch.setattr(tiny, "max_model_len", len(ids))
     with pytest.raises(ValueError, match=f"prompt 0 has {len(ids)} tokens"):
         tiny.generate(text, GREEDY, use_tqdm=False)
+
+
+def test_a_text_that_a_tokenizer_may_compose_is_refused_only_if_its_composed_form_is_too_long() -> None:
+    composing, other = (SimpleNamespace(backend_tokenizer=SimpleNamespace(normalizer=n)) for n in (object(), None))
+    for text, tokenizer, fits in (
+        ("e\u0301" * 30, composing, True),  # 60 characters, which are 30 when they are composed
+        ("\u00e9" * 60, composing, False),
+        ("e\u0301" * 30, other, False),
+        ("e\u0301" * 100, composing, False),
+    ):
+        with nullcontext() if fits else pytest.raises(ValueError, match="at least .* tokens; at most 4 fit"):
+            check_text_length(0, text, tokenizer, longest_token=10, max_tokens=4)
 
 
 def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_and_for_chats(with_bos: LLM) -> None:
