@@ -134,7 +134,15 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_
     return qkv[:, 1:], *caches, metadata
 
 
-def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, dtype):
+def behind(num_blocks, cache):
+    """The same blocks in a pool with `num_blocks` before them, of which no slot has a scale."""
+    sizes = [(num_blocks + len(part), *part.shape[1:]) for part in cache]
+    larger = Quantized(cache.values.new_empty(sizes[0]), cache.scales.new_full(sizes[1], float("nan")))
+    larger.values[num_blocks:], larger.scales[num_blocks:] = cache
+    return larger
+
+
+def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, dtype, blocks_before=0):
     from beyond.quantization.attention import triton_prefill
     from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
@@ -143,6 +151,8 @@ def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, 
     )
     expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
     backend = QuantizedTritonAttention(device, dtype, head_dim)
+    k_cache, v_cache = behind(blocks_before, k_cache), behind(blocks_before, v_cache)
+    metadata.block_tables[metadata.block_tables >= 0] += blocks_before
     # A prefill with and without scratch memory.
     for scratch_bytes in (triton_prefill.SCRATCH_BYTES, 0)[: 2 if max(batch[0]) > 1 and name == "int8" else 1]:
         with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +162,7 @@ def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, 
         close(found, expected, dtype)
 
 
-def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
+def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False, blocks_before=0):
     """Both kernels that store write what the reference writes, into the slots of the mapping and no other."""
     from beyond.quantization.attention import triton_store
 
@@ -175,16 +185,19 @@ def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False):
         ]
         for _ in range(2)
     ]
+    whole = [behind(blocks_before, cache) for cache in pools[0]]
+    slots_behind = torch.where(slots < 0, slots, slots + block_size * blocks_before)
+    pools[0] = [Quantized(cache.values[blocks_before:], cache.scales[blocks_before:]) for cache in whole]
     qk, value = qkv.float().split((heads + kv_heads, kv_heads), dim=1)
     if heads:
         if norm:
             qk = F.rms_norm(qk, (head_dim,), None, EPS) * weight.float()
         qk = rotate(qk, cos.float()[positions].unsqueeze(1), sin.float()[positions].unsqueeze(1))
         head_norm = (weight, EPS) if norm else None
-        query = triton_store.rotate_and_store(qkv, heads, (cos, sin), positions, tuple(pools[0]), slots, head_norm)
+        query = triton_store.rotate_and_store(qkv, heads, (cos, sin), positions, tuple(whole), slots_behind, head_norm)
         close(query, qk[:, :heads], dtype)
     else:
-        triton_store.store(qkv[:, :kv_heads], qkv[:, kv_heads:], *pools[0], slots)
+        triton_store.store(qkv[:, :kv_heads], qkv[:, kv_heads:], *whole, slots_behind)
     QuantizedReferenceAttention(device).store(qk[:, heads:], value, *pools[1], slots)
     for found, expected in zip(*pools, strict=True):
         torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0)
@@ -289,7 +302,7 @@ def test_interpreted_whole_models_give_the_references_tokens(
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_interpreted_attention_is_the_reference(batch, heads, name):
-    check_attention(batch, *heads, name, 16 if heads[2] == 16 else 32, CPU, F32)
+    check_attention(batch, *heads, name, 16 if heads[2] == 16 else 32, CPU, F32, blocks_before=3)
 
 
 @interpreted
@@ -323,7 +336,7 @@ def test_interpreted_prefill_copies_a_context_that_fits_into_scratch_memory_and_
 @pytest.mark.parametrize(("heads", "norm"), [(0, False), (4, False), (6, True)])
 def test_interpreted_store_is_the_reference(heads, norm):
     """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""
-    check_store("int8", 2, 24, CPU, F32, heads, norm)
+    check_store("int8", 2, 24, CPU, F32, heads, norm, blocks_before=3)
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -445,3 +458,15 @@ def test_on_a_gpu_attention_is_the_reference_in_other_dtypes(name, dtype):
 @pytest.mark.parametrize(("heads", "norm"), [(0, False), (14, False), (28, True)])
 def test_on_a_gpu_store_is_the_reference(heads, norm, name, dtype):
     check_store(name, 4, 128, CUDA, dtype, heads, norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [REAL_BATCHES["decode"], REAL_BATCHES["mixed"]], ids=["decode", "mixed"])
+def test_on_a_gpu_attention_reads_behind_2_to_the_31_elements(batch):
+    check_attention(batch, 6, 3, 64, "int8", 64, CUDA, torch.bfloat16, blocks_before=2**31 // (64 * 3 * 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [0, 6])
+def test_on_a_gpu_keys_and_values_are_stored_behind_2_to_the_31_elements(heads):
+    check_store("int8", 3, 64, CUDA, torch.bfloat16, heads, blocks_before=2**31 // (4 * 3 * 64))

@@ -30,7 +30,8 @@ SLOTS = [5, -1, 0, 11, -1, 7]
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 9, 17)]
 
 
-def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
+def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype, blocks_before=0):
+    """`blocks_before` the three that are written to, the pool has blocks that nothing may touch."""
     from stage_f_graph_tp.kernels.elementwise import rotate_and_store
 
     torch.manual_seed(heads)
@@ -44,14 +45,20 @@ def check_rotate_and_store(heads, kv_heads, head_dim, with_norm, device, dtype):
     qkv, positions = wide[:, :total], torch.tensor([3, 0, 49, 7, 1, 20], device=device)
     slots = torch.tensor(SLOTS, device=device)
     slot_shape = kv_heads, head_dim
-    pools = [[torch.empty(3, 4, *slot_shape, device=device, dtype=dtype).fill_(7.0) for _ in "kv"] for _ in range(2)]
+    whole = [
+        [torch.empty(blocks + 3, 4, *slot_shape, device=device, dtype=dtype) for _ in "kv"]
+        for blocks in (0, blocks_before)
+    ]
+    pools = [[cache[-3:].fill_(7.0) for cache in caches] for caches in whole]
+    slots_behind = torch.where(slots < 0, slots, slots + 4 * blocks_before)
 
     qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
     turned = rotate(norm(qk) if with_norm else qk, *rotary(positions))
     expected, key = turned.split((heads, kv_heads), dim=1)
     store(key, value, *pools[0], slots)
     weight = (norm.weight, norm.eps) if with_norm else None
-    query = rotate_and_store(qkv, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots, weight)
+    tables = rotary.cos, rotary.sin
+    query = rotate_and_store(qkv, heads, tables, positions, tuple(whole[1]), slots_behind, weight)
 
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     assert query.shape == (len(SLOTS), heads, head_dim) and query.is_contiguous()
@@ -116,7 +123,7 @@ def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_interpreted_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim, with_norm):
-    check_rotate_and_store(heads, kv_heads, head_dim, with_norm, CPU, F32)
+    check_rotate_and_store(heads, kv_heads, head_dim, with_norm, CPU, F32, blocks_before=5)
 
 
 @interpreted
@@ -201,6 +208,11 @@ def test_on_a_gpu_decode_attention_is_a_dependent_launch_where_the_gpu_can():
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_on_a_gpu_norm_rotation_and_store_are_stage_ds(heads, kv_heads, head_dim, with_norm, dtype):
     check_rotate_and_store(heads, kv_heads, head_dim, with_norm, CUDA, dtype)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_keys_are_stored_behind_2_to_the_31_elements():
+    check_rotate_and_store(6, 3, 64, True, CUDA, torch.bfloat16, blocks_before=2**31 // (4 * 3 * 64))
 
 
 @pytest.mark.gpu
