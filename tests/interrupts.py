@@ -13,6 +13,8 @@ TRACED = (
     "stage_f_graph_tp/overlap.py",
     "stage_d_paged/",
     "stage_a_naive/outputs.py",
+    "stage_a_naive/llm.py",
+    "stage_b_decode_step/",
     "beyond/scale_out/",
     "beyond/speculation/",
 )

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from interrupts import interrupt_after
 
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
@@ -80,6 +81,28 @@ def test_an_error_or_an_interrupt_lets_the_next_thread_in() -> None:
         llm.generate("abc", GREEDY, use_tqdm=False, on_text=stop)
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(llm.generate, "abc", GREEDY, use_tqdm=False).result(timeout=60)
+
+
+@pytest.mark.parametrize(("llm_class", "options"), [(NaiveLLM, {}), (DecodeStepLLM, {"sync_every": 3})], ids="ab")
+def test_an_interrupt_at_any_line_costs_the_next_call_nothing(llm_class: type, options: dict) -> None:
+    llm = llm_class(MODEL, device="cpu", **options)
+    params = [
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True, stop="zzz"),
+    ]
+
+    def answers(lines: int = 0) -> tuple[list, int]:
+        with interrupt_after(lines) as countdown:
+            outputs = llm.generate([[5, 6, 7, 8], [9, 10, 11]], params, use_tqdm=False)
+        return [(o["token_ids"], o["text"], o.get("logprobs")) for o in outputs], countdown.seen
+
+    answers()  # the warm-up
+    expected, num_lines = answers()
+    for lines in range(1, num_lines, num_lines // 40):
+        with pytest.raises(KeyboardInterrupt):
+            answers(lines)
+        assert answers()[0] == expected
+        assert torch.is_grad_enabled() and torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(("llm_class", "options"), EVERY_STAGE)
