@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stage_a_naive.errors import shown
 from stage_a_naive.filters import filter_logits
 from stage_a_naive.noise import gumbel_noise
 from stage_a_naive.params import SamplingParams
@@ -87,8 +88,8 @@ def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:
     """
     rows, vocab_size = logits.shape
     if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.dtype not in (torch.int64, torch.int32):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids))
-        raise ValueError(f"sampling_fn must return integer ids of shape [{rows}], got {got}")
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids)
+        raise ValueError(f"sampling_fn must return a tensor of integer ids of shape [{rows}], got {got}")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise ValueError(f"sampling_fn returned token id {int(outside[0])}, outside the vocabulary of {vocab_size}")

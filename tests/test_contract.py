@@ -190,10 +190,11 @@ def outside(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     [
         (fail, LookupError, "stop here"),
         (outside, ValueError, "token id 4096, outside the vocabulary of 4096"),
-        (lambda logits, params: logits, ValueError, "must return integer ids of shape"),
-        (lambda logits, params: None, ValueError, "must return integer ids of shape"),
+        (lambda logits, params: logits, ValueError, "must return a tensor of integer ids of shape"),
+        (lambda logits, params: logits.argmax(-1).tolist(), ValueError, r"integer ids of shape \[\d\], got \[\d+"),
+        (lambda logits, params: None, ValueError, r"integer ids of shape \[\d\], got None"),
     ],
-    ids=["raises", "outside the vocabulary", "no ids", "nothing"],
+    ids=["raises", "outside the vocabulary", "no ids", "a list", "nothing"],
 )
 def test_what_a_sampler_does_wrong_is_named_and_the_next_call_is_right(llm, expected, sampler, error, says) -> None:
     llm.sampling_fn = sampler

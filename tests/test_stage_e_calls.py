@@ -211,7 +211,7 @@ def test_a_sampler_that_fails_for_one_request_ends_that_request_alone(llm, alone
     monkeypatch.setattr(llm, "sampling_fn", sampler)
     good = llm.stream([PROMPTS[1]], GREEDY)
     pieces = [next(good)[1]]
-    with pytest.raises((LookupError, ValueError), match=errors.get(fault, "must return integer ids")):
+    with pytest.raises((LookupError, ValueError), match=errors.get(fault, "must return a tensor of integer ids")):
         llm.generate([PROMPTS[2], PROMPTS[3]], [GREEDY, SEVENTH], False)
     assert "".join(pieces + [piece for _, piece in good]) == text_of(llm, alone[1])
 

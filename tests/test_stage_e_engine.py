@@ -214,7 +214,7 @@ def test_a_replaced_sampler_is_asked_with_float32_logits_and_one_parameter_a_row
     monkeypatch.setattr(llm, "sampling_fn", None)
     assert ids(llm.generate(PROMPTS[:2], GREEDY, False)) != other
     monkeypatch.setattr(llm, "sampling_fn", lambda logits, params: logits)
-    with pytest.raises(ValueError, match="must return integer ids of shape"):
+    with pytest.raises(ValueError, match="must return a tensor of integer ids of shape"):
         llm.generate(PROMPTS[:2], GREEDY, False)
 
 
