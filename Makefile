@@ -124,7 +124,7 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says at its start how long it takes
+bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says how many minutes are left
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
 
 bench-gpu: $(READY) ## the shared benchmark at GPU size

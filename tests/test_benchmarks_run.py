@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
 from select import select as wait_for
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +253,24 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
     assert asked == [("A", True), ("B compiled", True), ("B compiled", False), ("A", False)]
     steps = {name: [sample["tpot_ms"] for sample in found.rows[name, "single"]["samples"]] for name in found.equal}
     assert steps == {"A": [1, 1], "B compiled": [10, 10]}
+
+
+def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def timed(job: dict, timeout: float) -> dict:
+        now[0] += 60 if now[0] == 0 else 180
+        return {"workloads": {"single": {"samples": [SAMPLE]}}}
+
+    monkeypatch.setattr(measurement, "run_job", timed)
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = measuring(tmp_path, "A", "E", repeats=2)
+    found.found, found.equal = dict(MACHINE), ["A", "E"]
+    found.time_all()
+    told = re.findall(r"process (\d) of 4(?:, about (\d+) min left)?", capsys.readouterr().out)
+    assert told == [("1", ""), ("2", "3"), ("3", "4"), ("4", "2")]
 
 
 def test_rows_of_a_study_can_be_measured_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
