@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from stage_a_naive.outputs import Metrics
 
 MODEL = "random:qwen2-tiny"
 POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
-STAGES = ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching"]
-STAGES += ["stage_f_graph_tp"]
+STAGES = [
+    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
+]  # fmt: skip
 PAGED = [*STAGES[3:], "beyond.quantization", "beyond.speculation", "beyond.scale_out"]
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 48)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -296,59 +296,6 @@ def test_a_pool_that_is_too_small_refuses_shortens_or_preempts_and_changes_no_to
     assert {output["finish_reason"] for output in outputs} == {"length"}
     assert ids(tight.generate(PROMPTS, GREEDY, False)) == expected
     tight.close()
-
-
-@pytest.mark.parametrize("package", [*STAGES, *PAGED[3:]])
-def test_options_are_by_name_and_an_unknown_one_is_a_type_error(package: str) -> None:
-    llm_class = importlib.import_module(package).LLM
-    signature = inspect.signature(llm_class)
-    defaults = {name: signature.parameters[name].default for name in ("device", "dtype", "seed")}
-    assert defaults == {"device": "auto", "dtype": "auto", "seed": 0}
-    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in list(signature.parameters.values())[1:])
-    with pytest.raises(TypeError, match="'max_num_seq'"):
-        llm_class(MODEL, device="cpu", max_num_seq=4)
-    for seed in (-1, "0", 1.5, None):
-        with pytest.raises(ValueError, match="seed must be an integer, 0 or more, got "):
-            llm_class(MODEL, device="cpu", seed=seed)
-
-
-@pytest.mark.parametrize(
-    ("package", "option"),
-    [
-        ("stage_a_naive", "compile"), ("stage_b_decode_step", "mlp_kernel"), ("stage_c_fused_mlp", "max_num_seqs"),
-        ("stage_d_paged", "enable_chunked_prefill"), ("stage_e_batching", "overlap"),
-        ("stage_f_graph_tp", "quantization"), ("beyond.quantization", "speculation"),
-        ("beyond.speculation", "quantization"), ("beyond.scale_out", "kv_cache_dtype"),
-    ],
-)  # fmt: skip
-def test_an_option_that_an_engine_does_not_have_is_unknown_to_it(package: str, option: str) -> None:
-    with pytest.raises(TypeError, match=f"'{option}'"):
-        importlib.import_module(package).LLM(MODEL, device="cpu", **{option: True})
-
-
-def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
-    assert {f.name: f.default for f in fields(SamplingParams)} == {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "max_tokens": 64, "stop": (), "stop_token_ids": (), "ignore_eos": False, "seed": None,
-        "logprobs": None,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("package", PAGED)
-def test_nano_vllms_options_have_its_defaults(package: str) -> None:
-    options_class = importlib.import_module(f"{package}.options")
-    [options] = [
-        found() for found in vars(options_class).values()
-        if isinstance(found, type) and found.__module__ == options_class.__name__
-    ]  # fmt: skip
-    wanted = {
-        "max_num_batched_tokens": 16384, "max_num_seqs": 512, "max_model_len": 4096, "gpu_memory_utilization": 0.9,
-        "tensor_parallel_size": 1, "enforce_eager": False, "kvcache_block_size": None, "num_kvcache_blocks": -1,
-        "enable_prefix_caching": True, "attention_backend": "auto",
-    }  # fmt: skip
-    if package != "stage_d_paged":
-        wanted["enable_chunked_prefill"] = True
-    assert {f.name: getattr(options, f.name) for f in fields(options) if f.name in wanted} == wanted
 
 
 def test_a_closed_engine_refuses_in_the_same_words_and_closes_twice(engine: Engine) -> None:
