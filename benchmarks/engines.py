@@ -81,7 +81,10 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 
 # A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
 # it is, as on the command line.
-_B_IDEAS = {"late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa"}
+_B_IDEAS = {
+    "late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa",
+    "last logits only": "last_logits_only", "warm-up": "warmup",
+}  # fmt: skip
 _NO_KERNELS = "fused=False,fused_mlp=off"
 _LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
 STUDIES: dict[str, dict[str, str]] = {

@@ -39,13 +39,15 @@ NOTES = {  # what stands below a table, by language
         "work": list(WORDS.values()), "comma": ", ", "colon": ": ", "not_run": "not run: ", "error": "failed: ",
         "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
                  "{} ms from then on",
-        "elsewhere": "measured elsewhere, same workload: ", "too_long": r"\g<0>",
+        "elsewhere": "measured elsewhere, same workload: ",
+        "too_long": "not run, {}: a round would take longer than the limit of {} s ({})", "seconds": "{} {} s",
     },
     "zh": {
         "work": ["单个请求", "批处理", "高负载", "共享前缀", "首个 token"], "comma": "，", "colon": "：",
         "not_run": "没有运行：", "error": "失败：",
         "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
-        "elsewhere": "在别处测量，负载相同：", "too_long": r"大约要 \1 秒，上限是 \2 秒",
+        "elsewhere": "在别处测量，负载相同：",
+        "too_long": "没有运行，{}：一轮会超过上限 {} 秒（{}）", "seconds": "{} {} 秒",
     },
 }  # fmt: skip
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
@@ -128,7 +130,8 @@ def study_table(group: Group) -> list[str]:
         body.append([*cells, f"{prefill} ({number(single.get('first_prefill_ms'))})", counted])
     heads = ["", *(f"{column.heading}, and × *{first}*" for column in columns)]
     heads += ["prefill, ms (the process's first)", "kernels run, and launches by the CPU, per step"]
-    return [*caption(group), *markdown(heads, body), *launch_cost(group), *notes(group, group.engines), ""]
+    below = notes(group, group.engines, [column.workload for column in columns])
+    return [*caption(group), *markdown(heads, body), *launch_cost(group), *below, ""]
 
 
 def table(group: Group, engines: Sequence[str], columns: Sequence[Column], ranges: bool = False) -> list[str]:
@@ -139,26 +142,33 @@ def table(group: Group, engines: Sequence[str], columns: Sequence[Column], range
     for engine in engines:
         name = f"*{engine}* †" if engine in group.elsewhere else engine
         rows.append([name, *(column.cell(group, engine, ranges) for column in columns)])
-    return markdown(["engine", *(column.heading for column in columns)], rows) + notes(group, engines)
+    below = notes(group, engines, [column.workload for column in columns])
+    return markdown(["engine", *(column.heading for column in columns)], rows) + below
 
 
-def notes(group: Group, engines: Sequence[str], workloads: Sequence[str] = (), language: str = "en") -> list[str]:
+def notes(group: Group, engines: Sequence[str], workloads: Sequence[str], language: str = "en") -> list[str]:
     """Why there is a dash, what a dagger means, and the first visit where it was much slower than the second."""
     words, lines, work = NOTES[language], [], dict(zip(WORDS, NOTES[language]["work"], strict=True))
     reasons: dict[tuple[str, str], list[str]] = {}
+    too_long: dict[tuple[str, str], list[str]] = {}  # by workload and limit
     for (engine, name), row in sorted(group.rows.items(), key=lambda item: group.engines.index(item[0][0])):
-        if engine not in engines or name not in (workloads or WORDS):
+        if engine not in engines or name not in workloads:
             continue
         for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
-                reason = TOO_LONG.sub(words["too_long"], row[outcome].splitlines()[0])
-                reasons.setdefault((engine, words[outcome] + reason), []).append(work[name])
+                reason = row[outcome].splitlines()[0]
+                if match := TOO_LONG.match(reason):
+                    engine_seconds = words["seconds"].format(engine, match[1])
+                    too_long.setdefault((work[name], match[2]), []).append(engine_seconds)
+                else:
+                    reasons.setdefault((engine, words[outcome] + reason), []).append(work[name])
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
             lines.append("- " + words["first"].format(engine, work[name], number(first), number(again)))
     for (engine, text), names in reasons.items():
         some = names if len(names) < len(work) else []  # else all of them
         lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
+    lines += ["- " + words["too_long"].format(*key, words["comma"].join(those)) for key, those in too_long.items()]
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
             lines.append(f"- † {words['elsewhere']}{file.get(f'source_{language}', file['source'])}")

@@ -4,6 +4,8 @@ Stages A, B and C run the same model, so their kernels come in the same order: i
 attention, the output product, then the MLP; after the last layer the LM head. A request is recorded under PyTorch's
 profiler and cut by that order. The time of a step is the engine's own, without the profiler; idle is what the kernels
 do not fill of it. On a CPU the spans are operators.
+
+Attention is found by its kernel's name. What a compiler writes has none, so compiled steps are measured with `sdpa`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.engines import installed_engines
+from benchmarks.engines import select
 from benchmarks.micro import caption, device_name, with_engine
 from benchmarks.pictures.spans import draw_parts
 from benchmarks.recording import Span, record
@@ -22,7 +24,7 @@ from benchmarks.text import markdown, number
 from stage_a_naive.sampling import SamplingParams
 
 README, MARKERS = "stage_b_decode_step", ("waterfall-numbers",)
-ENGINES = ("A", "B", "B compiled", "C", "C compiled")
+ENGINES = ("A", "B", "B compiled[sdpa=True]", "C", "C compiled[sdpa=True]")
 PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
 CONTEXT, STEPS, REPEATS = 128, 8, 7
 ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
@@ -88,9 +90,9 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     found = {}
     # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
     for work in samples_of, parts_per_step:
-        for name in ENGINES:
-            build = installed_engines()[name].build
-            row = with_engine(partial(work, name), build, model, "auto", "auto")
+        for engine in select(ENGINES):
+            name = engine.name.partition("[")[0]
+            row = with_engine(partial(work, name), engine.build, model, "auto", "auto")
             found[name] = found.get(name, {"engine": name}) | row
             torch.compiler.reset()
     return {"model": model, "context": CONTEXT, "rows": list(found.values())}
