@@ -423,7 +423,8 @@ def test_a_refusal_has_the_name_that_the_client_used(client):
 
 
 def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
-    assert refused(client, "/v1/completions", 404, prompt="x", model="gpt-4")["code"] == "model_not_found"
+    error = refused(client, "/v1/completions", 404, prompt="x", model="gpt-4")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
     assert refused(client, "/v1/completions", 413, prompt="x" * 50_000)
     long_number, nan = b'{"n": 1' + b"0" * 5000 + b"}", b'{"prompt": "x", "user": NaN}'
     for body in (b"", b"{", b"[1]", nan, b"[" * 100_00, b"\xff", long_number):

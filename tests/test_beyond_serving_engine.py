@@ -210,7 +210,8 @@ def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back
         loop.resume()
         assert [answer.result(60).status_code for answer in accepted] == [200, 200]
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["error"]["code"] == "queue_full"
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     assert client.post("/v1/completions", json=ask | {"n": 1}).status_code == 200
     assert client.post("/v1/completions", json=ask | {"n": 9}).status_code == 400  # will never fit
 

@@ -118,7 +118,10 @@ def test_without_the_key_there_is_nothing_but_health_and_metrics(client):
         headers = {} if sent is None else {"Authorization": sent.encode()}
         with httpx.Client(base_url=client.base_url, headers=headers, timeout=60) as stranger:
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-                assert stranger.post(path, json={}).status_code == 401
+                answer = stranger.post(path, json={})
+                error = answer.json()["error"]
+                assert answer.status_code == 401
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
             assert stranger.get("/v1/models").status_code == stranger.get("/v1/models/tutor").status_code == 401
             assert stranger.get("/health").status_code == stranger.get("/metrics").status_code == 200
 

@@ -15,7 +15,6 @@ from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
 from stage_a_naive.errors import PromptTooLong
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
 
 
@@ -40,9 +39,10 @@ def refused_prompt(error: ValueError, param: str) -> RequestError:
 
 
 def error_body(error: Exception) -> dict[str, object]:
-    """The error object of an exception."""
+    """The error object of an exception. A wrong key or model is an invalid request too, as in OpenAI's API."""
     told = as_request_error(error)
-    kind = "server_error" if told.status >= 500 else TYPES.get(told.status, "invalid_request_error")
+    kind = "rate_limit_error" if told.status == 429 else "invalid_request_error"
+    kind = "server_error" if told.status >= 500 else kind
     return {"error": {"message": str(told), "type": kind, "param": told.param, "code": told.code}}
 
 
