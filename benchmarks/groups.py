@@ -45,7 +45,7 @@ class Group:
 
     @cached_property
     def rows(self) -> dict[tuple[str, str], dict]:
-        """(engine, workload) -> the row, samples of all files together."""
+        """(engine, workload) -> the row, samples of all files together; the first visit that found nothing prepared."""
         found: dict[tuple[str, str], dict] = {}
         for file in self.files:
             for row in file["rows"]:
@@ -53,6 +53,8 @@ class Group:
                 samples = [{**sample, "file": file["file"]} for sample in row.get("samples", [])]
                 startups = before.get("startup_seconds", []) + row.get("startup_seconds", [])
                 merged = {"samples": before.get("samples", []) + samples, "startup_seconds": startups}
+                if visits := [visit for visit in (before.get("first_visit"), row.get("first_visit")) if visit]:
+                    merged["first_visit"] = max(visits, key=lambda visit: visit["tpot_ms"])
                 found[row["engine"], row["workload"]] = before | row | merged
         return found
 

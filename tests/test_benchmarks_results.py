@@ -206,10 +206,13 @@ def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
     assert "- 没有运行，高负载：一轮会超过上限 60 秒（A 99 秒）" in front_table(group, "zh")
 
 
-def test_a_first_visit_that_was_much_slower_is_said() -> None:
-    found = payload()
-    next(row for row in found["rows"] if row["engine"] == "A")["first_visit"] = {"tpot_ms": 54.6}
-    [group] = group_results(named(found))
+@pytest.mark.parametrize("other", [None, {"tpot_ms": 1.0}], ids=["alone", "compiled before"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_first_visit_that_was_much_slower_is_said(other: dict | None, order: int) -> None:
+    files = payload(), payload()
+    for found, visit in zip(files, ({"tpot_ms": 54.6}, other), strict=True):
+        next(row for row in found["rows"] if row["engine"] == "A")["first_visit"] = visit
+    [group] = group_results(named(*files[::order]))
     assert any("54.6 ms per token the first time" in line for line in front_table(group, "en"))
     assert any("单个请求：进程第一次" in line and "54.6 毫秒/token" in line for line in front_table(group, "zh"))
 
