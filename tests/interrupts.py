@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+import pytest
+
+from stage_a_naive.detokenize import IncrementalDecoder
+from stage_a_naive.outputs import Request
+from stage_e_batching.engine import Engine
 
 TRACED = (
     "stage_e_batching/",
@@ -58,3 +64,32 @@ def interrupt_after(lines: int, error: type[BaseException] = KeyboardInterrupt) 
         yield countdown
     finally:
         sys.settrace(before)
+
+
+def answer_all(engine: Engine, requests: Sequence[Request], lines: int) -> tuple[dict[int, list[int]], int]:
+    """Add the requests and step until all are answered, with an interrupt before line number `lines` of the steps.
+
+    Returns:
+        The tokens by request id, without those of the interrupted step, and how many lines were run.
+    """
+    for request in requests:
+        engine.add_request(request, streams=False)
+    outputs, unfinished = {}, True
+    with interrupt_after(lines) as countdown:
+        while unfinished:
+            with suppress(KeyboardInterrupt):
+                outputs |= {event.request_id: event.output["token_ids"] for event in engine.step()}
+                unfinished = engine.has_unfinished()
+    return outputs, countdown.seen
+
+
+def fail_at_token(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """Let reading the text of the token `bad` raise a `UnicodeError` that says it "has no text"."""
+    append = IncrementalDecoder.append
+
+    def failing(self: IncrementalDecoder, token_id: int) -> str:
+        if token_id == bad:
+            raise UnicodeError(f"token {bad} has no text")
+        return append(self, token_id)
+
+    monkeypatch.setattr(IncrementalDecoder, "append", failing)

@@ -21,7 +21,7 @@ from fake_model import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import interrupt_after
+from interrupts import answer_all
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
@@ -100,25 +100,12 @@ def test_and_so_it_is_with_whole_prompts(requests, options):
     run_and_compare(requests, options | {"enable_chunked_prefill": False}, make_pipeline)
 
 
-def outputs_of(engine: PipelineEngine, lines: int) -> tuple[dict[int, list[int]], int]:
-    """What comes of five requests that do not fit into the pool, with an interrupt before line number `lines`."""
-    for request in INTERRUPTED:
-        engine.add_request(request, streams=False)
-    outputs, unfinished = {}, True
-    with interrupt_after(lines) as countdown:
-        while unfinished:
-            with suppress(KeyboardInterrupt):
-                outputs |= {event.request_id: event.output["token_ids"] for event in engine.step()}
-                unfinished = engine.has_unfinished()
-    return outputs, countdown.seen
-
-
 @settings(max_examples=50, deadline=None)
 @given(part=st.floats(0, 1))
 def test_an_interrupt_at_any_line_costs_no_request_a_token(part):
     engines = [make_pipeline(num_blocks=14, block_size=2, max_num_seqs=4, max_num_batched_tokens=12) for _ in range(2)]
-    expected, lines = outputs_of(engines[0], 0)
-    found, _ = outputs_of(engines[1], int(part * lines))
+    expected, lines = answer_all(engines[0], INTERRUPTED, 0)
+    found, _ = answer_all(engines[1], INTERRUPTED, int(part * lines))
     assert found.items() <= expected.items(), "what the interrupted call itself would have returned may be missing"
     assert len(found) >= len(expected) - 1 and engines[1].counters.num_aborted == 0
     assert engines[1].stats()["num_used_blocks"] == 0

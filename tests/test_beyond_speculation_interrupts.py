@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 from fake_model import check_books, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import interrupt_after
+from interrupts import answer_all
 from test_beyond_speculation import HashDrafter
 from test_beyond_speculation import make_engine as make_guessing_host
 from test_beyond_speculation_ahead import make_engine as make_guessing_device
@@ -28,17 +27,8 @@ ENGINES = {
 
 
 def outputs_of(engine: Engine, lines: int) -> tuple[dict[int, list[int]], int]:
-    """The requests' tokens, with an interrupt before line number `lines`, and how many lines were run."""
     engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
-    for request in REQUESTS:
-        engine.add_request(request, streams=False)
-    outputs, unfinished = {}, True
-    with interrupt_after(lines) as countdown:
-        while unfinished:
-            with suppress(KeyboardInterrupt):
-                outputs |= {event.request_id: event.output["token_ids"] for event in engine.step()}
-                unfinished = engine.has_unfinished()
-    return outputs, countdown.seen
+    return answer_all(engine, REQUESTS, lines)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
+from interrupts import fail_at_token
 
 from stage_a_naive import LLM as NaiveLLM
-from stage_a_naive.detokenize import IncrementalDecoder
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
 from stage_d_paged.batch import largest_step
@@ -473,14 +473,7 @@ def test_an_error_in_one_requests_text_drops_that_request_alone(
 ):
     llm = LLM("random:qwen2-tiny", device="cpu")
     bad = next(token for token in expected[1][3:] if token not in expected[0])
-    append = IncrementalDecoder.append
-
-    def failing(self: IncrementalDecoder, token_id: int) -> str:
-        if token_id == bad:
-            raise UnicodeError(f"token {bad} has no text")
-        return append(self, token_id)
-
-    monkeypatch.setattr(IncrementalDecoder, "append", failing)
+    fail_at_token(monkeypatch, bad)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop="zzz")  # read after every token
     kept, _ = (llm.add_request(prompt, params) for prompt in prompts()[:2])
     outputs: dict[int, list[int]] = {}

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from interrupts import fail_at_token
 
 import stage_d_paged
 import stage_e_batching
 import stage_f_graph_tp
-from stage_a_naive.detokenize import IncrementalDecoder
 from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.mailbox import Mailbox, unread
@@ -239,14 +239,7 @@ def test_two_samplers_that_fail_in_one_step_end_their_requests_and_step_tells_of
 
 def test_an_error_in_one_requests_text_ends_that_request_alone(llm, alone, monkeypatch):
     bad = next(token for token in alone[2][3:] if token not in alone[1] + alone[3])
-    append = IncrementalDecoder.append
-
-    def failing(self: IncrementalDecoder, token_id: int) -> str:
-        if token_id == bad:
-            raise UnicodeError(f"token {bad} has no text")
-        return append(self, token_id)
-
-    monkeypatch.setattr(IncrementalDecoder, "append", failing)
+    fail_at_token(monkeypatch, bad)
     good, failed = llm.stream([PROMPTS[1]], GREEDY), llm.stream([PROMPTS[2]], GREEDY)
     next(failed)
     pieces = [piece for _, piece in good]  # runs the steps of both
