@@ -40,14 +40,15 @@ NOTES = {  # what stands below a table, by language
         "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
                  "{} ms from then on",
         "elsewhere": "measured elsewhere, same workload: ",
-        "too_long": "not run, {}: a round would take longer than the limit of {} s ({})", "seconds": "{} {} s",
+        "too_long": "{}: not run, because a round would take longer than the limit of {} s (estimated: {})",
+        "seconds": "{} {:,} s",
     },
     "zh": {
         "work": ["单个请求", "批处理", "高负载", "共享前缀", "首个 token"], "comma": "，", "colon": "：",
         "not_run": "没有运行：", "error": "失败：",
         "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
         "elsewhere": "在别处测量，负载相同：",
-        "too_long": "没有运行，{}：一轮会超过上限 {} 秒（{}）", "seconds": "{} {} 秒",
+        "too_long": "{}：没有运行，因为一轮会超过上限 {} 秒（估计：{}）", "seconds": "{} {:,} 秒",
     },
 }  # fmt: skip
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
@@ -158,7 +159,7 @@ def notes(group: Group, engines: Sequence[str], workloads: Sequence[str], langua
             if outcome in row and not row["samples"]:
                 reason = row[outcome].splitlines()[0]
                 if match := TOO_LONG.match(reason):
-                    engine_seconds = words["seconds"].format(engine, match[1])
+                    engine_seconds = words["seconds"].format(engine, int(match[1]))
                     too_long.setdefault((work[name], match[2]), []).append(engine_seconds)
                 else:
                     reasons.setdefault((engine, words[outcome] + reason), []).append(work[name])
