@@ -40,7 +40,7 @@ NOTES = {  # what stands below a table, by language
         "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
                  "{} ms from then on",
         "elsewhere": "measured elsewhere, same workload: ",
-        "too_long": "{}: not run, because a round would take longer than the limit of {} s (estimated: {})",
+        "too_long": "{}: not run, because serving it once would take longer than the limit of {} s (estimated: {})",
         "seconds": "{} {:,} s",
     },
     "zh": {
@@ -48,7 +48,7 @@ NOTES = {  # what stands below a table, by language
         "not_run": "没有运行：", "error": "失败：",
         "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
         "elsewhere": "在别处测量，负载相同：",
-        "too_long": "{}：没有运行，因为一轮会超过上限 {} 秒（估计：{}）", "seconds": "{} {:,} 秒",
+        "too_long": "{}：没有运行，因为完成一遍会超过上限 {} 秒（估计：{}）", "seconds": "{} {:,} 秒",
     },
 }  # fmt: skip
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round

@@ -133,7 +133,8 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on Test CPU\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
     assert "| [A](stage_a_naive/README.md) |" in text and "| [B](" in text and "B[x=1]" not in text
-    assert "- load: not run, because a round would take longer than the limit of 60 s (estimated: A 99 s)" in text
+    note = "- load: not run, because serving it once would take longer than the limit of 60 s (estimated: A 99 s)"
+    assert note in text
     assert "0123456789" in text and "torch 2.11.0" in text
     assert "](benchmarks/plots/cpu-tutor-test-cpu.png)" in text
     everything = (tree / "benchmarks" / "README.md").read_text()
@@ -203,7 +204,7 @@ def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
     assert "- † measured elsewhere, same workload: somewhere else" in lines
     assert front_table(group, "zh")[0].startswith("| 阶段 |")
     assert "- † 在别处测量，负载相同：别的机器" in front_table(group, "zh")
-    assert "- 高负载：没有运行，因为一轮会超过上限 60 秒（估计：A 99 秒）" in front_table(group, "zh")
+    assert "- 高负载：没有运行，因为完成一遍会超过上限 60 秒（估计：A 99 秒）" in front_table(group, "zh")
 
 
 @pytest.mark.parametrize("other", [None, {"tpot_ms": 1.0}], ids=["alone", "compiled before"])

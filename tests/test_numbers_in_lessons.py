@@ -441,7 +441,8 @@ ROUGH = {
     ),
     "B: time without SDPA in a layer": (
         "stage_b_decode_step/measurements.md", "35 µs less per layer",
-        lambda: 1e3 * (1 - without("SDPA")) * group("stage-b").median("B compiled", "single", "tpot_ms") / 24, 34.5, 35.5,
+        lambda: 1e3 * (1 - without("SDPA")) * group("stage-b").median("B compiled", "single", "tpot_ms") / 24,
+        34.5, 35.5,
     ),
     "B: kernels of attention written out": (
         "stage_b_decode_step/measurements.md", "is one more kernel per layer than SDPA",
