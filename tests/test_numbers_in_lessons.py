@@ -458,6 +458,10 @@ ROUGH = {
         C, "the fused kernel takes half of the library's time",
         lambda: mlp_time("fused", 1) / mlp_time("library", 1), 0.45, 0.55,
     ),
+    "C: kernels of an MLP": (
+        "labs/lab_c.md", "in PyTorch spread over about fifteen kernels",
+        lambda: 1 + (kernels("B") - kernels("C")) / 24, 14, 16,
+    ),
     "C: launches": (C, "C needs two thirds of B's launches", lambda: launches("C") / launches("B"), 0.64, 0.7),
     "C: time": (C, "about three quarters of its time", lambda: step("C") / step("B"), 0.7, 0.8),
     "C: compiled": (C, "C's lead shrinks to 4 %", lambda: step("B compiled") / step("C compiled"), 1.035, 1.045),
