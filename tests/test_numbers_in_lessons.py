@@ -15,9 +15,10 @@ import pytest
 
 from benchmarks.floor import ModelCost
 from benchmarks.groups import Group, group_results
-from benchmarks.micro import kernel_spans, layers, mlp, speculation
+from benchmarks.micro import kernel_spans, layers, mlp, speculation, ttft_rate
 from benchmarks.recording import Recording, from_rows
 from benchmarks.results import RESULTS, load, load_all
+from benchmarks.serve import percentile
 from stage_a_naive.presets import preset_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,12 @@ def step(engine: str, workload: str = "single", figure: str = "tpot_ms") -> floa
     found = group().median(engine, workload, figure)
     assert found
     return found
+
+
+def on_cpu(engine: str, workload: str, figure: str) -> float:
+    """The same of the tutor on a CPU."""
+    tutors = next(g for g in group_results(load_all()) if g.size == "cpu" and g.model == "tutor" and not g.study)
+    return tutors.median(engine, workload, figure)
 
 
 def far(engine: str) -> float:
@@ -145,6 +152,20 @@ def after_attention() -> float:
     return 1e6 * (phases["output: wait"]["median"] - phases["attention"]["slowest"])
 
 
+def of_rows(more: int, fewer: int) -> list[str]:
+    """The least and the most of the megakernel's time with more rows by that with fewer, of all models and contexts."""
+    rows = [r for r in results("decode_step-h200")["rows"] if (r["what"], r.get("variant")) == ("step", "")]
+    times = {(r["model"], r["context"], r["rows"]): statistics.median(r["samples"]) for r in rows}
+    ratios = [times[(*case, more)] / time for (*case, count), time in times.items() if count == fewer]
+    return [f"{min(ratios):.1f}", f"{max(ratios):.1f}"]
+
+
+def grown(name: str) -> float:
+    """Time of a part of a step of 256 requests by that of 32."""
+    many, few = (kernel_spans.account(recording(f"stage F, {count} requests")) for count in (256, 32))
+    return many[name] / few[name]
+
+
 def of_eight_rows(model: str, context: int) -> list[str]:
     """µs per step by the megakernel and by the layers."""
     rows = results("megakernel_rows_history_h200")["rows"]
@@ -207,6 +228,12 @@ def rate_of(way: str) -> float:
     return next(statistics.median(row["tokens_per_s"]) for row in rows if row["way"] == way)
 
 
+def unluckiest(engine: str) -> list[float]:
+    """Milliseconds until 99 % of the requests on the H200 have their first tokens, at each rate."""
+    found = ttft_rate.times(results("ttft_rate-h200"), "ttft_ms")
+    return [percentile(values, 99) for (_, name), values in found.items() if name == engine]
+
+
 def eight_bit_gain(workload: str, figure: str) -> float:
     found = next(g for g in group_results(load_all()) if g.study == "quantization")
     return found.median("F", workload, figure) / found.median("int8", workload, figure)
@@ -265,6 +292,7 @@ ONE_PER_ROW = "five launches, one bulk L2 prefetch per weight row before the wai
 RANKS, PIPELINE = "stage_f_graph_tp/tensor_parallel/README.md", "beyond/scale_out/README.md"
 MEGAKERNEL = "stage_f_graph_tp/megakernel/README.md"
 TRACES = "stage_f_graph_tp/megakernel/measurements.md"
+LAYERS = "stage_f_graph_tp/kernels/measurements.md"
 SPECULATION = "beyond/speculation/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
@@ -306,7 +334,7 @@ EXACT = {
         lambda: [*of_eight_rows(MODEL, 640), *of_eight_rows(MODEL, 4000)],
     ),
     "8 bits: eight requests of a small model": (
-        EIGHT_BITS, "eight of its requests since, takes {} ms",
+        EIGHT_BITS, "serves eight of them by now, takes {} ms",
         lambda: [f"{int(of_eight_rows(MODEL, 640)[0]) / 1e3}"],
     ),
     "megakernel: eight rows, many KV heads": (
@@ -342,13 +370,37 @@ EXACT = {
             f"{first_tokens('HTTP') - first_tokens('generate'):.0f}", f"{1e3 * 64 * 256 / rate_of('generate'):.0f}",
         ],
     ),
+    "serving: stage E's unluckiest requests": (
+        "beyond/serving/load.md", "E's unluckiest requests wait for {} ms",
+        lambda: [f"{max(unluckiest('E')):.0f}"],
+    ),
+    "kernels: 256 requests": (
+        LAYERS, "the other three products of a layer take up to {} × as long, and attention {} ×",
+        lambda: [f"{max(map(grown, ('output', 'gate-up', 'down'))):.1f}", f"{grown('attention'):.1f}"],
+    ),
+    "megakernel: four rows and one": (
+        TRACES, "Four rows take {} to {} × as long as one", lambda: of_rows(4, 1),
+    ),
+    "megakernel: eight rows and four": (TRACES, "Eight take {} to {} × as long as four", lambda: of_rows(8, 4)),
+    "E: under load": (
+        "stage_e_batching/options.md", "on the CPU E makes {} × D's tokens per second",
+        lambda: [f"{on_cpu('E', 'mixed', 'output_tokens_per_s') / on_cpu('D', 'mixed', 'output_tokens_per_s'):.1f}"],
+    ),
+    "F: under load": (
+        "stage_f_graph_tp/options.md", "it makes {} × E's tokens per second without graphs, and {} × with them",
+        lambda: [
+            f"{step(name, 'mixed', 'output_tokens_per_s') / step('E', 'mixed', 'output_tokens_per_s'):.1f}"
+            for name in ("F eager", "F")
+        ],
+    ),
     "kernels: prefetch in a 7B model": (
         KERNELS, "one request takes {} µs per layer instead of {}, and 32 take {} instead of {}.",
         lambda: [*prefetched(1), *prefetched(32)],
     ),
     "8 bits: a whole engine": (
         "beyond/quantization/kernels.md",
-        "by a factor of {}, as in the lesson's table. A batch of 32 gains {} ×. Under load the engine makes {} × the",
+        "by a factor of {}, as in [the lesson's table](README.md#what-it-gains). A batch of 32 gains {} ×. Under load "
+        "the engine makes {} × the",
         lambda: [
             f"{eight_bit_gain('single', 'tpot_ms'):.2f}", f"{eight_bit_gain('decode32', 'step_ms'):.2f}",
             f"{1 / eight_bit_gain('mixed', 'output_tokens_per_s'):.2f}",
@@ -469,6 +521,14 @@ ROUGH = {
         D, "step of 32 requests takes one and a half times as long as a step of one",
         lambda: step("D", "decode32", "step_ms") / step("D"), 1.4, 1.6,
     ),
+    "D: one request": (
+        D, "*C compiled* takes less than a fifth of D's", lambda: step("C compiled") / step("D"), 0.15, 0.2,
+    ),
+    "serving: stage F at all rates": (
+        "beyond/serving/load.md", "its p99 is the same at all three rates",
+        lambda: max(unluckiest("F")) / min(unluckiest("F")), 1, 1.05,
+    ),
+    "kernels: QKV of 256 requests": (LAYERS, "QKV takes no longer", lambda: grown("QKV"), 0.8, 1.05),
     "F: gaps": (
         F, "kernels still fill about a seventh of E's step",
         lambda: recording("stage E: kernel by kernel").busy / 4e3 / step("E"), 0.13, 0.15,
@@ -515,8 +575,8 @@ ROUGH = {
         lambda: 1 - http_share("cpu", "HTTP, one process"), 0.1, 0.2,
     ),
     "serving: HTTP in one process on a GPU": (
-        "beyond/serving/load.md", "stage F on the H200 loses about half of its rate over HTTP",
-        lambda: 1 - http_share("h200", "HTTP, one process"), 0.42, 0.58,
+        "beyond/serving/load.md", "stage F on the H200 loses more than two fifths of its rate over HTTP",
+        lambda: 1 - http_share("h200", "HTTP, one process"), 0.4, 0.5,
     ),
     "serving: HTTP in two processes on a GPU": (
         "beyond/serving/load.md", "about nine tenths of the rate are left",

@@ -117,7 +117,7 @@ def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> li
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """The floor of every case, and the time of every backend."""
+    """The floor of every case, and the time of every backend that was measured."""
     result, cells = results[0], {}
     found = medians([row for row in result["rows"] if row.get("preferred", True)], "case", "backend")
     for case in CASES.values():
@@ -126,5 +126,6 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         for backend in BACKENDS:
             if seconds := found.get((case.name, backend)):
                 cells[case.name, backend] = f"{number(1e6 * seconds)}, {times(seconds / floor)}"
-    heads = {"floor": "floor, µs"} | {backend: f"`{backend}`, µs, × the floor" for backend in BACKENDS}
+    measured = [backend for backend in BACKENDS if backend in {backend for _, backend in found}]
+    heads = {"floor": "floor, µs"} | {backend: f"`{backend}`, µs, × the floor" for backend in measured}
     return {"attention-table": [*grid("case", cells, heads), "", caption(result)]}

@@ -138,5 +138,5 @@ def title(result: dict) -> str:
     p99 = {key: percentile(each, 99) for key, each in times(result, "ttft_ms").items()}
     ratios = [p99[rate, other] / p99[rate, ours] for rate, engine in p99 if engine == ours]
     if other == "F":
-        return f"TTFT's p99 is {1 / max(ratios):.1f} to {1 / min(ratios):.1f} × shorter with stage F than with E"
+        return f"With stage E TTFT's p99 is {1 / max(ratios):.1f} to {1 / min(ratios):.1f} × as long as with F"
     return f"With static admission TTFT's p99 is {min(ratios):.1f} to {max(ratios):.1f} × as long"
