@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ def test_spans_in_another_order_are_refused() -> None:
 def test_idle_is_what_the_kernels_leave_of_the_step() -> None:
     row = {"samples": [0.001, 0.002, 0.0011], "parts": {"attention": 100.0, "MLP": 200.0}}
     assert waterfall.waterfall(row)["idle"] == pytest.approx(800.0)
+
+
+def test_stages_are_timed_and_recorded_under_their_names_and_compiled_ones_with_the_attention_that_can_be_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = []
+
+    def answer(work: Callable, build: Callable, *given: object) -> dict:
+        options.append(build.__self__.options)
+        return work(object())
+
+    monkeypatch.setattr(waterfall, "with_engine", answer)
+    monkeypatch.setattr(waterfall, "samples_of", lambda name, llm: {"samples": [1.0]})
+    monkeypatch.setattr(waterfall, "parts_per_step", lambda name, llm: {"kernels": 1, "parts": {}})
+    rows = waterfall.measure()["rows"]
+    assert [row["engine"] for row in rows] == ["A", "B", "B compiled", "C", "C compiled"]
+    assert all(row.keys() == {"engine", "samples", "kernels", "parts"} for row in rows)
+    compiled = {"compile": True, "sdpa": True}
+    assert options == 2 * [{}, {}, compiled, {}, compiled]
 
 
 def waterfall_result() -> dict:

@@ -432,7 +432,8 @@ def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
         assert response.status_code == 400 and response.json()["error"]["message"]
     form = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
     assert form.status_code == 415
-    assert client.get("/v1/completions").status_code == 405
+    method = client.get("/v1/completions")
+    assert (method.status_code, method.headers["Allow"]) == (405, "POST")
     for path in ("/page", "/v1", "/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"):
         response = client.get(path)
         assert response.status_code == 404 and set(response.json()) == {"error"}

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
+import torch
+from fake_model import make_engine
 
 pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
 
@@ -18,8 +20,10 @@ from beyond.serving.engine_loop import Call, EngineClosed, News  # noqa: E402
 from beyond.serving.metrics import engine_numbers  # noqa: E402
 from beyond.serving.piped_loop import PipedLoop  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLoop  # noqa: E402
+from stage_a_naive.errors import EngineBroken  # noqa: E402
 from stage_a_naive.outputs import Request  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
+from stage_e_batching.engine import Engine  # noqa: E402
 from stage_e_batching.mailbox import Event, Token  # noqa: E402
 
 OPTIONS = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 64, "max_num_batched_tokens": 64}
@@ -151,13 +155,13 @@ def llm():
 
 
 @contextmanager
-def piped(llm: stage_e_batching.LLM) -> Iterator[tuple[Connection, Connection]]:
-    """An engine's loop, as the pipes for its commands and of its news."""
+def piped(engine: Engine) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
+    """An engine's loop, and the pipes for its commands and of its news."""
     commands_end, commands = Pipe(duplex=False)
     news, news_end = Pipe(duplex=False)
-    loop = PipedLoop(llm.engine, commands_end, news_end)
+    loop = PipedLoop(engine, commands_end, news_end)
     try:
-        yield commands, news
+        yield loop, commands, news
     finally:
         commands.close()
         loop.join(60)
@@ -169,7 +173,7 @@ def receive(news: Connection) -> tuple:
 
 
 def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys(llm):
-    with piped(llm) as (commands, news):
+    with piped(llm.engine) as (_, commands, news):
         commands.send([("drop", 7)])  # they had ended when it was sent
         endless = {"max_tokens": 900, "ignore_eos": True}
         most = [{"max_tokens": 1}, endless, endless]
@@ -183,6 +187,33 @@ def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number
             pass
         kind, number, numbers, error = message
         assert (number, error, numbers["num_requests_running"], numbers["kv_cache_usage_perc"]) == (3, None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_the_last"),
+    [
+        (EngineBroken("rank 1 of 2 died"), True),
+        (torch.AcceleratorError("an illegal memory access"), True),
+        (RuntimeError("out of memory"), False),
+    ],
+)
+def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_the_last):
+    def fail(step):
+        raise error
+
+    engine = make_engine(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    engine.runner.run = fail
+    with piped(engine) as (loop, commands, news):
+        commands.send([("submit", [request(0, [20])])])
+        _, _, told, rows = receive(news)
+        assert str(error) in str(told) and len(rows) == 1
+        assert loop.is_broken == is_the_last
+        if is_the_last:
+            loop.join(60)
+            assert loop.closed
+        else:
+            commands.send([("call", 3, engine_numbers)])
+            assert receive(news)[0] == wire.RESULT
 
 
 @pytest.mark.parametrize(("is_chunked", "longest"), [(True, 64 * 16), (False, 64)])

@@ -296,6 +296,24 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], says: 
         LLM("random:qwen2-tiny", device="cpu", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "attention"),
+    [
+        ({}, "grouped_sdpa"),
+        ({"compile": True}, "grouped_sdpa_for_prefill"),
+        ({"compile": True, "sdpa": True}, "grouped_sdpa"),
+        ({"compile": True, "sdpa": False}, "eager"),
+        ({"sdpa": False}, "eager"),
+    ],
+)
+def test_attention_is_a_fused_kernel_except_where_a_compiler_makes_its_own_or_it_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], attention: str
+) -> None:
+    monkeypatch.setattr("stage_b_decode_step.llm.compiled", lambda step, device: step)
+    llm = LLM("random:qwen2-tiny", device="cpu", **options)
+    assert llm.model.config._attn_implementation == attention
+
+
 def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
     with pytest.raises(TypeError, match="max_num_seqs"):
         LLM("random:qwen2-tiny", max_num_seqs=4)

@@ -273,6 +273,7 @@ class FakeMegakernel(Megakernel):
         self.kv_cache, self.longest = llm.runner.kv_cache, llm.max_model_len
         self.workspace = torch.zeros(64, dtype=torch.uint8)
         self.steps, self.gives_up = 0, 0
+        self.sizes: set[int] = set()
 
     def step(
         self, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens, temperatures, noise_keys,
@@ -283,6 +284,7 @@ class FakeMegakernel(Megakernel):
         metadata = AttentionMetadata(starts, context_lens, slot_mapping, block_tables, 1, self.longest)
         logits.copy_(self.model.compute_logits(self.model(token_ids, positions, self.kv_cache, metadata)))
         self.steps += 1
+        self.sizes.add(rows)
         if self.steps == self.gives_up:
             self.failure.fill_(3 * 16 + 2 + 1)
         result[-1] = self.failure[0]
@@ -326,7 +328,8 @@ def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, mo
     params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
     params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
     assert ids(llm.generate(PROMPTS, params, False)) == ids(stage_e.generate(PROMPTS, params, False))
-    assert fake.steps > 5 and set(replays) == {5}
+    assert fake.sizes == {1, 2, 3, 4} and set(replays) == {5}
+    assert [shape.num_seqs for shape in llm.runner.graphs.shapes] == [5]  # the smaller ones would never be replayed
 
 
 @pytest.mark.parametrize("overlap", [True, False])
