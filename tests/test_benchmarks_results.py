@@ -15,7 +15,7 @@ from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all
-from benchmarks.tables import notes, stage_table, study_table
+from benchmarks.tables import NOTES, notes, stage_table, study_table
 from benchmarks.text import against_floor, number
 from benchmarks.workloads import make_workload, workload_names
 
@@ -220,18 +220,16 @@ def test_a_first_visit_that_was_much_slower_is_said(other: dict | None, order: i
 
 def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_limit() -> None:
     found = payload()
-    late = {("B", "mixed"): (70, 60), ("A", "ttft"): (50, 40), ("A", "single"): (30, 20)}
+    late = {("B", "mixed"): (7000, 60), ("A", "ttft"): (50, 40), ("A", "single"): (30, 20)}
     for row in found["rows"]:
         if seconds := late.get((row["engine"], row["workload"])):
             row |= {"not_run": "would take about {} s; the limit was {} s".format(*seconds), "samples": []}
     [group] = group_results(named(found))
-    assert notes(group, group.engines, ["ttft", "mixed"]) == [
-        "",
-        "- not run, load: a round would take longer than the limit of 60 s (A 99 s, B 70 s)",
-        "- not run, first token: a round would take longer than the limit of 40 s (A 50 s)",
-    ]
-    chinese = notes(group, ["B"], ["mixed"], "zh")
-    assert chinese == ["", "- 没有运行，高负载：一轮会超过上限 60 秒（B 70 秒）"]
+    says = "- " + NOTES["en"]["too_long"]
+    lines = [says.format("load", 60, "A 99 s, B 7,000 s"), says.format("first token", 40, "A 50 s")]
+    assert notes(group, group.engines, ["ttft", "mixed"]) == ["", *lines]
+    chinese = "- " + NOTES["zh"]["too_long"].format("高负载", 60, "B 7,000 秒")
+    assert notes(group, ["B"], ["mixed"], "zh") == ["", chinese]
 
 
 def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:
@@ -253,7 +251,7 @@ def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show() -> Non
     study["options"]["study"] = "ranks"
     plain, ranks = group_results(named(found, study))
     text = "\n".join(study_table(ranks))
-    assert "not run, load: " in text and "first token" not in text
+    assert "- load: not run" in text and "first token" not in text
     assert "not run" not in "\n".join(stage_table(plain, "stage_b_decode_step", "stage_a_naive"))
 
 
