@@ -173,17 +173,18 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     ask = parse_completion({"prompt": [[5], [5] * 9], **options}, Limits())
     requests = llm.requests([[5], [5], [5] * 9, [5] * 9], SamplingParams(max_tokens=1))
     outputs = llm.generate([request.prompt_token_ids for request in requests], SamplingParams(max_tokens=1), False)
-    sent: list[bytes] = []
+    sent: list[dict] = []
 
     async def ends():
         for i in (0, 2, 1, 3):
             yield [(requests[i], Event(i, [], "", outputs[i]))]
 
     async def send(message: dict) -> None:
-        sent.append(message.get("body", b""))
+        sent.append(message)
 
     asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send, send))
-    last_end, usage, done = sent[-1].decode().split("\n\n")[:-1]  # one write
+    assert [message["more_body"] for message in sent[1:]] == [True, True, True, False]
+    last_end, usage, done = sent[-1]["body"].decode().split("\n\n")[:-1]  # one write
     assert json.loads(last_end.removeprefix("data: "))["choices"][0]["index"] == 3
     assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens"] == 1 + 9
     assert done == "data: [DONE]"
@@ -300,6 +301,7 @@ def test_models_tokens_and_health(client, llm):
     assert post(client, "/tokenize", prompt="")["count"] == 0
     assert post(client, "/tokenize", prompt="x " * 5000)["count"] > 4096  # so that a client can count what it must cut
     assert refused(client, "/tokenize", prompt="x", add_special_tokens=False)["param"] == "add_special_tokens"
+    assert refused(client, "/tokenize", messages=[{"role": "user"}])["param"] == "messages"
     assert refused(client, "/tokenize", prompt="x", messages=CHAT)["param"] == "prompt"
     assert client.get("/health").status_code == 200
 
@@ -427,13 +429,14 @@ def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
     assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
     assert refused(client, "/v1/completions", 413, prompt="x" * 50_000)
     long_number, nan = b'{"n": 1' + b"0" * 5000 + b"}", b'{"prompt": "x", "user": NaN}'
-    for body in (b"", b"{", b"[1]", nan, b"[" * 100_00, b"\xff", long_number):
+    for body in (b"", b"{", b"[1]", nan, b"[" * 100_00, b"\xff", b'{"prompt": "\xff"}', long_number):
         response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400 and response.json()["error"]["message"]
     form = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
     assert form.status_code == 415
     method = client.get("/v1/completions")
     assert (method.status_code, method.headers["Allow"]) == (405, "POST")
+    assert method.json()["error"]["message"] == "GET /v1/completions: method not allowed"
     for path in ("/page", "/v1", "/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"):
         response = client.get(path)
         assert response.status_code == 404 and set(response.json()) == {"error"}

@@ -165,6 +165,7 @@ def piped(engine: Engine) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
     finally:
         commands.close()
         loop.join(60)
+        assert not loop._thread.is_alive()
 
 
 def receive(news: Connection) -> tuple:

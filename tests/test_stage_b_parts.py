@@ -68,12 +68,15 @@ def test_queries_of_a_group_as_rows_give_what_repeated_keys_give(attention, head
 
 
 @pytest.mark.parametrize("attention", [grouped_sdpa, grouped_sdpa_for_prefill])
-def test_a_prompt_is_attended_to_causally(attention) -> None:
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_a_prompt_is_attended_to_causally(attention, tokens: int) -> None:
     torch.manual_seed(0)
-    query, (key, value) = torch.randn(1, 4, 6, 32), torch.randn(2, 1, 2, 6, 32)
+    query, (key, value) = torch.randn(1, 4, tokens, 32), torch.randn(2, 1, 2, tokens, 32)
     out, _ = attention(torch.nn.Module(), query, key, value, None, scaling=32**-0.5)
-    last, _ = grouped_sdpa(torch.nn.Module(), query[:, :, 3:4], key[:, :, :4], value[:, :, :4], None)
-    torch.testing.assert_close(out[:, 3:4], last)
+    first = tokens // 2
+    alone = query[:, :, first - 1 : first], key[:, :, :first], value[:, :, :first]
+    expected, _ = grouped_sdpa(torch.nn.Module(), *alone, None)
+    torch.testing.assert_close(out[:, first - 1 : first], expected)
 
 
 def test_settings_are_put_back_after_an_error() -> None:
