@@ -18,7 +18,7 @@ import stage_e_batching  # noqa: E402
 from beyond.serving import wire  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed, News  # noqa: E402
 from beyond.serving.metrics import engine_numbers  # noqa: E402
-from beyond.serving.piped_loop import PipedLoop  # noqa: E402
+from beyond.serving.piped_loop import PipedLoop, PipeInbox  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLoop  # noqa: E402
 from stage_a_naive.errors import EngineBroken  # noqa: E402
 from stage_a_naive.outputs import Request  # noqa: E402
@@ -145,6 +145,22 @@ def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told():
 
 
 # ---- the engine's end -----------------------------------------------------------------------------------------------
+
+
+def test_an_inbox_has_the_commands_of_a_message_in_their_order_then_the_end_and_then_nothing():
+    commands_end, commands = Pipe(duplex=False)
+    done: list[tuple] = []
+    inbox = PipeInbox(commands_end, lambda *command: done.append(command))
+    assert inbox.empty()
+    commands.send([("drop", 1), ("pause",), ("drop", 2)])
+    for is_last in (False, False, True):
+        assert not inbox.empty()
+        inbox.get()()
+        assert inbox.empty() == is_last
+    commands.close()
+    inbox.get()()
+    assert done == [("drop", 1), ("pause",), ("drop", 2), ("close",)]
+    assert inbox.empty()
 
 
 @pytest.fixture(scope="module")
