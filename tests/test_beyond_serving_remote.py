@@ -71,8 +71,11 @@ def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_ne
     async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
         requests = [request(0, list(range(100_000)))]
         loop.submit(Call(requests))
-        assert await asyncio.to_thread(process.commanded.recv) == [("submit", requests)]
+        await asyncio.sleep(0)  # a part of it is written
+        assert loop._unsent
         loop.pause()
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(process.commanded.recv) == [("submit", requests)]
         assert await asyncio.to_thread(process.commanded.recv) == [("pause",)] and loop.paused
         loop.resume()
         assert await asyncio.to_thread(process.commanded.recv) == [("resume",)] and not loop.paused
