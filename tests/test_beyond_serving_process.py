@@ -141,6 +141,7 @@ def test_an_answer_and_its_events_are_the_engines_in_order(served, llm):
 def test_what_the_engine_cannot_take_is_refused_by_the_other_process(served):
     refused = served.post(prompt=[7] * 1100)
     assert refused.status_code == 400 and "have room for 1024" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
     assert served.post(n=7).json()["error"]["param"] == "n"
 
 
