@@ -12,31 +12,29 @@ sequences that is nearly all bytes. Prefill works on many tokens per weight, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from os.path import commonprefix  # of any sequences
+from typing import NamedTuple, TypedDict
 
 from benchmarks.workloads import Call, Workload
 from stage_a_naive.floor import ModelBytes
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What a device was measured to do at best."""
+class Ceilings(TypedDict):
+    """What a device was measured to do at best, as it is in every results file of a GPU."""
 
     copy_bytes_per_s: float  # read and written together
     matmul_operations_per_s: float  # a multiply-add counts as two
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Bytes that must move and operations that must be done."""
 
     num_bytes: float
     operations: float
 
     def seconds(self, ceilings: Ceilings) -> float:
-        moving = self.num_bytes / ceilings.copy_bytes_per_s
-        return max(moving, self.operations / ceilings.matmul_operations_per_s)
+        moving = self.num_bytes / ceilings["copy_bytes_per_s"]
+        return max(moving, self.operations / ceilings["matmul_operations_per_s"])
 
 
 class ModelCost(ModelBytes):

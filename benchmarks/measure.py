@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ def look(job: dict) -> Iterator[dict]:
     found: dict = {
         "environment": environment(),
         "dtype": str(dtype).removeprefix("torch."),
-        "ceilings": asdict(measure_ceilings(device, dtype)),
+        "ceilings": measure_ceilings(device, dtype),
         "launch_seconds": launch_seconds(device) if device.type == "cuda" else None,
         "answers": {},
     }

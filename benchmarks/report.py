@@ -11,17 +11,16 @@ goes is said in `excerpts.py`.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import excerpts, micro, tables
-from benchmarks.front import front_page
 from benchmarks.groups import Group, group_results
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, few_repeats, load_all, mixture
-from benchmarks.tables import STAGE_PACKAGES
 from benchmarks.text import markdown
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
@@ -44,7 +43,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     pictures = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
     for group in plain[:1]:  # the one that stage A's lesson shows
         pictures[plots / f"{group.slug}-roof.png"] = draw_roofline(group)
-    bodies = engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
+    bodies = tables.engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
         bodies |= dict.fromkeys(module.MARKERS, []) | (module.table(results) if results else {})
@@ -104,19 +103,16 @@ def readmes(root: Path) -> list[Path]:
     return front + sorted(file for part in ("benchmarks", "stage_*", "beyond") for file in root.glob(f"{part}/**/*.md"))
 
 
-def engine_tables(groups: list[Group]) -> dict[str, list[str]]:
-    """The tables of engines, by marker."""
-    plain = [group for group in groups if not group.study]
-    found = {}
-    for before, package in zip([None, *STAGE_PACKAGES], STAGE_PACKAGES, strict=False):
-        name = "_".join(package.split("_")[:2])
-        found[f"bench:{name}"] = [line for group in plain for line in tables.stage_table(group, package, before)]
-    studies = {"ablation": "stage-b", "ablation-f": "stage-f", "tp": "ranks", "quantized-engine": "quantization"}
-    for marker, study in studies.items():
-        found[marker] = [line for g in groups if g.study == study for line in tables.study_table(g)]
-    alone = [group for group in groups if group.study == "stage-f-alone"]
-    found["f-alone"] = [line for g in alone for line in [*tables.caption(g), *tables.overview(g), ""]]
-    return found
+def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
+    """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
+    lines, is_front = [], readme.parent.name != "benchmarks"
+    for group in groups[:1] if is_front else groups:
+        table = tables.front_table(group, "zh" if "zh" in readme.name else "en", "" if is_front else "../")
+        lines += [*tables.caption(group), *table, ""]
+        for path in (path for path in pictures if path.stem == group.slug):
+            link = Path(os.path.relpath(path, readme.parent)).as_posix()
+            lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]
+    return lines
 
 
 def soak_tables(files: list[dict]) -> dict[str, list[str]]:

@@ -1,4 +1,7 @@
-"""The tables of engines: a stage's, a study's, and the overview that a run prints."""
+"""The tables of engines: a stage's, a study's, the front page's, and the overview that a run prints.
+
+A row of them is an engine, a column is a `Column`: one figure of one workload, the median of all its samples.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.engines import ENGINES
 from benchmarks.groups import Group
 from benchmarks.results import LEAST_REPEATS
 from benchmarks.text import against_floor, markdown, number, spread, times
-
-STAGE_PACKAGES = list(dict.fromkeys(e.package for e in ENGINES if e.package.startswith("stage_")))
+from benchmarks.words import WORDS
 
 
 @dataclass(frozen=True)
@@ -23,35 +24,29 @@ class Column:
     figure: str
     of_floor: bool = False  # show how far it is from the floor, and not the figure
 
-    def cell(self, group: Group, engine: str, ranges: bool) -> str:
-        median = group.median(engine, self.workload, self.figure)
+    def median(self, group: Group, engine: str) -> float | None:
+        return group.median(engine, self.workload, self.figure)
+
+    def floor(self, group: Group) -> float | None:
+        return group.floor(self.workload, self.figure)
+
+    def range(self, group: Group, engine: str) -> str:
+        """The median, and the least and most of the samples."""
+        return spread(group.values(engine, self.workload, self.figure))
+
+    def cell(self, group: Group, engine: str, ranges: bool = False) -> str:
         if self.of_floor:
-            return against_floor(self.figure, median, group.floor(self.workload, self.figure))
-        return spread(group.values(engine, self.workload, self.figure)) if ranges else number(median)
+            return against_floor(self.figure, self.median(group, engine), self.floor(group))
+        return self.range(group, engine) if ranges else number(self.median(group, engine))
+
+    def gain(self, group: Group, engine: str, before: str = "") -> str:
+        """How many times as fast as another engine; by default the stage before, eager or compiled as this one is."""
+        value, base = self.median(group, engine), self.median(group, before or BEFORE.get(engine, ""))
+        if not value or not base:
+            return "–"
+        return times(value / base if self.figure.endswith("_per_s") else base / value)
 
 
-# What a table calls a workload.
-WORDS = {
-    "single": "one request", "decode32": "batch", "mixed": "load", "prefix": "shared prefix", "ttft": "first token",
-}  # fmt: skip
-NOTES = {  # what stands below a table, by language
-    "en": {
-        "work": list(WORDS.values()), "comma": ", ", "colon": ": ", "not_run": "not run: ", "error": "failed: ",
-        "first": "{}, {}: {} ms per token the first time that a process serves requests of these lengths, "
-                 "{} ms from then on",
-        "elsewhere": "measured elsewhere, same workload: ",
-        "too_long": "{}: not run, because serving it once would take longer than the limit of {} s (estimated: {})",
-        "seconds": "{} {:,} s",
-    },
-    "zh": {
-        "work": ["单个请求", "批处理", "高负载", "共享前缀", "首个 token"], "comma": "，", "colon": "：",
-        "not_run": "没有运行：", "error": "失败：",
-        "first": "{}，{}：进程第一次处理这些长度的请求时 {} 毫秒/token，此后 {} 毫秒/token",
-        "elsewhere": "在别处测量，负载相同：",
-        "too_long": "{}：没有运行，因为完成一遍会超过上限 {} 秒（估计：{}）", "seconds": "{} {:,} 秒",
-    },
-}  # fmt: skip
-TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
 START = Column("start-up, s", "single", "startup_seconds")
 STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
@@ -67,6 +62,21 @@ STAGE_COLUMNS = {
     "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE), "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }  # fmt: skip
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
+STUDY_MARKERS = {"stage-b": "ablation", "stage-f": "ablation-f", "ranks": "tp", "quantization": "quantized-engine"}
+TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
+
+
+def engine_tables(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """The lines of every table of engines by its marker, but those of the front page."""
+    plain, before = [group for group in groups if not group.study], None
+    found: dict[str, list[str]] = {}
+    for package in STAGE_COLUMNS:
+        marker = f"bench:{'_'.join(package.split('_')[:2])}"
+        found[marker], before = [line for g in plain for line in stage_table(g, package, before)], package
+    for study, marker in STUDY_MARKERS.items():
+        found[marker] = [line for g in groups if g.study == study for line in study_table(g)]
+    alone = [group for group in groups if group.study == "stage-f-alone"]
+    return found | {"f-alone": [line for g in alone for line in [*caption(g), *overview(g), ""]]}
 
 
 def overview(group: Group) -> list[str]:
@@ -74,16 +84,7 @@ def overview(group: Group) -> list[str]:
     ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
-    return table(group, group.engines, [column for column in columns if column.workload in group.workloads])
-
-
-def gain(group: Group, engine: str, column: Column, before: str = "") -> str:
-    """How many times as fast as another engine; by default the stage before, eager or compiled as this one is."""
-    value = group.median(engine, column.workload, column.figure)
-    base = group.median(before or BEFORE.get(engine, ""), column.workload, column.figure)
-    if not value or not base:
-        return "–"
-    return times(value / base if column.figure.endswith("_per_s") else base / value)
+    return table(group, group.engines, columns)
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:
@@ -98,12 +99,21 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     ]  # fmt: skip
     if not {package, before} - {None} <= {packages.get(engine) for engine in engines}:
         return []
-    columns = [c for c in STAGE_COLUMNS[package] if c.workload in group.workloads]
-    if not any(group.values(engine, LAUNCHES.workload, LAUNCHES.figure) for engine in engines):  # not a GPU
-        columns = [c for c in columns if c is not LAUNCHES]
-    engines = [engine for engine in engines if any(group.values(engine, c.workload, c.figure) for c in columns)]
+    columns = [c for c in STAGE_COLUMNS[package] if c is not LAUNCHES or any(c.median(group, e) for e in engines)]
+    engines = [engine for engine in engines if any(c.median(group, engine) is not None for c in columns)]
     cost = launch_cost(group) if LAUNCHES in columns else []
     return [*caption(group), *table(group, engines, columns, ranges=True), *cost, ""]
+
+
+def table(group: Group, engines: Sequence[str], columns: Sequence[Column], ranges: bool = False) -> list[str]:
+    """One row per engine, the floor first, and below what was not run and what was measured elsewhere."""
+    columns = [column for column in columns if column.workload in group.workloads]
+    floors = ["1 ×" if c.of_floor else number(floor) if (floor := c.floor(group)) else "" for c in columns]
+    rows = [["*floor*", *floors]]
+    for engine in engines:
+        name = f"*{engine}* †" if engine in group.elsewhere else engine
+        rows.append([name, *(column.cell(group, engine, ranges) for column in columns)])
+    return markdown(["engine", *(c.heading for c in columns)], rows) + notes(group, engines, columns)
 
 
 def launch_cost(group: Group) -> list[str]:
@@ -123,56 +133,68 @@ def study_table(group: Group) -> list[str]:
     for engine in group.engines:
         cells, single = [engine], group.rows.get((engine, "single"), {})
         for c in columns:
-            factor = gain(group, engine, c, first)
-            cells.append(spread(group.values(engine, c.workload, c.figure)) + (f", {factor}" if factor != "–" else ""))
+            factor = c.gain(group, engine, first)
+            cells.append(c.range(group, engine) + (f", {factor}" if factor != "–" else ""))
         prefill = number(group.median(engine, "single", "prefill_ms"))
         counts = single.get("launches")
         counted = f"{counts['kernels']:.0f}, {counts['launches']:.0f}" if counts else "–"
         body.append([*cells, f"{prefill} ({number(single.get('first_prefill_ms'))})", counted])
     heads = ["", *(f"{column.heading}, and × *{first}*" for column in columns)]
     heads += ["prefill, ms (the process's first)", "kernels run, and launches by the CPU, per step"]
-    below = notes(group, group.engines, [column.workload for column in columns])
-    return [*caption(group), *markdown(heads, body), *launch_cost(group), *below, ""]
+    return [*caption(group), *markdown(heads, body), *launch_cost(group), *notes(group, group.engines, columns), ""]
 
 
-def table(group: Group, engines: Sequence[str], columns: Sequence[Column], ranges: bool = False) -> list[str]:
-    """One row per engine, the floor first, and below what was not run and what was measured elsewhere."""
-    floors = [group.floor(c.workload, c.figure) for c in columns]
-    cells = ["1 ×" if c.of_floor else number(floor) if floor else "" for c, floor in zip(columns, floors, strict=True)]
-    rows = [["*floor*", *cells]]
-    for engine in engines:
-        name = f"*{engine}* †" if engine in group.elsewhere else engine
-        rows.append([name, *(column.cell(group, engine, ranges) for column in columns)])
-    below = notes(group, engines, [column.workload for column in columns])
-    return markdown(["engine", *(column.heading for column in columns)], rows) + below
+def front_rows(group: Group) -> list[str]:
+    """The engines of the front page: the stages, and what was measured elsewhere."""
+    return [engine for engine in group.engines if engine in WORDS["en"]["adds"] or engine in group.elsewhere]
 
 
-def notes(group: Group, engines: Sequence[str], workloads: Sequence[str], language: str = "en") -> list[str]:
+def front_table(group: Group, language: str, folder: str = "") -> list[str]:
+    """Stage, what it adds, one request, load, and both against the stage before.
+
+    Args:
+        folder: the path to the folders of the stages from where the table is shown, for example `../`.
+    """
+    words, columns, body = WORDS[language], (STEP, LOAD), []
+    for engine in front_rows(group):
+        package = group.rows[engine, "single"].get("package", "")
+        name = f"[{engine}]({folder}{package}/README.md)" if package.startswith("stage_") else engine
+        what = "elsewhere" if engine in group.elsewhere else engine
+        gains = " · ".join(c.gain(group, engine) for c in columns) if engine in BEFORE else ""
+        cells = [words["adds"][what], *(c.cell(group, engine) for c in columns), gains]
+        body.append([f"*{engine}* †" if what == "elsewhere" else name, *cells])
+    body.append(["*floor*", words["adds"]["floor"], *(number(c.floor(group)) for c in columns), ""])
+    first, _, *others = markdown(words["front"], body)
+    return [first, "|---|---|---:|---:|---:|", *others, *notes(group, front_rows(group), columns, language)]
+
+
+def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], language: str = "en") -> list[str]:
     """Why there is a dash, what a dagger means, and the first visit where it was much slower than the second."""
-    words, lines, work = NOTES[language], [], dict(zip(WORDS, NOTES[language]["work"], strict=True))
+    words, shown, lines = WORDS[language], {column.workload for column in columns}, []
     reasons: dict[tuple[str, str], list[str]] = {}
     too_long: dict[tuple[str, str], list[str]] = {}  # by workload and limit
     for (engine, name), row in sorted(group.rows.items(), key=lambda item: group.engines.index(item[0][0])):
-        if engine not in engines or name not in workloads:
+        if engine not in engines or name not in shown:
             continue
+        work = words["workloads"][name]
         for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
                 reason = row[outcome].splitlines()[0]
                 if match := TOO_LONG.match(reason):
                     engine_seconds = words["seconds"].format(engine, int(match[1]))
-                    too_long.setdefault((work[name], match[2]), []).append(engine_seconds)
+                    too_long.setdefault((work, match[2]), []).append(engine_seconds)
                 else:
-                    reasons.setdefault((engine, words[outcome] + reason), []).append(work[name])
+                    reasons.setdefault((engine, words[outcome] + reason), []).append(work)
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
-            lines.append("- " + words["first"].format(engine, work[name], number(first), number(again)))
+            lines.append("- " + words["first"].format(engine, work, number(first), number(again)))
     for (engine, text), names in reasons.items():
-        some = names if len(names) < len(work) else []  # else all of them
+        some = names if len(names) < len(words["workloads"]) else []  # else all of them
         lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
     lines += ["- " + words["too_long"].format(*key, words["comma"].join(those)) for key, those in too_long.items()]
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
-            lines.append(f"- † {words['elsewhere']}{file.get(f'source_{language}', file['source'])}")
+            lines.append(f"- † {words['elsewhere']}{file.get(words['source'], file['source'])}")
     return ["", *lines] if lines else []
 
 

@@ -67,7 +67,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     num_bytes, size = (2**31, 8192) if device.type == "cuda" else (2**27, 1024)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     matmul = min(call_seconds(lambda: left @ right, device, repeats=20, warm_up=3))
-    return Ceilings(measure_copy_bandwidth(device, num_bytes, repeats=20), 2 * size**3 / matmul)
+    copy = measure_copy_bandwidth(device, num_bytes, repeats=20)
+    return {"copy_bytes_per_s": copy, "matmul_operations_per_s": 2 * size**3 / matmul}
 
 
 def launch_seconds(device: torch.device) -> dict[str, float]:

@@ -9,14 +9,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import report, results
-from benchmarks.front import front_table
 from benchmarks.groups import group_results
 from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all
-from benchmarks.tables import NOTES, notes, stage_table, study_table
+from benchmarks.tables import Column, front_table, notes, stage_table, study_table
 from benchmarks.text import against_floor, number
+from benchmarks.words import WORDS
 from benchmarks.workloads import make_workload, workload_names
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -225,11 +225,12 @@ def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_lim
         if seconds := late.get((row["engine"], row["workload"])):
             row |= {"not_run": "would take about {} s; the limit was {} s".format(*seconds), "samples": []}
     [group] = group_results(named(found))
-    says = "- " + NOTES["en"]["too_long"]
+    says = "- " + WORDS["en"]["too_long"]
     lines = [says.format("load", 60, "A 99 s, B 7,000 s"), says.format("first token", 40, "A 50 s")]
-    assert notes(group, group.engines, ["ttft", "mixed"]) == ["", *lines]
-    chinese = "- " + NOTES["zh"]["too_long"].format("高负载", 60, "B 7,000 秒")
-    assert notes(group, ["B"], ["mixed"], "zh") == ["", chinese]
+    load, first = Column("", "mixed", ""), Column("", "ttft", "")
+    assert notes(group, group.engines, [first, load]) == ["", *lines]
+    chinese = "- " + WORDS["zh"]["too_long"].format("高负载", 60, "B 7,000 秒")
+    assert notes(group, ["B"], [load], "zh") == ["", chinese]
 
 
 def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:

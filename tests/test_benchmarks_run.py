@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import measurement, results, run
+from benchmarks import results, run
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
 from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
-from benchmarks.measurement import Measurement, difference
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
+from benchmarks.run import Measurement, difference
 from benchmarks.worker import run_job
 from benchmarks.workloads import make_workload
 from stage_a_naive import LLM, SamplingParams
@@ -226,7 +226,7 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
             raise KeyboardInterrupt
         return {"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE]}}}
 
-    monkeypatch.setattr(measurement, "run_job", interrupted)
+    monkeypatch.setattr(run, "run_job", interrupted)
     assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
     shown = capsys.readouterr()
     assert "interrupted" in shown.err and "process 2 of 6, about 0 min left" in shown.out
@@ -246,7 +246,7 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
         asked.append((name, job["limits"]["count"]))
         return {"workloads": {"single": {"samples": [SAMPLE | {"tpot_ms": len(name)}]}}}
 
-    monkeypatch.setattr(measurement, "run_job", timed)
+    monkeypatch.setattr(run, "run_job", timed)
     found = measuring(tmp_path, "A", "B compiled", repeats=2)
     found.found, found.equal = dict(MACHINE), ["A", "B compiled"]
     found.time_all()
@@ -264,8 +264,8 @@ def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
         now[0] += 60 if now[0] == 0 else 180
         return {"workloads": {"single": {"samples": [SAMPLE]}}}
 
-    monkeypatch.setattr(measurement, "run_job", timed)
-    monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(run, "run_job", timed)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
     found = measuring(tmp_path, "A", "E", repeats=2)
     found.found, found.equal = dict(MACHINE), ["A", "E"]
     found.time_all()
@@ -306,7 +306,7 @@ def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
             return {**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
         return {**MACHINE, "answers": found}
 
-    monkeypatch.setattr(measurement, "run_job", answers)
+    monkeypatch.setattr(run, "run_job", answers)
     found = measuring(tmp_path, "D", "E", "F", "F, 4 GPUs")
     found.look()
     assert asked == [["A", "D", "E", "F"], ["F"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> Path:
         raise ValueError("--publish needs a clean commit (git, or BENCH_COMMIT)")
     result = {"kind": args.name, "environment": environment(), "options": options}
     if torch.cuda.is_available():
-        result["ceilings"] = asdict(measure_ceilings(torch.device("cuda"), torch.bfloat16))
+        result["ceilings"] = measure_ceilings(torch.device("cuda"), torch.bfloat16)
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
     paths = [args.output or LOCAL / f"{args.name}.json"]

@@ -115,7 +115,7 @@ def draw_block(
     for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
         samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs}
         lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
-    floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32).copy_bytes_per_s
+    floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
     return draw_times(lines, 1e3 * floor, "ms", f"measured on this machine ({device.type})")
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.floor import Ceilings, ModelCost
-from benchmarks.front import front_rows
+from benchmarks.floor import ModelCost
 from benchmarks.groups import Group
 from benchmarks.pictures.picture import GREY, STAGES, finish, new_figure, new_panel, plain
-from benchmarks.tables import BEFORE, LOAD, STEP, Column, gain
+from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows
 from benchmarks.text import number, times
 from benchmarks.workloads import make_workload
 from stage_a_naive.loading import DTYPES, resolve
@@ -46,7 +45,7 @@ def plot_rates(group: Group) -> bytes | None:
 
 def rates(group: Group, column: Column) -> dict[str, float]:
     """Engine -> output tokens per second, where it was measured; of one request those of decoding alone."""
-    values = {engine: group.median(engine, column.workload, column.figure) for engine in front_rows(group)}
+    values = {engine: column.median(group, engine) for engine in front_rows(group)}
     return {engine: 1e3 / value if column is STEP else value for engine, value in values.items() if value}
 
 
@@ -56,10 +55,10 @@ def draw_engines(axes: Axes, group: Group, engines: list[str], column: Column, f
     values = [found.get(engine, 0) for engine in engines]
     axes.barh(names, values, color=list(map(colour_of, engines)), edgecolor="black", linewidth=0.5, height=0.7)
     for place, engine in enumerate(engines):
-        factor = gain(group, engine, column) if engine in BEFORE and engine in found else ""
+        factor = column.gain(group, engine) if engine in BEFORE and engine in found else ""
         for x, text in ((1.16, number(found.get(engine))), (1.30, factor)):
             axes.annotate(text, (x, place), xycoords=("axes fraction", "data"), va="center", ha="right", fontsize=9)
-    floor = group.floor(column.workload, column.figure)
+    floor = column.floor(group)
     if floor is not None:
         floor = 1e3 / floor if column is STEP else floor
         axes.axvline(floor, color="black", linestyle="--", linewidth=1.3)
@@ -88,8 +87,8 @@ def draw_roofline(group: Group) -> bytes | None:
         if not reached:
             return None
         phases[phase] = work.operations / work.num_bytes, dict(sorted(reached.items(), key=lambda item: item[1]))
-    ceilings = Ceilings(**group.own[-1]["ceilings"])
-    bandwidth, arithmetic = ceilings.copy_bytes_per_s / 1e12, ceilings.matmul_operations_per_s / 1e12
+    ceilings = group.own[-1]["ceilings"]
+    bandwidth, arithmetic = ceilings["copy_bytes_per_s"] / 1e12, ceilings["matmul_operations_per_s"] / 1e12
     ridge, left, right = arithmetic / bandwidth, 0.3, 30 * max(intensity for intensity, _ in phases.values())
     intensity, decode = phases["decode"]
     worst, *_, best = decode
