@@ -11,15 +11,7 @@ import triton.language as tl
 
 from beyond.quantization.conversion import to_16_bits
 from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
-from stage_f_graph_tp.kernels.skinny_gemm_kernels import token_tile
-
-
-@triton.jit
-def load_squares(squares, parts, tokens, token, token_inside, PARTS: tl.constexpr):
-    """Load the sums of squares of each token, `[PARTS, tokens]`: in flight while the product is made."""
-    part = tl.arange(0, PARTS)
-    inside = (part < parts)[:, None] & token_inside[None, :]
-    return tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)
+from stage_f_graph_tp.kernels.skinny_gemm_kernels import load_squares, row_scale, token_tile
 
 
 @triton.jit
@@ -143,7 +135,7 @@ def product_kernel(
         SIZE, GROUP, SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
     )  # fmt: skip
     if HAS_NORM:
-        acc *= tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)[None, :]
+        acc *= row_scale(sums, SIZE, eps)
     if HAS_BIAS:
         acc += biases.to(tl.float32)[:, None]
     target = out + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None]
@@ -171,7 +163,7 @@ def gate_up_silu_kernel(
         x, x_stride, token, token_inside, values, scales, row, row_inside, 0, tl.cdiv(SIZE, BLOCK_K),
         SIZE, GROUP, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
     )  # fmt: skip
-    scale = tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)[None, :]
+    scale = row_scale(sums, SIZE, eps)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     row = first + tl.arange(0, BLOCK_N)
     gate *= scale

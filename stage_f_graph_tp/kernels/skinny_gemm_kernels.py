@@ -33,12 +33,17 @@ def token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVE
 
 
 @triton.jit
-def row_scale(squares, parts, tokens, token, token_inside, SIZE: tl.constexpr, eps, PARTS: tl.constexpr):
-    """Compute the scale of the norm from the sums of squares: `1 / sqrt(mean(x²) + eps)` of each token."""
+def load_squares(squares, parts, tokens, token, token_inside, PARTS: tl.constexpr):
+    """Load the sums of squares of each token, `[PARTS, BLOCK_M]`: in flight while the product is made."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & token_inside[None, :]
-    sums = tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)  # [PARTS, BLOCK_M]
-    return tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
+    return tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def row_scale(sums, SIZE: tl.constexpr, eps):
+    """Compute the scale of the norm from the sums of squares: `1 / sqrt(mean(x²) + eps)`, `[1, BLOCK_M]`."""
+    return tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)[None, :]
 
 
 @triton.jit
@@ -104,11 +109,12 @@ def qkv_rotate_kernel(
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     y1, y2 = _paired_products(
         x, x_stride, token, token_inside, weight, head * (2 * HALF) + first_pair, HALF - first_pair, HALF,
         SIZE, SIZE % BLOCK_K == 0 and HALF % PAIRS == 0, BLOCK_M, PAIRS, BLOCK_K, PRECISION,
     )  # fmt: skip
+    scale = row_scale(sums, SIZE, eps)
     y1 *= scale
     y2 *= scale
     if HAS_BIAS:
@@ -151,11 +157,12 @@ def gate_up_silu_kernel(
     row = first + tl.arange(0, BLOCK_N)
     start_next(PDL)
     wait_for_previous(PDL)
-    scale = row_scale(squares, parts, tokens, token, token_inside, SIZE, eps, PARTS)[None, :]
+    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     gate, up = _paired_products(
         x, x_stride, token, token_inside, weight, first, INTERMEDIATE - first, INTERMEDIATE,
         SIZE, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
     )  # fmt: skip
+    scale = row_scale(sums, SIZE, eps)
     gate *= scale
     target = token.to(tl.int64)[None, :] * INTERMEDIATE + row[:, None]
     inside = (row < INTERMEDIATE)[:, None] & token_inside[None, :]
