@@ -247,6 +247,13 @@ def prefetched(rows: int) -> list[str]:
     return [f"{min(r['microseconds'] for r in times):.1f}", f"{today:.1f}"]
 
 
+def with_loads(rows: int, stages: str) -> float:
+    """µs per layer of half of Qwen2.5-7B, by how many loads its products have in flight."""
+    wanted = {"chain": "half of qwen2.5-7b", "rows": rows, "sums": "behind", "stages": stages}
+    found = results("loads_in_flight_history_h200")["rows"]
+    return next(row["microseconds"] for row in found if wanted.items() <= row.items())
+
+
 def with_ranks(model: str, engine: str, workload: str = "single", figure: str = "tpot_ms") -> float:
     """Stage F on one GPU or on several."""
     found = next(g for g in group_results(load_all()) if g.study == "ranks" and g.model.endswith(model))
@@ -396,6 +403,12 @@ EXACT = {
     "kernels: prefetch in a 7B model": (
         KERNELS, "one request takes {} µs per layer instead of {}, and 32 take {} instead of {}.",
         lambda: [*prefetched(1), *prefetched(32)],
+    ),
+    "kernels: loads in flight": (
+        KERNELS,
+        "one request: {:.1f} µs per layer, and {:.1f} with three for gate and up and five for `out` and `down`. For 32 "
+        "requests it is the other way round: {:.1f} µs with eight, {:.1f} with three and five.",
+        lambda: [with_loads(rows, stages) for rows in (1, 32) for stages in ("today", "gate 3 down 5 out 5")],
     ),
     "8 bits: a whole engine": (
         "beyond/quantization/kernels.md",

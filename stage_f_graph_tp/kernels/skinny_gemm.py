@@ -122,7 +122,7 @@ def qkv_rotate(
     k_cache, v_cache = layer_cache
     kv_heads, head_dim = k_cache.shape[2:]
     heads, half = num_heads + 2 * kv_heads, head_dim // 2
-    tiles = tiles or choose_tiles(heads * half, hidden, weight.device)
+    tiles = tiles or choose_tiles(heads * half, hidden, tokens, weight.device)
     whole = _power_of_2(half)
     pairs = max(16, whole if head_norm is not None else min(tiles.rows, whole))
     query = torch.empty(tokens, num_heads, head_dim, dtype=stream.x.dtype, device=stream.x.device)
@@ -154,7 +154,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     """
     tokens, hidden = stream.x.shape
     intermediate = weight.shape[0] // 2
-    tiles = tiles or choose_tiles(intermediate, hidden, weight.device)
+    tiles = tiles or choose_tiles(intermediate, hidden, tokens, weight.device)
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
     gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, _token_block(tokens))](
@@ -182,7 +182,7 @@ def product_add(
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
-    tiles = tiles or choose_tiles(out_features, in_features, weight.device, splits=True)
+    tiles = tiles or choose_tiles(out_features, in_features, tokens, weight.device, splits=True)
     block_m = _token_block(tokens)
     blocks = ceil_div(out_features, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
@@ -204,19 +204,24 @@ def product_add(
     return Stream(residual, squares)
 
 
-def choose_tiles(rows: int, columns: int, device: torch.device, splits: bool = False) -> Tiles:
+def choose_tiles(rows: int, columns: int, tokens: int, device: torch.device, splits: bool = False) -> Tiles:
     """Choose the tiles that were measured fastest on an H200.
 
     `rows`: of the weight, or pairs of rows. `splits`: the product can split the columns (`product_add`).
 
     Small models: the smallest tile whose programs all run at once, one per multiprocessor; 64 rows at most. Large ones:
     64 weight rows (or 32 pairs), what Hopper's tensor cores multiply in one instruction, straight from shared memory.
-    Two splits of 3,584 or 4,096 rows fill the chip. Of more than three programs per multiprocessor, two run together,
-    so that one multiplies while the other waits: each has memory for fewer loads.
+    Two splits of 3,584 or 4,096 rows fill the chip. A program with memory for fewer loads leaves room for others: of
+    its own product, so that one multiplies while another waits, or of the next one, which is in place earlier.
     """
     sm_count = _chip(device)[0]
     if (rows if splits else columns) >= _LARGE_HIDDEN:
-        return Tiles(64, splits=2, stages=8) if splits else Tiles(32, stages=4 if rows > 3 * 32 * sm_count else 8)
+        if splits:
+            return Tiles(64, splits=2, stages=5 if tokens > 16 else 8)
+        programs = ceil_div(rows, 32 * sm_count)  # per multiprocessor
+        if programs > 4 or (programs == 3 and tokens > 16):
+            return Tiles(32, stages=3)  # three run together
+        return Tiles(32, stages=4 if programs == 4 else 8)  # two, or one
     parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
     for height in (16, 32):
         if ceil_div(rows, height) * parts <= sm_count:
