@@ -125,27 +125,21 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def select(specifications: Sequence[str]) -> list[Engine]:
-    """The engines that the command line names; every engine installed where it names none.
+def select(names: Sequence[str], study: str | None = None) -> list[Engine]:
+    """The engines that the command line names; where it names none, all that are installed, or all rows of the study.
 
     Args:
-        specifications: `NAME`, a row of `ENGINES`; or `NAME=module:Class`, a row of your own; each optionally with
-            options in brackets, which make another row: `D`, `D[attention_backend=reference]`.
+        names: `NAME`, a row of `ENGINES`; or `NAME=module:Class`, a row of your own; each optionally with options in
+            brackets, which make another row: `D`, `D[attention_backend=reference]`.
+        study: its rows are selected, in its order; `names` are some of them.
 
     Raises:
-        ValueError: an engine that is not there, or an option that cannot be read.
+        ValueError: an engine or a row that is not there, or an option that cannot be read.
     """
     by_name = installed_engines()
-    return [_read(text, by_name) for text in specifications or by_name]
-
-
-def study_engines(study: str, names: Sequence[str] = ()) -> list[Engine]:
-    """The rows of a study, in its order, or those of `names`.
-
-    Raises:
-        ValueError: a name that is not a row of the study.
-    """
-    by_name, rows = installed_engines(), STUDIES[study]
+    if study is None:
+        return [_read(text, by_name) for text in names or by_name]
+    rows = STUDIES[study]
     if unknown := [name for name in names if name not in rows]:
         raise ValueError(f"no row {unknown[0]!r} in study {study!r}; there are: {', '.join(rows)}")
     return [replace(_read(text, by_name), name=name) for name, text in rows.items() if name in (names or rows)]

@@ -60,16 +60,11 @@ class Group:
 
     @cached_property
     def engines(self) -> list[str]:
-        """Names in table order; rows with options of their own after the engine that they vary, others' at the end.
-
-        In a study, its order.
-        """
+        """Names in the order of `ENGINES`, or of the study; rows with options after the engine that they vary."""
+        known = STUDIES[self.study] if self.study else [engine.name for engine in ENGINES]
+        place = {name: place for place, name in enumerate(known)}
         names = dict.fromkeys(engine for engine, _ in self.rows)
-        if self.study:
-            rows = list(STUDIES[self.study])
-            return sorted(names, key=lambda name: rows.index(name) if name in rows else len(rows))
-        order = {engine.name: place for place, engine in enumerate(ENGINES)}
-        return sorted(names, key=lambda n: (n in self.elsewhere, order.get(n.partition("[")[0], len(order)), len(n), n))
+        return sorted(names, key=lambda n: (n in self.elsewhere, place.get(n.partition("[")[0], len(place)), len(n), n))
 
     @cached_property
     def elsewhere(self) -> frozenset[str]:
@@ -79,11 +74,10 @@ class Group:
     def values(self, engine: str, workload: str, figure: str) -> list[float]:
         """Every sample of a figure, in the order in which they were taken; empty where there is none."""
         row = self.rows.get((engine, workload), {})
-        if figure == "startup_seconds":
-            return row.get("startup_seconds", [])
         if figure == "launches":
             return [row["launches"]["launches"]] if row.get("launches") else []
-        return [sample[figure] for sample in row.get("samples", []) if figure in sample]
+        # The start-up is one of the whole row.
+        return row.get(figure) or [sample[figure] for sample in row.get("samples", []) if figure in sample]
 
     def median(self, engine: str, workload: str, figure: str) -> float | None:
         values = self.values(engine, workload, figure)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import REFERENCE, STUDIES, Engine, select, study_engines
+from benchmarks.engines import REFERENCE, STUDIES, Engine, select
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; returns 1 where an engine failed or answered differently, 2 where the arguments are wrong."""
     args, status = build_parser().parse_args(argv), 0
     try:
-        measurement = prepare(args)
+        measurement = Measurement(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,26 +82,6 @@ def main(argv: list[str] | None = None) -> int:
     return status or int(measurement.has_failed)
 
 
-def prepare(args: argparse.Namespace) -> Measurement:
-    """A measurement of which nothing has been started yet.
-
-    Raises:
-        ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
-    """
-    args.model, args.round_seconds = args.model or MODELS[args.size], ROUND_SECONDS[args.size]
-    args.timeout = 100 + 5 * args.max_seconds  # of a process
-    commit, dirty = commit_of_tree() if args.publish else (None, None)
-    if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
-        raise ValueError(
-            f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
-            f"and size cpu or gpu; without it results go to {LOCAL}"
-        )
-    engines = study_engines(args.study, args.engines) if args.study else select(args.engines)
-    model = re.sub(r"[^A-Za-z0-9.]+", "-", args.model.removeprefix("random:")).strip("-")
-    name = "-".join(filter(None, [args.size, model, args.study]))
-    return Measurement(args, engines, args.output or LOCAL / f"{name}.json")
-
-
 def show(measurement: Measurement) -> None:
     """Print the table of what was measured, and where every sample is."""
     [group] = group_results([measurement.payload() | {"file": measurement.path.name}])
@@ -117,14 +97,27 @@ def show(measurement: Measurement) -> None:
 
 
 class Measurement:
-    """One model's measurement by the command line's `args`: look at the device, compare answers, time every engine."""
+    """What the command line asks for: look at the device, compare the engines' answers, time every engine.
 
-    def __init__(self, args: argparse.Namespace, engines: Sequence[Engine], path: Path) -> None:
-        self.args, self.path, self.started = args, path, time.monotonic()
+    Raises:
+        ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started, self.model = args, time.monotonic(), args.model or MODELS[args.size]
+        commit, dirty = commit_of_tree() if args.publish else (None, None)
+        if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
+            raise ValueError(
+                f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
+                f"and size cpu or gpu; without it results go to {LOCAL}"
+            )
+        slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.model.removeprefix("random:")).strip("-")
+        self.path = args.output or LOCAL / f"{'-'.join(filter(None, [args.size, slug, args.study]))}.json"
         limit = {"max_num_seqs": CPU_BATCH} if args.size == "cpu" else {}
+        engines = select(args.engines, args.study)
         self.engines = [replace(e, options={**limit, **e.options}) if e.sized else e for e in engines]
         self.workloads = {name: make_workload(name, args.size) for name in args.workloads}
-        self.config = resolve(args.model).config
+        self.config = resolve(self.model).config
         longest = max(workload.longest for workload in self.workloads.values()) + 1
         self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
         self.found: dict[str, object] = {}  # what is known of the machine
@@ -144,7 +137,8 @@ class Measurement:
 
     def job(self, kind: str, **more: object) -> dict:
         """Run a job of `worker.py` on this device."""
-        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, self.args.timeout)
+        timeout = 100 + 5 * self.args.max_seconds
+        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout)
 
     def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
         """Keep an engine out. `outcome`: `not_run`, or `error` where it is the engine's fault."""
@@ -162,7 +156,7 @@ class Measurement:
         Raises:
             SystemExit: the device or the reference itself does not work, so nothing can be compared.
         """
-        self.say(f"{self.args.model}, size {self.args.size}: all engines answer the same questions first")
+        self.say(f"{self.model}, size {self.args.size}: all engines answer the same questions first")
         able, answers = [], {}
         for engine in self.engines:
             if need := engine.unmet_need(torch.cuda.device_count()):
@@ -200,7 +194,7 @@ class Measurement:
             for engine in self.engines[:: -1 if repeat % 2 else 1]
             if engine.name in self.equal
         ]
-        limits = {"device": args.device, "round_seconds": args.round_seconds, "max_seconds": args.max_seconds}
+        limits = {"device": args.device, "round_seconds": ROUND_SECONDS[args.size], "max_seconds": args.max_seconds}
         for number, (repeat, engine) in enumerate(runs):
             process = f"process {number + 1} of {len(runs)}"
             if number:
@@ -210,7 +204,7 @@ class Measurement:
             names = [n for n in self.workloads if not {"not_run", "error"} & self.rows[engine.name, n].keys()]
             if names:
                 found = self.job(
-                    "timing", engine=asdict(engine), workloads=names, model=args.model, size=args.size,
+                    "timing", engine=asdict(engine), workloads=names, model=self.model, size=args.size,
                     max_model_len=self.max_model_len, limits=limits | {"count": repeat == 0},
                 )  # fmt: skip
                 self._keep(engine, repeat, names, found)
@@ -233,12 +227,15 @@ class Measurement:
     def payload(self) -> dict:
         """The results file so far; a row without an outcome yet is left out."""
         args, found = self.args, self.found
-        cost, options = ModelCost(self.config, DTYPES[found["dtype"]].itemsize), ("size", "model", "study", "repeats")
+        cost = ModelCost(self.config, DTYPES[found["dtype"]].itemsize)
         return {
             "kind": "engines",
             "environment": found["environment"],
-            "options": {name: getattr(args, name) for name in (*options, "round_seconds", "max_seconds")}
-            | {"dtype": found["dtype"], "max_model_len": self.max_model_len},
+            "options": {
+                "size": args.size, "model": self.model, "study": args.study, "repeats": args.repeats,
+                "round_seconds": ROUND_SECONDS[args.size], "max_seconds": args.max_seconds, "dtype": found["dtype"],
+                "max_model_len": self.max_model_len,
+            },
             "ceilings": found["ceilings"], "launch_seconds": found["launch_seconds"],
             "workloads": {
                 name: {"hash": w.hash, "description": w.description, "floor": floors(w, cost, found["ceilings"])}

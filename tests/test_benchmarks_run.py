@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import results, run
-from benchmarks.engines import ENGINES, STUDIES, installed_engines, select, study_engines
+from benchmarks.engines import ENGINES, STUDIES, installed_engines, select
 from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
@@ -62,15 +62,15 @@ def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
 
 
 def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
-    for engine in study_engines("stage-b"):
+    for engine in select([], "stage-b"):
         changed = {k: v for k, v in engine.options.items() if k != "compile"}
         assert len(changed) <= 1 and all(StageB.__init__.__kwdefaults__[k] is not v for k, v in changed.items())
-    rows = {engine.name: dict(engine.options) for engine in study_engines("stage-f")}
+    rows = {engine.name: dict(engine.options) for engine in select([], "stage-f")}
     assert all(getattr(GraphOptions(**row), k) != getattr(GraphOptions(), k) for row in rows.values() for k in row)
     singles = [rows[name] for name in ("no graphs", "no fused kernels", "no overlap")]
     assert rows["none of them"] == {k: v for row in singles for k, v in row.items()} and rows["all on"] == {}
-    assert [engine.name for engine in study_engines("ranks")] == list(STUDIES["ranks"])
-    lengths = [engine.options["max_model_len"] for engine in study_engines("quantization")]
+    assert [engine.name for engine in select([], "ranks")] == list(STUDIES["ranks"])
+    lengths = [engine.options["max_model_len"] for engine in select([], "quantization")]
     assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
 
 
@@ -134,10 +134,9 @@ def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> N
 
 
 def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
-    args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 3}
-    args |= {"round_seconds": 0.0, "max_seconds": 30.0}
-    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "timeout": 60, "study": None}
-    return Measurement(Namespace(**args | options), [BY_NAME[name] for name in engines], tmp_path / "out.json")
+    args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 3, "max_seconds": 30.0}
+    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "study": None, "publish": None}
+    return Measurement(Namespace(**args | options, engines=engines, output=tmp_path / "out.json"))
 
 
 def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
@@ -274,7 +273,7 @@ def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
 
 
 def test_rows_of_a_study_can_be_measured_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [engine.name for engine in study_engines("ranks", ["F, 2 GPUs"])] == ["F, 2 GPUs"]
+    assert [engine.name for engine in select(["F, 2 GPUs"], "ranks")] == ["F, 2 GPUs"]
     assert run.main(["--study", "ranks", "--engines", "E"]) == 2
     assert "no row 'E' in study 'ranks'" in capsys.readouterr().err
 
