@@ -46,9 +46,9 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     bodies = tables.engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
-        bodies |= dict.fromkeys(module.MARKERS, []) | (module.table(results) if results else {})
+        bodies |= module.table(results) if results else {}
         if results and hasattr(module, "draw"):
-            pictures |= {root / module.README / file: png for file, png in module.draw(results).items()}
+            pictures |= {root / file: png for file, png in module.draw(results).items()}
     changed = {}
     for readme in readmes(root):
         before = readme.read_text(encoding="utf-8")

@@ -73,7 +73,7 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
     lines = http_cost.table([result])["http-cost"]
     assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) | – |", "| HTTP | 100 | 0.80 (0.50–0.80) | – |"]
     [(name, png)] = http_cost.draw([result]).items()
-    assert name == "figures/http_cost.png" and png.startswith(b"\x89PNG")
+    assert name == "beyond/serving/figures/http_cost.png" and png.startswith(b"\x89PNG")
 
 
 def test_the_times_of_all_repeats_make_one_percentile():
@@ -87,9 +87,9 @@ def test_the_times_of_all_repeats_make_one_percentile():
     }  # fmt: skip
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
-    assert list(ttft_rate.draw([result])) == ["figures/ttft_rate.png"]
+    assert list(ttft_rate.draw([result])) == ["beyond/serving/figures/ttft_rate.png"]
     of_f = [row | {"engine": "F"} for row in rows if row["engine"] == "E"]
     faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
     both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
     assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(both)
-    assert set(ttft_rate.draw([both, result])) == {"figures/ttft_rate.png", "figures/ttft_rate_f.png"}
+    assert set(ttft_rate.draw([both, result])) == set(ttft_rate.FIGURES.values())

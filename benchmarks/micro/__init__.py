@@ -5,8 +5,8 @@
     python -m benchmarks.micro mlp --publish h200         # also into benchmarks/results/mlp-h200.json
 
 A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `table(results)`,
-which returns the lines for each of its `MARKERS` in the lesson of the stage `README`. A module with `NEEDS_GPU`
-measures on an NVIDIA GPU alone; one with `draw(results)` has pictures. Files of a GPU hold the device's ceilings.
+which returns the lines for each of its markers in lessons. A module with `NEEDS_GPU` measures on an NVIDIA GPU alone;
+one with `draw(results)` has pictures, by their path. Files of a GPU hold the device's ceilings.
 """
 
 from __future__ import annotations

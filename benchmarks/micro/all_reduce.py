@@ -25,7 +25,7 @@ from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/tensor_parallel", ("all-reduce",), True
+NEEDS_GPU = True
 ROWS, PRODUCT_ROWS, CALLS, SAMPLES, REPLAYS = (1, 8, 32, 256), (1, 8, 32), 100, 10, 10
 WEIGHT_BYTES = 2**28  # of different weights in a graph of products: more than the L2 cache holds
 

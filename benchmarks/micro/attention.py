@@ -17,7 +17,7 @@ from benchmarks.text import grid, medians, number, times
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 
-README, MARKERS, NEEDS_GPU = "stage_d_paged/attention", ("attention-table",), True
+NEEDS_GPU = True
 CYCLE_BYTES, MAX_LAUNCHES, REPEATS = 1 << 30, 100, 20
 BACKENDS = ("reference", "triton", "flash")
 CUDA, DTYPE = torch.device("cuda"), torch.bfloat16

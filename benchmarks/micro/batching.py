@@ -20,7 +20,6 @@ from stage_e_batching import LLM as StageE
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 
-README, MARKERS = "stage_e_batching", ("batching",)
 TEMPERATURES, HOW = (0.0, 0.6), ("greedy", "temperature 0.6")
 
 

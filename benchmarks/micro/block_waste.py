@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.workloads import make_workload
 
-README, MARKERS = "stage_d_paged", ("page-waste",)
 BLOCK_SIZES = [16, 64, 256]
 MAX_MODEL_LEN = 4096  # the engine's default
 
@@ -59,4 +58,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
     axes.bar_label(bars, fmt="%.1f %%", padding=2)
     axes.set_ylim(0, 100)
-    return {"block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}
+    return {"stage_d_paged/block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}

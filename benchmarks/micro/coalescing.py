@@ -17,7 +17,7 @@ from benchmarks.pictures.picture import BLUE, ORANGE, SKY, Picture, finish, new_
 from benchmarks.text import medians, number
 from benchmarks.timing import graph_seconds
 
-README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("coalescing",), True
+NEEDS_GPU = True
 STRIDES = (1, 2, 4, 8, 16, 32)  # in numbers of 4 bytes
 WANTED = 2**26  # numbers that are read: 256 MB, more than the L2 cache holds
 REPEATS = 20
@@ -55,7 +55,8 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, axes = new_panel(8, 3.4, x_label, "GB/s of wanted bytes", title)
     bars = axes.bar(list(found), list(found.values()), color=[BLUE, *[ORANGE] * (len(found) - 1)])
     axes.bar_label(bars, list(map(number, found.values())), padding=2)
-    return {"coalescing.png": finish(figure, "bandwidth against the distance of neighbouring threads' addresses").png}
+    picture = finish(figure, "bandwidth against the distance of neighbouring threads' addresses")
+    return {"stage_c_fused_mlp/coalescing.png": picture.png}
 
 
 def naive_read() -> list[Read]:

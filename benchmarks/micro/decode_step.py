@@ -25,8 +25,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 
-README, NEEDS_GPU = "stage_f_graph_tp/megakernel", True
-MARKERS = ("decode-kernel", "decode-kernel-all", "decode-trace")
+NEEDS_GPU = True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS, CONTEXTS, CONTEXT = (1, 2, 4, 8), (128, 640, 4096), 640
 BLOCK_SIZE, STEPS, REPEATS = 256, 20, 15

@@ -31,7 +31,6 @@ from beyond.serving.engine_process import load_class
 from stage_a_naive.params import SamplingParams
 from stage_e_batching import LLM
 
-README, MARKERS = "beyond/serving", ("http-cost",)
 SERVERS = {"HTTP, one process": "benchmarks.one_process", "HTTP": "beyond.serving"}
 WAYS = {  # name and colour in the figure
     "generate": ("generate: text at the end", GREY), "stream": ("stream: text per token", BLUE),
@@ -174,4 +173,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, axes = new_panel(8, 2.6, f"{axis}, {result['streams']} requests at once", title=title, grid="x")
     names, colours = zip(*(WAYS[way] for way in rates), strict=True)
     draw_bars(axes, names, [(None, list(rates.values()), colours)], list(map(number, rates.values())), room=1.12)
-    return {"figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP").png}
+    picture = finish(figure, "output tokens per second, offline and over HTTP")
+    return {"beyond/serving/figures/http_cost.png": picture.png}

@@ -19,8 +19,8 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
-README, NEEDS_GPU = "stage_f_graph_tp", True
-MARKERS, STEPS = ("step-account", "between-steps"), 4
+NEEDS_GPU = True
+STEPS = 4
 
 
 def record_engine(
@@ -220,16 +220,16 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     decodes = [recordings[name] for name in ("stage E: kernel by kernel", "stage F, graphs only", "stage F")]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
-    found = {"decode.png": draw_gaps(decodes, device, title=title).png}
+    found = {"stage_f_graph_tp/decode.png": draw_gaps(decodes, device, title=title).png}
 
     eager = next(name for name in recordings if name.startswith("stage F, eager prefill"))
     prefills = [recordings[eager], recordings[eager.replace(", eager prefill", "")]]
     title = "The same kernels, launched one by one and from a graph; grey is idle"
-    found["prefill.png"] = draw_gaps(prefills, device, "prefill", title).png
+    found["stage_f_graph_tp/prefill.png"] = draw_gaps(prefills, device, "prefill", title).png
 
     accounts = {text: account(recordings[name]) for name, text in DRAWN.items()}
     groups = {text: {name: sum(map(of.get, own)) for name, own in GROUPS.items()} for text, of in accounts.items()}
     axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
     title = "Fusion removes the small kernels between the matrix products, and the gaps"
-    found["kernels/parts.png"] = draw_parts(groups, axis, title).png
+    found["stage_f_graph_tp/kernels/parts.png"] = draw_parts(groups, axis, title).png
     return found

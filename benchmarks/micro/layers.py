@@ -23,7 +23,7 @@ from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp/kernels", ("layer-kernels",), True
+NEEDS_GPU = True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 CONTEXT, BLOCK_SIZE = 640, 64
@@ -115,4 +115,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     ])  # fmt: skip
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    return {"layers.png": finish(figure, "the time of a decode step over its rows, by the kind of its layers").png}
+    picture = finish(figure, "the time of a decode step over its rows, by the kind of its layers")
+    return {"stage_f_graph_tp/kernels/layers.png": picture.png}

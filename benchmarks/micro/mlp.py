@@ -21,7 +21,7 @@ from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators
 
-README, MARKERS, NEEDS_GPU = "stage_c_fused_mlp", ("kernel-table",), True
+NEEDS_GPU = True
 EPS, REPEATS, REPLAYS = 1e-6, 20, 10
 ROWS, SHOWN_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64), (1, 4, 16, 64)  # measured, and in the table
 VARIANTS = {"naive": "naive", "library": "library (unfused)", "warp": "warp", "fused": "fused"}  # and their names
@@ -98,7 +98,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     faster = max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
     title = f"Up to {faster} rows the fused kernel is faster than the unfused chain ({model}, {device_name(result)})"
     floor = 1e6 * sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"]
-    return {"kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor).png}
+    return {"stage_c_fused_mlp/kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor).png}
 
 
 def draw_block(

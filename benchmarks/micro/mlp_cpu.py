@@ -19,7 +19,6 @@ from benchmarks.text import grid
 from stage_a_naive.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
 
-README, MARKERS = "stage_c_fused_mlp", ("cpu-table",)
 MODELS = ("qwen2-tiny", "qwen2.5-0.5b", "qwen3-0.6b")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROWS = (1, 2, 4, 8, 16, 32, 64)

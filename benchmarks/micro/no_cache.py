@@ -18,7 +18,6 @@ from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.outputs import synchronized_time
 
-README, MARKERS = "stage_a_naive", ("no-cache",)
 STEPS = 8  # decode steps per sample of `draw_phases`
 
 
@@ -66,7 +65,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, bytes]:
-    return {"no_cache.png": draw_recompute(*results[0]["rows"]).png}
+    return {"stage_a_naive/no_cache.png": draw_recompute(*results[0]["rows"]).png}
 
 
 def draw_recompute(times: dict) -> Picture:

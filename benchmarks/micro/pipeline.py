@@ -26,7 +26,6 @@ from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.unit_stages import counted_spans
 from stage_a_naive.sampling import SamplingParams
 
-README, MARKERS = "beyond/scale_out", ("idle", "stages-speed", "bytes-sent")
 STAGES, SAMPLES = 2, 3
 BYTES = "bytes per decoded token:"
 SHOWN = 12.5  # units of time in the picture
@@ -131,7 +130,7 @@ def sent_by_both() -> int:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     """Idle shares; speeds; bytes."""
-    found: dict[str, list[str]] = {marker: [] for marker in MARKERS}
+    found: dict[str, list[str]] = {"idle": [], "stages-speed": [], "bytes-sent": []}
 
     def add(marker: str, heads: list[str], body: list[list], below: str = "") -> None:
         if body:
@@ -182,7 +181,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
     figure.suptitle(title, fontsize=12)
-    return {"stages.png": finish(figure, title).png}
+    return {"beyond/scale_out/stages.png": finish(figure, title).png}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
 
-README, MARKERS, NEEDS_GPU = "stage_f_graph_tp", ("prefill", "launches"), True
+NEEDS_GPU = True
 LENGTHS = (16, 128, 512, 1024, 2048, 4096, 8192)
 REPEATS, WARM_UPS = 10, 3
 LAUNCHES = 1000

@@ -14,7 +14,6 @@ from benchmarks.micro import caption, one_thread
 from benchmarks.text import markdown
 from stage_d_paged import LLM, SamplingParams
 
-README, MARKERS = "stage_d_paged", ("decode-profile",)
 STEPS, PROMPT, SHOWN, REPEATS = 8, 128, 8, 3
 
 

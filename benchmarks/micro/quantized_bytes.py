@@ -20,7 +20,6 @@ from stage_a_naive.presets import preset_config
 from stage_d_paged.kv_cache import blocks_that_fit
 from stage_d_paged.runtime import Runtime
 
-README, MARKERS = "beyond/quantization", ("quantized-bytes", "quantized-fits")
 MODELS = ("qwen2.5-0.5b", "qwen2.5-7b")
 BATCHES = {"1 × 640": (1, 640), "32 × 4096": (32, 4096)}  # requests × context
 KINDS: dict[str, dict[str, object]] = {

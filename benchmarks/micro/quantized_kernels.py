@@ -21,7 +21,7 @@ from benchmarks.timing import graph_seconds
 from beyond.quantization.formats import FORMATS, Quantized, quantize_matrix, quantize_rows
 from stage_d_paged.attention import pick_backend
 
-README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-products", "quantized-attention"), True
+NEEDS_GPU = True
 CYCLE_BYTES, REPEATS = 1 << 29, 15
 DTYPE = torch.bfloat16
 TOKENS = (1, 32, 256, 1024)

@@ -18,7 +18,6 @@ from benchmarks.text import markdown
 from beyond.quantization.formats import FORMATS, quantize_matrix
 from stage_a_naive.tutor import TUTOR_PATH
 
-README, MARKERS = "beyond/quantization", ("quantized-library",)
 FORMAT_OF = {"int8": ("int8", None), "int8 / 128": ("int8", 128), "fp8": ("fp8", None)}  # name, group size
 
 

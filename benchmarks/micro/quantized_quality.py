@@ -25,7 +25,6 @@ from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.runtime import Runtime
 
-README, MARKERS = "beyond/quantization", ("quantized-quality", "quantized-quality-all")
 MODELS = ("tutor", "random:qwen2.5-0.5b")
 RANDOM_TEXTS = 4  # answers that a `random:` model reads
 START = 16  # tokens of an answer to an unseen wording that must be right, as in the tutor's model card

@@ -24,7 +24,7 @@ from stage_a_naive.loading import resolve
 from stage_d_paged.runtime import Runtime
 from stage_f_graph_tp.megakernel import choose_decode_step, most_rows
 
-README, MARKERS, NEEDS_GPU = "beyond/quantization", ("quantized-step",), True
+NEEDS_GPU = True
 ROWS = (1, 8, 32, 128)
 CONTEXT, LONGEST, BLOCK_SIZE = 640, 4096, 64
 REPLAYS, REPEATS = 10, 9

@@ -21,8 +21,6 @@ from stage_e_batching import scheduler as rules
 from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
 
-README, MARKERS = "stage_e_batching", ("preemption",)
-
 
 class NoWatermark(rules.Scheduler):
     """Admits whatever fits."""
@@ -104,10 +102,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 def draw(results: list[dict]) -> dict[str, bytes]:
     """The timelines: counted anew, as they need every step."""
-    return {
-        "timeline.png": draw_chunks(True), "timeline_whole.png": draw_chunks(False), "static.png": draw_static(),
-        "watermark.png": draw_watermark(),
-    }  # fmt: skip
+    found = {"timeline": draw_chunks(True), "timeline_whole": draw_chunks(False), "static": draw_static()}
+    return {f"stage_e_batching/{name}.png": png for name, png in (found | {"watermark": draw_watermark()}).items()}
 
 
 def draw_chunks(chunked: bool) -> bytes:

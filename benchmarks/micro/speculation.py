@@ -21,48 +21,34 @@ from stage_a_naive.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_a_naive.tutor import read_faq
 
-README = "beyond/speculation"
-MARKERS = ("speculation", "speculation-text", "speculation-floor", "speculation-pair")
 PAIR = ("random:qwen2.5-7b", "random:qwen2.5-0.5b")  # a large and a small model of one tokenizer
 DRAFTED, HALF = 4, 0.5  # tokens of the small model, and the share of them that is right, beside `RATE`
-QUESTIONS = 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
+DRAFTS, BATCHES = (4, 8, 12), (1, 2, 4, 8, 16, 32, 64)  # drafted tokens, running requests
+QUESTIONS, TOKENS, REPEATS = 16, 160, 5
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
 NAMES = {"ngram": "look-up", "model": "a one-layer tutor"}
 COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted_tokens")
 
 
-def measure(
-    model: str = "random:qwen2.5-0.5b", drafts: tuple[int, ...] = (4, 8, 12),
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 160, repeats: int = 5,
-    pair: tuple[str, ...] = (),
-) -> dict:  # fmt: skip
-    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size.
-
-    Args:
-        pair: a large and a small model that drafts for it (default: `PAIR` on a GPU, and none on a CPU).
-    """
-    pair = pair or (PAIR if torch.cuda.is_available() else ())
-    if len(pair) not in (0, 2):
-        raise ValueError(f"pair={','.join(pair)} has {len(pair)} models; give two, the large and the small one")
+def measure(model: str = "random:qwen2.5-0.5b") -> dict:
+    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
     rows = []
-    for draft in drafts:
-        work = partial(measure_draft, draft, batches, tokens, repeats)
+    for draft in DRAFTS:
         rows += with_engine(
-            work, ScriptedLLM, model, num_speculative_tokens=draft, max_model_len=4096, max_num_seqs=max(batches),
-            enable_prefix_caching=False, max_num_batched_tokens=4096,
+            partial(measure_draft, draft), ScriptedLLM, model, num_speculative_tokens=draft, max_model_len=4096,
+            max_num_seqs=max(BATCHES), enable_prefix_caching=False, max_num_batched_tokens=4096,
         )  # fmt: skip
-    return {
-        "model": model, "rate": RATE, "tokens": tokens, "repeats": repeats, "rows": rows, "text": measure_text(),
-        "tutor": measure_tutor(repeats), **({"pair": measure_pair(*pair, tokens, repeats)} if pair else {}),
-    }  # fmt: skip
+    found = {"model": model, "rate": RATE, "tokens": TOKENS, "repeats": REPEATS, "rows": rows, "text": measure_text(),
+             "tutor": measure_tutor()}  # fmt: skip
+    return found | ({"pair": measure_pair()} if torch.cuda.is_available() else {})
 
 
-def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: int, llm: ScriptedLLM) -> list[dict]:
+def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
     """Steps without drafts, with accepted ones, with wrong ones, and with a search that finds none.
 
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
     """
-    greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=tokens, ignore_eos=True) for t in (0.0, 1.0))
+    greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=TOKENS, ignore_eos=True) for t in (0.0, 1.0))
     ngram, plain = llm.engine.drafter, partial(llm.script, None)
 
     def look() -> None:
@@ -74,20 +60,20 @@ def measure_draft(draft: int, batches: tuple[int, ...], tokens: int, repeats: in
         "wrong": (partial(llm.script, 0.0), greedy), "plain, noisy": (plain, noisy), "looking": (look, noisy),
     }  # fmt: skip
     rows = []
-    for batch in batches:
-        rows += take_turns(llm, batch, repeats, ways, draft=draft, batch=batch, prompt=PROMPT)
+    for batch in BATCHES:
+        rows += take_turns(llm, batch, REPEATS, ways, draft=draft, batch=batch, prompt=PROMPT)
     return rows
 
 
-def measure_pair(model: str, draft_model: str, tokens: int, repeats: int) -> dict:
+def measure_pair() -> dict:
     """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
     limits = {"num_speculative_tokens": DRAFTED, "max_model_len": 2048, "max_num_seqs": 1,
               "max_num_batched_tokens": 512, "enable_prefix_caching": False}  # fmt: skip
-    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    greedy, (model, draft_model) = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), PAIR
 
     def work(llm: ScriptedLLM | ScriptedModelLLM) -> dict:
         ways = {rate: (partial(llm.script, rate), greedy) for rate in (None, RATE, HALF)}
-        return {"rows": take_turns(llm, 1, repeats, ways, drafts=llm.options.speculation)}
+        return {"rows": take_turns(llm, 1, REPEATS, ways, drafts=llm.options.speculation)}
 
     looked_up = with_engine(work, ScriptedLLM, model, **limits)
     drafted = with_engine(work, ScriptedModelLLM, model, draft_model=draft_model, **limits)
@@ -117,7 +103,7 @@ def measure_text() -> list[dict]:
     return [row for drafts in NAMES for row in with_engine(ask, LLM, "tutor", speculation=drafts, max_num_seqs=8)]
 
 
-def measure_tutor(repeats: int) -> dict[str, list[float]]:
+def measure_tutor() -> dict[str, list[float]]:
     """Seconds per token of the tutor's answers by turns, without and with look-up, one question at a time.
 
     They hardly repeat themselves, and on a GPU such a step is short: what the host does for drafts shows.
@@ -126,7 +112,7 @@ def measure_tutor(repeats: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"off": [], "ngram": []}
 
     def ask(*engines: LLM) -> None:
-        for _ in range(repeats + 1):
+        for _ in range(REPEATS + 1):
             for llm in engines:
                 answers = [llm.chat(question, GREEDY)[0] for question in questions]
                 found[llm.options.speculation].append(statistics.median(a["metrics"]["tpot"] for a in answers))
@@ -240,4 +226,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     for axes in (gain, need):
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=9)
-    return {"break_even.png": finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100).png}
+    picture = finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100)
+    return {"beyond/speculation/break_even.png": picture.png}

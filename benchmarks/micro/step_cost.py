@@ -26,7 +26,6 @@ from stage_e_batching.trace import Trace
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 from stage_f_graph_tp.step_input import StepShape
 
-README, MARKERS = "stage_e_batching", ("step-cost",)
 MAX_MODEL_LEN, BLOCK_SIZE = 4096, 64
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's
 STEPS, REPEATS = 200, 7

@@ -19,12 +19,11 @@ from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
 from benchmarks.text import grid, number
 
-README, MARKERS = "beyond/serving", ("ttft-rate",)
 ENGINES = {
     "E": ("--stage", "e"), "static": ("--engine", "benchmarks.micro.batching:StaticStageE"), "F": ("--stage", "f")
 }  # fmt: skip
 NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
-FIGURES = {"static": "figures/ttft_rate.png", "F": "figures/ttft_rate_f.png"}
+FIGURES = {"static": "beyond/serving/figures/ttft_rate.png", "F": "beyond/serving/figures/ttft_rate_f.png"}
 REPEATS = 3
 
 

@@ -23,7 +23,6 @@ from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
 from stage_a_naive.sampling import SamplingParams
 
-README, MARKERS = "stage_b_decode_step", ("waterfall-numbers",)
 ENGINES = ("A", "B", "B compiled[sdpa=True]", "C", "C compiled[sdpa=True]")
 PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
 CONTEXT, STEPS, REPEATS = 128, 8, 7
@@ -148,4 +147,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     step = sum(found[fastest].values()) / 1e3
     title = f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
     axis = f"ms per decode step; {result['model']} on {device_name(result)}"
-    return {"waterfall.png": draw_parts(found, axis, title).png}
+    return {"stage_b_decode_step/waterfall.png": draw_parts(found, axis, title).png}
