@@ -99,8 +99,7 @@ class Sampler:
             | LOGPROBS * (params.logprobs is not None)
             | REPLACED * (sequence.request.sampling_fn is not None)
         )
-        if (needs | self._needs[slot]) & PENALISED:  # the sequence that had the slot before may have had penalties
-            self._penalties.admit(sequence, params)
+        self._penalties.admit(sequence, params)
         self._needs[slot] = needs
         self._requests[slot] = sequence.request
         self._temperatures[slot] = 0.0

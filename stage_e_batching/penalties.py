@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stage_a_naive.sampling import SamplingParams
@@ -27,35 +28,37 @@ class PenaltyState:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._row_of_slot = np.full(max_num_seqs, -1, np.int64)
-        self._free_rows: list[int] = []
         self._strengths = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # generated, by token
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
     def admit(self, sequence: BatchSequence, params: SamplingParams) -> None:
-        """Count the tokens of a sequence that was given a batch slot (perhaps again, after a preemption)."""
+        """Count the tokens of a sequence that was given a batch slot (perhaps again, after a preemption).
+
+        It may break off anywhere: which rows are in use is read off the slots, and the slot gets its row at the end.
+        """
         slot = sequence.batch_slot
-        if self._row_of_slot[slot] >= 0:  # the slot's last sequence has left
-            self._free_rows.append(int(self._row_of_slot[slot]))
-            self._row_of_slot[slot] = -1
+        self._row_of_slot[slot] = -1  # the slot's last sequence has left
         if not params.needs_penalties:
             return
-        if not self._free_rows:
-            self._grow()
-        row = self._row_of_slot[slot] = self._free_rows.pop()
-        self._strengths[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        row = self._free_row()
         prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._device)
         output = torch.tensor(sequence.token_ids[len(prompt) :], dtype=torch.int64, device=self._device)
         self._in_prompt[row] = False
         self._in_prompt[row, prompt] = True
         self._counts[row] = torch.bincount(output, minlength=self._counts.shape[1])
+        self._strengths[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._row_of_slot[slot] = row
 
-    def _grow(self) -> None:
-        old = len(self._counts)
-        new = max(1, 2 * old)
-        self._counts = torch.cat([self._counts, self._counts.new_zeros(new - old, self._counts.shape[1])])
-        self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(new - old, self._counts.shape[1])])
-        self._free_rows += range(old, new)
+    def _free_row(self) -> int:
+        """Return a row of the tables that no slot has; if there is none, make the tables twice as long."""
+        num_rows = len(self._in_prompt)
+        free = np.setdiff1d(np.arange(num_rows), self._row_of_slot)
+        if len(free):
+            return int(free[0])
+        more = (0, 0, 0, max(1, num_rows))
+        self._counts, self._in_prompt = (F.pad(table, more) for table in (self._counts, self._in_prompt))
+        return num_rows
 
     def apply(self, logits: Tensor, batch_slots: np.ndarray) -> Tensor:
         """Return new logits `[rows, vocab]`, float32, of these batch slots; rows without penalties are as they were."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from fake_model import completion_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import interrupt_after
 
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import mix32, noise_key
@@ -219,6 +221,26 @@ def test_penalties_keep_one_row_of_counts_for_each_request_that_has_some():
         admit_all(sampler, [plain], [2])
         admit_all(sampler, [penalised], [slot])
         assert len(sampler._penalties._counts) == 1
+
+
+def test_an_admission_that_breaks_off_leaves_no_trace_in_the_requests_after_it():
+    """An interrupt, or a device without memory, at any line; then other requests are admitted into the same slots."""
+    row = {"seed": 1, "prompt": [3], "output": [5, 5], "logits": [float(i % 7) for i in range(VOCAB)]}
+    plain, strong, weak = (row | {"params": SamplingParams(temperature=0, presence_penalty=p)} for p in (0, 2, 0.5))
+    lines = finished = 0
+    while not finished:
+        lines += 1
+        sampler = Sampler(3, VOCAB, torch.device("cpu"))
+        with suppress(MemoryError), interrupt_after(lines, MemoryError):
+            admit_all(sampler, [strong, strong, plain], [0, 1, 2])
+            finished = True
+        for batch in ([plain, weak, strong], [weak, plain, weak]):
+            admit_all(sampler, batch, [0, 1, 2])
+            logits = torch.tensor([each["logits"] for each in batch])
+            params, prompts, outputs = ([each[key] for each in batch] for key in ("params", "prompt", "output"))
+            expected = apply_penalties(logits, params, prompts, outputs)
+            torch.testing.assert_close(sampler._penalties.apply(logits, np.arange(3)), expected)
+    assert lines > 40, "every line of an admission"
 
 
 def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_random_ones():
