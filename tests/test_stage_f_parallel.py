@@ -129,6 +129,19 @@ def test_under_torchrun_the_number_of_processes_is_checked_and_a_gpu_is_this_mac
     assert place.device(CPU) == CPU
 
 
+def test_ranks_that_torchrun_starts_again_read_nothing_of_those_that_failed(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (torchrun | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}).items():
+        monkeypatch.setenv(name, value)
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        ranks = [open_rendezvous(1) for _ in range(2)]
+        assert not ranks[0].store.check(["control"])
+        ranks[0].store.set("control", f"address {attempt}")
+        assert ranks[1].store.get("control").decode() == f"address {attempt}", "those of one attempt find one another"
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
 @pytest.mark.parametrize("tied", [True, False])

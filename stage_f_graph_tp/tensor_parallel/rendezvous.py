@@ -118,7 +118,9 @@ def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=START_SECONDS)  # rank 0's host may have to download the model first
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout)
-    return Rendezvous(store, rank, size, True)
+    # It outlives the processes: those that torchrun starts in place of failed ones must not read what these wrote.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return Rendezvous(dist.PrefixStore(f"attempt/{attempt}", store), rank, size, True)
 
 
 def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
