@@ -83,7 +83,7 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 # it is, as on the command line.
 _B_IDEAS = {
     "late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa",
-    "last logits only": "last_logits_only", "warm-up": "warmup",
+    "last logits only": "last_logits_only",
 }  # fmt: skip
 _NO_KERNELS = "fused=False,fused_mlp=off"
 _LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
