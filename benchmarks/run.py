@@ -140,12 +140,6 @@ class Measurement:
         timeout = 100 + 5 * self.args.max_seconds
         return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout)
 
-    def refuse(self, engine: Engine, outcome: str, reason: str) -> None:
-        """Keep an engine out. `outcome`: `not_run`, or `error` where it is the engine's fault."""
-        self.say(f"{engine.name}: {outcome.replace('_', ' ')}: {reason}")
-        for name in self.workloads:
-            self.rows[engine.name, name][outcome] = reason
-
     def look(self) -> None:
         """Look at the machine and pass the parity gate: every engine must give the tokens that the reference gives.
 
@@ -157,13 +151,9 @@ class Measurement:
             SystemExit: the device or the reference itself does not work, so nothing can be compared.
         """
         self.say(f"{self.model}, size {self.args.size}: all engines answer the same questions first")
-        able, answers = [], {}
-        for engine in self.engines:
-            if need := engine.unmet_need(torch.cuda.device_count()):
-                self.refuse(engine, "not_run", need)
-            else:
-                able.append(engine)
-        todo = [REFERENCE, *(engine for engine in able if engine.name != REFERENCE.name)]
+        count, answers = torch.cuda.device_count(), {}
+        refused = {e.name: ("not_run", need) for e in self.engines if (need := e.unmet_need(count))}
+        todo = [REFERENCE, *(e for e in self.engines if e.name not in refused and e.name != REFERENCE.name)]
         while todo:
             found = self.job("look", engines=list(map(asdict, todo)), model=self.args.parity_model)
             answers |= found.pop("answers", {})
@@ -172,12 +162,16 @@ class Measurement:
                 raise SystemExit(f"the reference engine {REFERENCE.name} does not answer: {found['error']}")
             todo = [engine for engine in todo if engine.name not in answers]
             if todo:
-                self.refuse(todo.pop(0), "error", f"no answers: {found['error']}")
-        for engine in (engine for engine in able if engine.name in answers):
-            if different := difference(answers[REFERENCE.name], answers[engine.name]):
-                self.refuse(engine, "error", different)
+                refused[todo.pop(0).name] = "error", f"no answers: {found['error']}"
+        for name in (engine.name for engine in self.engines if engine.name not in refused):
+            if different := difference(answers[REFERENCE.name], answers[name]):
+                refused[name] = "error", different
             else:
-                self.equal.append(engine.name)
+                self.equal.append(name)
+        for name, (outcome, reason) in refused.items():
+            self.say(f"{name}: {outcome.replace('_', ' ')}: {reason}")
+            for workload in self.workloads:
+                self.rows[name, workload][outcome] = reason
         device, ceilings = self.found["environment"]["device"]["name"], self.found["ceilings"]
         self.say(
             f"{device}: copies {ceilings['copy_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
