@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
@@ -62,23 +60,13 @@ class Recording:
         return total
 
 
-@contextmanager
-def watch_model(model: nn.Module, note: Callable[[tuple, object], None]) -> Iterator[None]:
-    """Call `note(arguments, output)` after every forward pass of a model, as long as the block runs."""
-    handle = model.register_forward_hook(lambda _, arguments, output: note(arguments, output))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def record(name: str, run: Callable[[], object], device: torch.device, steps: int, repeats: int = 3) -> Recording:
-    """Call `run`, which is `steps` decode steps, under PyTorch's profiler; of several calls the fastest is kept.
+def record(name: str, run: Callable[[], object], device: torch.device, steps: int) -> Recording:
+    """Call `run`, which is `steps` decode steps, under PyTorch's profiler; of three calls the fastest is kept.
 
     Raises:
         RuntimeError: nothing ran.
     """
-    found = [_record_once(run, device) for _ in range(repeats)]
+    found = [_record_once(run, device) for _ in range(3)]
     if not all(found):
         raise RuntimeError(f"the profiler saw nothing run in {name!r}")
     return min((Recording(name, steps, spans) for spans in found), key=lambda recording: recording.whole)

@@ -99,7 +99,8 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     ]  # fmt: skip
     if not {package, before} - {None} <= {packages.get(engine) for engine in engines}:
         return []
-    columns = [c for c in STAGE_COLUMNS[package] if c is not LAUNCHES or any(c.median(group, e) for e in engines)]
+    counted = any(LAUNCHES.median(group, engine) is not None for engine in engines)  # on a GPU
+    columns = [c for c in STAGE_COLUMNS[package] if c is not LAUNCHES or counted]
     engines = [engine for engine in engines if any(c.median(group, engine) is not None for c in columns)]
     cost = launch_cost(group) if LAUNCHES in columns else []
     return [*caption(group), *table(group, engines, columns, ranges=True), *cost, ""]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 
 from benchmarks.micro import caption, one_thread
-from benchmarks.recording import watch_model
 from benchmarks.text import markdown, medians, number, times
 from benchmarks.workloads import Call, make_workload
 from stage_a_naive.params import SamplingParams
@@ -71,7 +70,7 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
     steps: list[int] = []
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
     clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
-    with watch_model(llm.runtime.model, lambda arguments, _: steps.append(len(arguments[0]))):
+    with llm.runtime.model.register_forward_hook(lambda _, arguments, __: steps.append(len(arguments[0]))):
         start = clock()
         llm.generate([list(prompt) for prompt in call.prompts], params, use_tqdm=False)
         seconds = clock() - start  # the tokens are on the host: the device has finished

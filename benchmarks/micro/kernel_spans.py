@@ -20,7 +20,7 @@ from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
 NEEDS_GPU = True
-STEPS = 4
+STEPS, REQUESTS, PROMPTS = 4, (1, 32, 256), (128, 1024)  # steps of a recording; requests at once; tokens
 
 
 def record_engine(
@@ -164,32 +164,30 @@ ENGINES = (
 )
 
 
-def measure(
-    model: str = "random:qwen2.5-0.5b", requests: tuple[int, ...] = (1, 32, 256),
-    prompts: tuple[int, ...] = (128, 1024), ranks: tuple[int, ...] = (),
-) -> dict:  # fmt: skip
+def measure(model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> dict:
     """Decode steps and prefills of the engines.
 
     Args:
-        requests: decode steps with each of these numbers of requests.
-        prompts: prefill of one prompt of each of these lengths.
         ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
     """
     recordings = []
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     for name, engine, switches, kinds in (*ENGINES, *several):
-        work = partial(record_all, name, requests if "decode" in kinds else (), prompts if "prefill" in kinds else ())
         recordings += with_engine(
-            work, engine, model, device="cuda", num_kvcache_blocks=16 * max(requests) + 64,
-            max_num_seqs=max(8, *requests), max_model_len=2048, enable_prefix_caching=False, **switches,
+            partial(record_all, name, kinds), engine, model, device="cuda", num_kvcache_blocks=16 * max(REQUESTS) + 64,
+            max_num_seqs=max(REQUESTS), max_model_len=2048, enable_prefix_caching=False, **switches,
         )  # fmt: skip
     return {"model": model, "rows": to_rows(recordings)}
 
 
-def record_all(name: str, requests: tuple[int, ...], prompts: tuple[int, ...], llm: StageE) -> list[Recording]:
-    """Decode steps of these numbers of requests, and prefills of prompts of these lengths."""
-    decodes = [record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows) for rows in requests]
-    return decodes + [record_prefill(f"{name}, prompt of {length} tokens", llm, length) for length in prompts]
+def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording]:
+    """Decode steps of `REQUESTS`, or prefills of `PROMPTS`, or both."""
+    found = []
+    if "decode" in kinds:
+        found += [record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows) for rows in REQUESTS]
+    if "prefill" in kinds:
+        found += [record_prefill(f"{name}, prompt of {length} tokens", llm, length) for length in PROMPTS]
+    return found
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:

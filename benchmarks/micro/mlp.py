@@ -103,7 +103,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
 
 def draw_block(
     ways: dict[str, Callable[..., Tensor]], hidden: int, inter: int, rows: Sequence[int], device: torch.device,
-    dtype: torch.dtype, repeats: int = 5,
+    dtype: torch.dtype,
 ) -> Picture:  # fmt: skip
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
 
@@ -113,7 +113,7 @@ def draw_block(
     inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
     lines = []
     for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
-        samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats) for x in inputs}
+        samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats=5) for x in inputs}
         lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
     floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
     return draw_times(lines, 1e3 * floor, "ms", f"measured on this machine ({device.type})")

@@ -83,7 +83,7 @@ def draw_recompute(times: dict) -> Picture:
     return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")
 
 
-def draw_phases(llm: LLM, lengths: Sequence[int], repeats: int = 3) -> Picture:
+def draw_phases(llm: LLM, lengths: Sequence[int]) -> Picture:
     """Left: the time of a prefill and of one decode step. Right: the same time for each token that it processed.
 
     The prompts of these lengths are random; the engine's own metrics say how long each phase took.
@@ -97,7 +97,7 @@ def draw_phases(llm: LLM, lengths: Sequence[int], repeats: int = 3) -> Picture:
         return metrics["prefill_time"], metrics["tpot"]
 
     sample(lengths[0])  # the first run of anything is slow
-    samples = {length: [sample(length) for _ in range(repeats)] for length in lengths}
+    samples = {length: [sample(length) for _ in range(3)] for length in lengths}
     prefill, decode = (
         {n: 1e3 * statistics.median(times[i] for times in found) for n, found in samples.items()} for i in (0, 1)
     )

@@ -11,10 +11,10 @@ from beyond.quantization.formats import dequantize_matrix, error_bound, quantize
 from stage_d_paged.runtime import Runtime
 
 
-def row_with_outlier(length: int = 1024, outlier: float = 50.0) -> Tensor:
-    """Normally distributed numbers, and one that is not: `[1, length]`."""
-    row = torch.randn(1, length, generator=torch.Generator().manual_seed(0))
-    row[0, 300] = outlier
+def row_with_outlier() -> Tensor:
+    """Normally distributed numbers, and one that is not: `[1, 1024]`."""
+    row = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
+    row[0, 300] = 50.0
     return row
 
 
