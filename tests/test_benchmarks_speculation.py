@@ -70,7 +70,7 @@ def result_of(step_seconds: dict[int, float], plain: float) -> dict:
     text = [
         {"speculation": kind, "asked": "again", "requests": 2, "same_answers": True, "seconds_per_token": 1e-4,
          "num_steps": 20, "num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 70}
-        for kind in ("off", "ngram", "model")
+        for kind in ("ngram", "model")
     ]  # fmt: skip
     return {"kind": "speculation", "environment": ENVIRONMENT, "model": "random:qwen2.5-0.5b", "rate": 0.75,
             "tokens": 128, "repeats": 3, "rows": rows, "text": text,

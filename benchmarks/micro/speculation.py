@@ -165,7 +165,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
          f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
          f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}"]
-        for row in result["text"] if row["speculation"] != "off"
+        for row in result["text"]
     ]  # fmt: skip
     return {
         "speculation": [

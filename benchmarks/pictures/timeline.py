@@ -145,9 +145,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("trace", help="what `--trace FILE` wrote")
     parser.add_argument("picture", help="the file to draw, e.g. timeline.png")
-    parser.add_argument("--title", default="")
     arguments = parser.parse_args()
-    draw(read_trace(arguments.trace), arguments.title).save(arguments.picture)
+    draw(read_trace(arguments.trace)).save(arguments.picture)
     print(f"written: {arguments.picture}")
 
 
