@@ -40,24 +40,23 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     groups = group_results(files)
     refuse(files, groups)
     plain, plots = [group for group in groups if not group.study], root / "benchmarks" / "plots"
-    pictures = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
-    for group in plain[:1]:  # the one that stage A's lesson shows
-        pictures[plots / f"{group.slug}-roof.png"] = draw_roofline(group)
+    drawn = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
+    drawn |= {plots / f"{g.slug}-roof.png": draw_roofline(g) for g in plain[:1]}  # the one that stage A's lesson shows
     bodies = tables.engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
         bodies |= module.table(results) if results else {}
         if results and hasattr(module, "draw"):
-            pictures |= {root / file: png for file, png in module.draw(results).items()}
-    changed = {}
+            drawn |= {root / file: picture for file, picture in module.draw(results).items()}
+    changed, pictures = {}, {path: picture.png for path, picture in drawn.items() if picture}
     for readme in readmes(root):
         before = readme.read_text(encoding="utf-8")
-        front = front_page(plain, [path for path, png in pictures.items() if png], readme)
+        front = front_page(plain, list(pictures), readme)
         text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, readme)
         if text != before:
             changed[readme] = text.encode()
     for path, png in pictures.items():
-        if png and not (path.is_file() and (check or path.read_bytes() == png)):
+        if not (path.is_file() and (check or path.read_bytes() == png)):
             changed[path] = png
     for path, content in changed.items() if not check else ():
         path.parent.mkdir(parents=True, exist_ok=True)

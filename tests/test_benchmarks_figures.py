@@ -99,7 +99,7 @@ def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
         (no_cache, cached, "a step is the fastest of 1 runs"),
     ):
         [picture] = module.draw([result]).values()
-        assert picture.startswith(b"\x89PNG")
+        assert picture.png.startswith(b"\x89PNG")
         assert any(cell in line for lines in module.table([result]).values() for line in lines)
 
 

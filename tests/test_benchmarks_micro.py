@@ -85,8 +85,8 @@ def test_a_study_writes_its_file_and_prints_its_table(tmp_path: Path, capsys: py
     waste = block_waste.named_waste(result)
     assert 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
     assert result["workload"] in capsys.readouterr().out
-    [png] = block_waste.draw([result]).values()
-    assert png.startswith(b"\x89PNG")
+    [picture] = block_waste.draw([result]).values()
+    assert picture.png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("word", "expected"), [("ranks=2", (2,)), ("ranks=2,4", (2, 4)), ("ranks=a,b", ("a", "b"))])
@@ -179,7 +179,7 @@ def test_the_fastest_kind_of_layers_stands_out() -> None:
     assert f"| 1 | {' | '.join(slowest_first)} | **{11 - len(kinds)}** |" in text
     assert f"| 2 | – | **7** | {' | '.join('–' * (len(kinds) - 2))} |" in text
     [picture] = layers.draw([result]).values()
-    assert picture.startswith(b"\x89PNG")
+    assert picture.png.startswith(b"\x89PNG")
 
 
 def test_the_cost_of_a_step_is_measured() -> None:

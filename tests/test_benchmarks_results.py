@@ -258,7 +258,7 @@ def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show() -> Non
 
 def test_a_picture_is_drawn_of_what_there_is() -> None:
     [group] = group_results(named(payload()))
-    assert plot_rates(group).startswith(b"\x89PNG")
+    assert plot_rates(group).png.startswith(b"\x89PNG")
     only = payload()
     only["rows"] = [row for row in only["rows"] if row["workload"] == "ttft"]
     assert plot_rates(group_results(named(only))[0]) is None

@@ -87,7 +87,7 @@ def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
     assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in tables["speculation"])
     assert any("takes 0.21 ms per token with look-up and 0.2 without (+5.0 %)" in row for row in tables["speculation"])
     assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in tables["speculation-text"]
-    assert speculation.draw([result])["beyond/speculation/break_even.png"].startswith(b"\x89PNG")
+    assert speculation.draw([result])["beyond/speculation/break_even.png"].png.startswith(b"\x89PNG")
 
 
 def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panel
 from benchmarks.workloads import make_workload
 
 BLOCK_SIZES = [16, 64, 256]
@@ -49,7 +49,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"page-waste": [f"{results[0]['workload']}, {below}"]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     waste = named_waste(results[0])
     title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
     figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)
@@ -58,4 +58,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
     axes.bar_label(bars, fmt="%.1f %%", padding=2)
     axes.set_ylim(0, 100)
-    return {"stage_d_paged/block_waste.png": finish(figure, "the share of KV memory that is empty, by block size").png}
+    return {"stage_d_paged/block_waste.png": finish(figure, "the share of KV memory that is empty, by block size")}

@@ -45,7 +45,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"coalescing": [caption(results[0], note)]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """One bar per distance, its length the bandwidth of what was wanted."""
     times = medians(results[0]["rows"], "stride_bytes", "wanted_bytes")
     found = {f"{distance} B": wanted / seconds / 1e9 for (distance, wanted), seconds in times.items()}
@@ -55,8 +55,8 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, axes = new_panel(8, 3.4, x_label, "GB/s of wanted bytes", title)
     bars = axes.bar(list(found), list(found.values()), color=[BLUE, *[ORANGE] * (len(found) - 1)])
     axes.bar_label(bars, list(map(number, found.values())), padding=2)
-    picture = finish(figure, "bandwidth against the distance of neighbouring threads' addresses")
-    return {"stage_c_fused_mlp/coalescing.png": picture.png}
+    text = "bandwidth against the distance of neighbouring threads' addresses"
+    return {"stage_c_fused_mlp/coalescing.png": finish(figure, text)}
 
 
 def naive_read() -> list[Read]:

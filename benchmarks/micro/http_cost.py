@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import caption, device_name, one_thread
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, draw_bars, finish, new_panel
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel
 from benchmarks.serve import Answer, make_prompts, offer
 from benchmarks.text import markdown, number
 from beyond.serving.__main__ import STAGES
@@ -161,7 +161,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"http-cost": lines}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """A bar per way, on the newest results of a GPU, if there are any."""
     result = next((one for one in results if one["environment"]["device"]["type"] == "cuda"), results[0])
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
@@ -173,5 +173,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     figure, axes = new_panel(8, 2.6, f"{axis}, {result['streams']} requests at once", title=title, grid="x")
     names, colours = zip(*(WAYS[way] for way in rates), strict=True)
     draw_bars(axes, names, [(None, list(rates.values()), colours)], list(map(number, rates.values())), room=1.12)
-    picture = finish(figure, "output tokens per second, offline and over HTTP")
-    return {"beyond/serving/figures/http_cost.png": picture.png}
+    return {"beyond/serving/figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP")}

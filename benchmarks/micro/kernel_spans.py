@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 
 from benchmarks.micro import caption, device_name, with_engine
+from benchmarks.pictures.picture import Picture
 from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import markdown
@@ -212,22 +213,22 @@ def columns(head: str, found: Mapping[str, dict[str, float]], total: str, form: 
     return markdown([head, *found], body)
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """Decode steps of one request and the shortest recorded prompt on a time axis; the parts of steps from a graph."""
     recordings, device = {r.name: r for r in from_rows(results[0]["rows"])}, device_name(results[0])
     decodes = [recordings[name] for name in ("stage E: kernel by kernel", "stage F, graphs only", "stage F")]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
-    found = {"stage_f_graph_tp/decode.png": draw_gaps(decodes, device, title=title).png}
+    found = {"stage_f_graph_tp/decode.png": draw_gaps(decodes, device, title=title)}
 
     eager = next(name for name in recordings if name.startswith("stage F, eager prefill"))
     prefills = [recordings[eager], recordings[eager.replace(", eager prefill", "")]]
     title = "The same kernels, launched one by one and from a graph; grey is idle"
-    found["stage_f_graph_tp/prefill.png"] = draw_gaps(prefills, device, "prefill", title).png
+    found["stage_f_graph_tp/prefill.png"] = draw_gaps(prefills, device, "prefill", title)
 
     accounts = {text: account(recordings[name]) for name, text in DRAWN.items()}
     groups = {text: {name: sum(map(of.get, own)) for name, own in GROUPS.items()} for text, of in accounts.items()}
     axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
     title = "Fusion removes the small kernels between the matrix products, and the gaps"
-    found["stage_f_graph_tp/kernels/parts.png"] = draw_parts(groups, axis, title).png
+    found["stage_f_graph_tp/kernels/parts.png"] = draw_parts(groups, axis, title)
     return found

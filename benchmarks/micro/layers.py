@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.micro import caption, device_name, timed
 from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments, step_by_layers
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, draw_lines, finish, new_panel
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, Picture, draw_lines, finish, new_panel
 from benchmarks.text import grid, medians, sections
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
@@ -102,7 +102,7 @@ def model_table(result: dict, model: str) -> list[str]:
     return grid("rows", cells, COLUMNS)
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
     result, name = results[0], results[0]["rows"][0]["model"]
     found, device = micros(result, name), device_name(result)
@@ -115,5 +115,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     ])  # fmt: skip
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    picture = finish(figure, "the time of a decode step over its rows, by the kind of its layers")
-    return {"stage_f_graph_tp/kernels/layers.png": picture.png}
+    text = "the time of a decode step over its rows, by the kind of its layers"
+    return {"stage_f_graph_tp/kernels/layers.png": finish(figure, text)}

@@ -87,7 +87,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"kernel-table": [f"**{model}**: {size}", "", *lines, "", caption(result, note)]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """Time against rows, with the floor; the naive kernel is far above the picture."""
     result, model = results[0], results[0]["rows"][0]["model"]
     found = medians([row for row in result["rows"] if row["model"] == model], "variant", "rows")
@@ -98,7 +98,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     faster = max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
     title = f"Up to {faster} rows the fused kernel is faster than the unfused chain ({model}, {device_name(result)})"
     floor = 1e6 * sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"]
-    return {"stage_c_fused_mlp/kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor).png}
+    return {"stage_c_fused_mlp/kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor)}
 
 
 def draw_block(

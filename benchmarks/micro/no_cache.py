@@ -64,8 +64,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"no-cache": [caption(results[0], results[0]["model"], repeats)]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
-    return {"stage_a_naive/no_cache.png": draw_recompute(*results[0]["rows"]).png}
+def draw(results: list[dict]) -> dict[str, Picture]:
+    return {"stage_a_naive/no_cache.png": draw_recompute(*results[0]["rows"])}
 
 
 def draw_recompute(times: dict) -> Picture:

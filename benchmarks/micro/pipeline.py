@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.micro import caption, with_engine
-from benchmarks.pictures.picture import PALETTE, finish, new_figure
+from benchmarks.pictures.picture import PALETTE, Picture, finish, new_figure
 from benchmarks.text import markdown
 from beyond.scale_out import LLM, two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
@@ -156,7 +156,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return found
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """The classical picture, of the counted stages: a lane per stage, a colour per batch, white where one is idle."""
     idle, at_the_ends = idle_in_theory("decode", 1, 3), idle_in_theory("prefill", 4, 3)
     panels = {
@@ -181,7 +181,7 @@ def draw(results: list[dict]) -> dict[str, bytes]:
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
     figure.suptitle(title, fontsize=12)
-    return {"beyond/scale_out/stages.png": finish(figure, title).png}
+    return {"beyond/scale_out/stages.png": finish(figure, title)}
 
 
 if __name__ == "__main__":

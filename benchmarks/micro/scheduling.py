@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import null_engine
 from benchmarks.pictures import timeline
+from benchmarks.pictures.picture import Picture
 from benchmarks.text import markdown, times
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -100,13 +101,13 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"preemption": [*markdown(heads, body), "", f"{work}. `python -m benchmarks.micro scheduling`."]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """The timelines: counted anew, as they need every step."""
     found = {"timeline": draw_chunks(True), "timeline_whole": draw_chunks(False), "static": draw_static()}
-    return {f"stage_e_batching/{name}.png": png for name, png in (found | {"watermark": draw_watermark()}).items()}
+    return {f"stage_e_batching/{name}.png": own for name, own in (found | {"watermark": draw_watermark()}).items()}
 
 
-def draw_chunks(chunked: bool) -> bytes:
+def draw_chunks(chunked: bool) -> Picture:
     """A long prompt comes while others decode: in chunks, or whole in a step of its own."""
     lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
     title, tokens = (
@@ -117,10 +118,10 @@ def draw_chunks(chunked: bool) -> bytes:
         lengths, rules.Scheduler, later=5, num_blocks=44, block_size=8, max_num_seqs=6, max_num_batched_tokens=tokens,
         enable_chunked_prefill=chunked,
     )  # fmt: skip
-    return timeline.draw(records, title).png
+    return timeline.draw(records, title)
 
 
-def draw_static() -> bytes:
+def draw_static() -> Picture:
     """Sixteen requests on four batch slots, in static batches and continuously."""
     lengths = [(8, answer) for answer in (12, 40, 8, 20, 30, 6, 16, 10, 36, 14, 8, 22, 18, 9, 28, 11)]
     pool = {"num_blocks": 100, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -128,10 +129,10 @@ def draw_static() -> bytes:
     steps = f"{len(continuous)} steps instead of {len(static)}"
     title = f"Continuous batching finishes the same {len(lengths)} requests in {steps}"
     runs = {"static batches": timeline.with_padding(static), "continuous batching": continuous}
-    return timeline.draw_panels(runs, title).png
+    return timeline.draw_panels(runs, title)
 
 
-def draw_watermark() -> bytes:
+def draw_watermark() -> Picture:
     """The tight pool without a watermark and with the scheduler's own."""
     runs = {}
     for name in ("no watermark", "watermark that doubles"):
@@ -139,4 +140,4 @@ def draw_watermark() -> bytes:
         heading = "{preemptions} preemptions, {recomputed:,} tokens recomputed".format(**counts(records))
         runs[f"{name}: {heading}"] = records
     title = "The watermark holds requests back (grey) instead of admitting and preempting them"
-    return timeline.draw_panels(runs, title).png
+    return timeline.draw_panels(runs, title)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.floor import ModelCost
 from benchmarks.micro import caption, device_name, with_engine
 from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, take_turns
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, finish, new_panels
+from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, Picture, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
 from stage_a_naive.presets import preset_config
@@ -207,7 +207,7 @@ def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dic
     return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
     result = results[0]
     device = device_name(result)
@@ -226,5 +226,5 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     for axes in (gain, need):
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=9)
-    picture = finish(figure, "gain and break-even of speculative decoding by batch size", dpi=100)
-    return {"beyond/speculation/break_even.png": picture.png}
+    text = "gain and break-even of speculative decoding by batch size"
+    return {"beyond/speculation/break_even.png": finish(figure, text, dpi=100)}

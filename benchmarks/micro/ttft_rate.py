@@ -15,7 +15,7 @@ import statistics
 
 from benchmarks.local_server import local_server
 from benchmarks.micro import caption, device_name
-from benchmarks.pictures.picture import BLUE, ORANGE, finish, new_panel
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
 from benchmarks.text import grid, number
 
@@ -109,13 +109,13 @@ def engines_of(result: dict) -> list[str]:
     return list(dict.fromkeys(row["engine"] for row in result["rows"]))
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """A figure for each engine that E was compared with, on the newest results."""
     newest = {engines_of(result)[1]: result for result in reversed(results)}
     return {FIGURES[other]: draw_one(result) for other, result in newest.items()}
 
 
-def draw_one(result: dict) -> bytes:
+def draw_one(result: dict) -> Picture:
     """Lines of TTFT p99, and of its median, over the rate."""
     found = times(result, "ttft_ms")
     words = f"{title(result)}\n({device_name(result)})"
@@ -128,7 +128,7 @@ def draw_one(result: dict) -> bytes:
     axes.set_xlim(0)
     axes.set_ylim(0)
     axes.legend(frameon=False)
-    return finish(figure, "time to first token against request rate, by engine").png
+    return finish(figure, "time to first token against request rate, by engine")
 
 
 def title(result: dict) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.engines import select
 from benchmarks.micro import caption, device_name, with_engine
+from benchmarks.pictures.picture import Picture
 from benchmarks.pictures.spans import draw_parts
 from benchmarks.recording import Span, record
 from benchmarks.text import markdown, number
@@ -138,7 +139,7 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     return {"waterfall-numbers": [*markdown(["engine", "kernels per step", *PARTS], body), "", caption(result, note)]}
 
 
-def draw(results: list[dict]) -> dict[str, bytes]:
+def draw(results: list[dict]) -> dict[str, Picture]:
     """A bar per engine on one axis: the parts of a decode step one after another, idle time at the end."""
     result = results[0]
     found = {row["engine"]: waterfall(row) for row in result["rows"]}
@@ -147,4 +148,4 @@ def draw(results: list[dict]) -> dict[str, bytes]:
     step = sum(found[fastest].values()) / 1e3
     title = f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
     axis = f"ms per decode step; {result['model']} on {device_name(result)}"
-    return {"stage_b_decode_step/waterfall.png": draw_parts(found, axis, title).png}
+    return {"stage_b_decode_step/waterfall.png": draw_parts(found, axis, title)}

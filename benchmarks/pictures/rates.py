@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.floor import ModelCost
 from benchmarks.groups import Group
-from benchmarks.pictures.picture import GREY, STAGES, finish, new_figure, new_panel, plain
+from benchmarks.pictures.picture import GREY, STAGES, Picture, finish, new_figure, new_panel, plain
 from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows
 from benchmarks.text import number, times
 from benchmarks.workloads import make_workload
@@ -25,7 +25,7 @@ def colour_of(engine: str) -> str:
     return STAGES.get(engine.partition(" ")[0].partition(",")[0].partition("[")[0], PEER_COLOUR)
 
 
-def plot_rates(group: Group) -> bytes | None:
+def plot_rates(group: Group) -> Picture | None:
     """Output tokens per second of every stage, with the factor against the stage before; None without figures."""
     measured = [(panel, found) for panel in PANELS if (found := rates(group, panel[0]))]
     if not measured:
@@ -40,7 +40,7 @@ def plot_rates(group: Group) -> bytes | None:
         findings.append(f"{last} makes {times(found[last] / found[first])} the tokens of {first} {words}")
     panels[0].invert_yaxis()
     figure.suptitle(f"{group.model} on {group.device}: \n{', '.join(findings)}", fontsize=12)
-    return finish(figure, "output tokens per second of every engine", dpi=110).png
+    return finish(figure, "output tokens per second of every engine", dpi=110)
 
 
 def rates(group: Group, column: Column) -> dict[str, float]:
@@ -71,7 +71,7 @@ def draw_engines(axes: Axes, group: Group, engines: list[str], column: Column, f
     plain(axes, "x")
 
 
-def draw_roofline(group: Group) -> bytes | None:
+def draw_roofline(group: Group) -> Picture | None:
     """Each stage's rate in decode and in prefill under the roof of the device; None where one was not measured."""
     cost = ModelCost(resolve(group.model).config, DTYPES[group.dtype].itemsize)
     whole = next(call for call in make_workload("single", group.size).rounds[0] if call.tag == "all")
@@ -119,4 +119,4 @@ def draw_roofline(group: Group) -> bytes | None:
     write(f"arithmetic: {arithmetic:.3g} TFLOP/s", ridge, arithmetic, (0, 8), fontsize=9)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-    return finish(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic", dpi=100).png
+    return finish(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic", dpi=100)
