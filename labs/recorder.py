@@ -111,8 +111,9 @@ def expected_and_got(text: str) -> str:
     lines = [line.strip() for line in text.splitlines()] or [""]
     compared = next((line for line in lines if line.startswith("assert ")), "")
     got, equal, expected = compared.removeprefix("assert ").partition(" == ")
-    if got.count("(") > got.count(")"):  # of `assert (a == b and …)`
-        got = got.removeprefix("(")
+    if got.count("(") > got.count(")"):  # of `assert (a and b == c)`: the last part failed, and may be no comparison
+        parts = compared.removeprefix("assert (").removesuffix(")").split(" and ")
+        got, equal, expected = next((part for part in reversed(parts) if part != "True"), "").partition(" == ")
     message = "" if lines[0] == compared else f"{lines[0]}: "
     return f"{message}expected {expected}, got {got}" if equal and "got " not in lines[0] else lines[0]
 

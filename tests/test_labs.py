@@ -392,6 +392,9 @@ def test_a_reason_says_what_was_expected_and_what_came():
     assert expected_and_got("2 wanted, got 1\nassert 1 == 2") == "2 wanted, got 1"
     assert expected_and_got("no number\nassert False") == "no number"
     assert expected_and_got("assert (f(1) == [2] and True)").endswith(", got f(1)")
+    assert expected_and_got("a mask\nassert (f(1) == 2)") == "a mask: expected 2, got f(1)"
+    assert expected_and_got("assert (None is not None and 3 == 4)") == "expected 4, got 3"
+    assert expected_and_got("it is NaN\nassert (2 == 2 and not True)") == "it is NaN"
 
 
 def test_what_an_answer_changed_is_named_and_put_back(monkeypatch):

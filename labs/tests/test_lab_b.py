@@ -79,12 +79,12 @@ class RecordingModel:
     def __init__(self) -> None:
         self.calls: list[dict[str, object]] = []
 
-    def __call__(self, **kwargs: object):
+    def __call__(self, input_ids: torch.Tensor, **kwargs: object):
         self.calls.append(
             kwargs | {"mask_then": None if kwargs.get("attention_mask") is None else kwargs["attention_mask"].clone(),
                       "position_then": None if kwargs.get("position_ids") is None else kwargs["position_ids"].clone()}
         )  # fmt: skip
-        logits = one_hot(kwargs["input_ids"] + 1, 20).to(torch.bfloat16)
+        logits = one_hot(input_ids + 1, 20).to(torch.bfloat16)
         return (logits,) if kwargs.get("return_dict") is False else SimpleNamespace(logits=logits)
 
 
@@ -284,7 +284,8 @@ class TestDecodeLoop:
 
     def test_it_makes_all_tokens_and_no_step_more(self):
         _, completion, steps = self.decode(10, sync_every=4)
-        assert completion.token_ids == list(range(10)), f"got {completion.token_ids}"
+        found = completion.token_ids
+        assert found == list(range(10)), f"the prefill's token 0, then one per step, 10 in all: got {found}"
         assert steps == list(range(9)), f"the prefill made the first of 10 tokens, so 9 steps; got {len(steps)}"
 
     def test_the_sampler_chooses_with_the_noise_of_the_tokens_place(self):
@@ -314,7 +315,9 @@ class TestDecodeLoop:
     def test_without_async_eos_every_step_is_waited_for(self):
         log, completion, steps = self.decode(100, sync_every=4, async_eos=False, eos=5)
         assert completion.token_ids[-1] == 5 and len(steps) == 5, f"no step too many, got {len(steps)}"
-        assert log.waits == log.sends == [1, 2, 3, 4, 5]
+        assert log.waits == log.sends == [1, 2, 3, 4, 5], (
+            f"each of 5 steps is sent and waited for; got sends after {log.sends} and waits after {log.waits}"
+        )
 
     def test_penalties_and_logprobs_need_every_token_at_once(self):
         for params in ({"presence_penalty": 0.1}, {"logprobs": 1}):

@@ -346,7 +346,7 @@ class TestSessionOf:
 
     @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": [1]}', b'{"messages": []}', b"\xff"])
     def test_what_is_no_request_has_no_session(self, body):
-        assert sessions.session_of(body) == ""
+        assert sessions.session_of(body) == "", f"no prompt and no message with the role user: {body}"
 
 
 class TestBreakIt:
