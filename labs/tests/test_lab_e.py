@@ -169,6 +169,9 @@ class TestChunk:
         sequence.highest_computed = 4
         scheduler._schedule_chunk(sequence, step, 6)
         assert step.num_recomputed == 4, f"tokens 0 to 3 had run before, got {step.num_recomputed}"
+        step = new_step()
+        scheduler._schedule_chunk(sequence, step, 6)
+        assert step.num_recomputed == 0, f"of its next chunk, tokens 6 to 9, none had run; got {step.num_recomputed}"
         scheduler, step = scheduler_of(), new_step()
         sequence = self.prefilling(scheduler, 10)
         sequence.highest_computed = 8
@@ -192,7 +195,8 @@ class TestDecodes:
         scheduler._schedule_decodes(step)
         assert step.sequences == [a, b] and step.starts == starts, f"got {step}"
         assert step.num_tokens == [1, 1] and step.samples == [True, True] and step.num_decodes == 2
-        assert [a.num_computed_tokens, b.num_computed_tokens] == [starts[0] + 1, starts[1] + 1]
+        counts = [a.num_computed_tokens, b.num_computed_tokens]
+        assert counts == [starts[0] + 1, starts[1] + 1], "each has one computed token more"
 
     def test_a_token_that_begins_a_block_gets_one(self):
         scheduler = scheduler_of()
@@ -204,7 +208,8 @@ class TestDecodes:
         finish(scheduler, step)
         step = new_step()
         scheduler._schedule_decodes(step)
-        assert len(sequence.block_table) == 2 and step.grown == [], "token 5 fits"
+        assert len(sequence.block_table) == 2, f"token 5 fits into the second block, got {sequence.block_table}"
+        assert step.grown == [], "`_grow` is for a token that begins a block, and token 5 does not"
 
     def test_without_a_free_block_the_latest_is_preempted(self):
         scheduler = scheduler_of(num_blocks=2)
@@ -356,6 +361,14 @@ class TestAdmit:
         assert a.state is State.DECODING and b.state is State.PREFILLING
         assert a.first_scheduled_time == step.time
         check_books(scheduler)
+
+    def test_one_that_comes_back_keeps_the_time_when_it_was_first_scheduled(self):
+        scheduler, step = scheduler_of(), new_step()
+        sequence = add(scheduler, 6)
+        sequence.first_scheduled_time = 0.25
+        scheduler._admit(step, 10)
+        time = sequence.first_scheduled_time
+        assert time == 0.25, f"preempted and admitted again, it was first scheduled at 0.25, got {time}"
 
     def test_no_more_than_there_are_batch_slots(self):
         scheduler, step = scheduler_of(max_num_seqs=2), new_step()
