@@ -50,7 +50,7 @@ def draw(results: list[dict]) -> dict[str, Picture]:
     times = medians(results[0]["rows"], "stride_bytes", "wanted_bytes")
     found = {f"{distance} B": wanted / seconds / 1e9 for (distance, wanted), seconds in times.items()}
     first, *_, last = found.values()
-    title = f"Scattered reads deliver 1/{first / last:.0f} of the wanted bytes ({device_name(results[0])})"
+    title = f"Scattered reads get 1/{first / last:.0f} of the bandwidth ({device_name(results[0])})"
     x_label = "distance between the addresses of neighbouring threads"
     figure, axes = new_panel(8, 3.4, x_label, "GB/s of wanted bytes", title)
     bars = axes.bar(list(found), list(found.values()), color=[BLUE, *[ORANGE] * (len(found) - 1)])

@@ -32,7 +32,8 @@ def draw_pool(sequences: Mapping[str, Sequence], manager: BlockManager, title: s
         sequences: name (a letter) -> sequence; computed tokens are drawn full, allocated slots without a token empty.
         manager: of the pool; blocks that no sequence holds and the prefix cache still knows are drawn grey.
     """
-    size, colour = manager.block_size, dict(zip(sequences, COLOURS, strict=False))
+    size = manager.block_size
+    colour = {name: COLOURS[ord(name) - ord("A")] for name in sequences}  # the same in one picture as in the next
     columns, below = min(manager.num_blocks, BLOCKS_PER_ROW), -(-manager.num_blocks // BLOCKS_PER_ROW) * 1.7
     figure, axes = new_canvas(
         1.35 * columns, below * 0.8 / 1.7 + 0.25 * len(sequences) + 0.4,
