@@ -514,7 +514,7 @@ ROUGH = {
         lambda: (kernels("B compiled") - kernels("B compiled", "stage-b")) / 24, 0.9, 1.1,
     ),
     "B: attention written out": (
-        B, "A compiled step has another now (below) and takes nearly a third less",
+        B, "has faster attention kernels (below), and takes nearly a third less time",
         lambda: 1 - 1e-3 * step("B compiled") / in_waterfall("B compiled"), 0.27, 0.33,
     ),
     "B: floor": (B, "It still takes 5 × the floor", lambda: far("B compiled"), 4.5, 5.5),
