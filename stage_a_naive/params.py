@@ -11,7 +11,6 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from stage_a_naive.errors import shown
 
@@ -54,22 +53,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check = partial(check_field, self)
-        check("temperature", as_number, lambda v: v >= 0, "a finite number, 0 or more")
-        check("top_k", as_integer, lambda v: v >= 0, "an integer, 0 (off) or more")
-        check("top_p", as_number, lambda v: 0 < v <= 1, "above 0 and at most 1")
-        check("min_p", as_number, lambda v: 0 <= v <= 1, "between 0 and 1")
-        check("repetition_penalty", as_number, lambda v: v > 0, "a finite number above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check(name, as_number, lambda v: -2 <= v <= 2, "between -2 and 2")
-        check("max_tokens", as_integer, lambda v: v >= 1, "an integer, 1 or more")
-        check("stop", _as_strings, all, "one or more non-empty strings")
-        check("stop_token_ids", _as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more")
-        check("ignore_eos", as_boolean, lambda v: True, "True or False")
-        for name, limit in (("seed", 2**64), ("logprobs", 2**31)):
-            if getattr(self, name) is not None:
-                rule = f"None, or an integer from 0 to {limit - 1}"
-                check(name, as_integer, lambda v, limit=limit: 0 <= v < limit, rule)
+        for name, rule in RULES.items():
+            if getattr(self, name) is not getattr(SamplingParams, name):  # a default needs no check
+                check_field(self, name, *rule)
 
     @property
     def needs_penalties(self) -> bool:
@@ -129,3 +115,20 @@ def _as_ids(value: object) -> tuple[int, ...] | None:
         return ()
     ids = tuple(map(as_integer, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else (None,)
     return None if None in ids else ids
+
+
+RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed, and the same in words
+    "temperature": (as_number, lambda v: v >= 0, "a finite number, 0 or more"),
+    "top_k": (as_integer, lambda v: v >= 0, "an integer, 0 (off) or more"),
+    "top_p": (as_number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "min_p": (as_number, lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "repetition_penalty": (as_number, lambda v: v > 0, "a finite number above 0"),
+    "presence_penalty": (as_number, lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "frequency_penalty": (as_number, lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "max_tokens": (as_integer, lambda v: v >= 1, "an integer, 1 or more"),
+    "stop": (_as_strings, all, "one or more non-empty strings"),
+    "stop_token_ids": (_as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more"),
+    "ignore_eos": (as_boolean, lambda v: True, "True or False"),
+    "seed": (as_integer, lambda v: 0 <= v < 2**64, f"None, or an integer from 0 to {2**64 - 1}"),
+    "logprobs": (as_integer, lambda v: 0 <= v < 2**31, f"None, or an integer from 0 to {2**31 - 1}"),
+}

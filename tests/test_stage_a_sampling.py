@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 from stage_a_naive.filters import filter_logits
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import gumbel_noise
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.params import RULES, SamplingParams
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import sample
 
@@ -69,6 +70,13 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
     with pytest.raises(ValueError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 160
+
+
+def test_every_field_has_a_rule_and_a_default_that_it_allows() -> None:
+    """So a default need not be checked again whenever parameters are made."""
+    for field in fields(SamplingParams):
+        convert, allowed, _ = RULES[field.name]
+        assert field.default is None or (convert(field.default) == field.default and allowed(field.default))
 
 
 def test_vllms_spellings_and_numpys_numbers_are_understood() -> None:
