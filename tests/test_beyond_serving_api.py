@@ -182,7 +182,7 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     async def send(message: dict) -> None:
         sent.append(message)
 
-    asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send, send))
+    asyncio.run(EventStream(ends(), Answer(ask, "tutor", llm.tokenizer), include_usage=True)._send_all(send))
     assert [message["more_body"] for message in sent[1:]] == [True, True, True, False]
     last_end, usage, done = sent[-1]["body"].decode().split("\n\n")[:-1]  # one write
     assert json.loads(last_end.removeprefix("data: "))["choices"][0]["index"] == 3
@@ -437,6 +437,9 @@ def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
     method = client.get("/v1/completions")
     assert (method.status_code, method.headers["Allow"]) == (405, "POST")
     assert method.json()["error"]["message"] == "GET /v1/completions: method not allowed"
+    for path in ("/v1/models", "/v1/models/tutor", "/live/events"):
+        method = client.post(path, json={})
+        assert method.status_code == 405 and set(method.headers["Allow"].split(", ")) == {"GET", "HEAD"}
     for path in ("/page", "/v1", "/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"):
         response = client.get(path)
         assert response.status_code == 404 and set(response.json()) == {"error"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -37,7 +37,8 @@ class Answer:
         self._ask = ask
         self.num_choices = len(ask.prompts) * ask.n
         self._tokenizer = tokenizer
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        name = f"{prefix}-{os.urandom(16).hex()}"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if ask.is_chat else {})
         self._begun: set[int] = set()  # choices that have told a token; in a chat the first chunk tells the role
         self._around: dict[int, list[str]] = {}  # by choice: what comes before and behind the text
@@ -63,14 +64,15 @@ class Answer:
 
     def chunk(self, index: int, token: Token | None, finish_reason: str | None) -> str:
         """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone."""
-        around = self._around.get(index)
-        if around and not finish_reason:
-            return f"{around[0]}{as_json(token.text)}{around[1]}"
-        chunk = as_json(self._chunk(index, token, finish_reason))
-        self._begun.add(index)
-        if self._ask.params.logprobs is None:  # then the next ones differ in their text alone: write the rest once
+        tells_role = self._ask.is_chat and index not in self._begun
+        if finish_reason or tells_role or self._ask.params.logprobs is not None:
+            chunk = as_json(self._chunk(index, token, finish_reason))
+            self._begun.add(index)
+            return chunk
+        if index not in self._around:  # all others differ in their text alone: write the rest once
             self._around[index] = as_json(self._chunk(index, Token(0, MARK), None)).split(as_json(MARK))
-        return chunk
+        before, behind = self._around[index]
+        return f"{before}{as_json(token.text)}{behind}"
 
     def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, object]:
         text = token.text if token else ""

@@ -19,12 +19,13 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from beyond.serving.answers import Answer, text_of
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
-from beyond.serving.http_errors import App, error_response, refused_prompt
+from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
 from stage_a_naive.errors import shown
@@ -40,8 +41,7 @@ def _refuse_constant(name: str) -> None:
 
 
 READ_JSON = json.JSONDecoder(parse_constant=_refuse_constant).decode  # made once: json.loads would make one per request
-Handler = Callable[..., Awaitable[Response]]
-Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+Handler = Callable[..., Awaitable[ASGIApp]]
 
 
 class Api:
@@ -67,8 +67,8 @@ class Api:
             # The router tries one after the other, so what is asked most comes first.
             Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
             Route("/v1/completions", self.post(self.completions), methods=["POST"]),
-            Route("/v1/models", self.guarded(self.models)),
-            Route("/v1/models/{model:path}", self.guarded(self.one_model)),
+            Route("/v1/models", self.guarded(self.models), methods=["GET"]),
+            Route("/v1/models/{model:path}", self.guarded(self.one_model), methods=["GET"]),
             Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
             Route("/health", self.health),
@@ -82,7 +82,7 @@ class Api:
     def guarded(self, handler: Handler) -> Endpoint:
         """An endpoint for clients with the key; an error that `handler` raises is answered as one."""
 
-        async def endpoint(request: HttpRequest) -> Response:
+        async def answer(request: HttpRequest) -> ASGIApp:
             try:
                 self._check_key(request)
                 return await handler(request)
@@ -91,12 +91,12 @@ class Api:
             except Exception as error:
                 return error_response(error)
 
-        return endpoint
+        return Endpoint(answer)
 
     def post(self, handler: Handler) -> Endpoint:
         """A guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
 
-        async def read_and_answer(request: HttpRequest) -> Response:
+        async def read_and_answer(request: HttpRequest) -> ASGIApp:
             body = await self._read_json(request)
             if isinstance(body, dict) and body.get("stream"):  # `EventStream` watches the connection itself
                 return await handler(body)
@@ -135,11 +135,11 @@ class Api:
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
 
-    async def completions(self, body: object) -> Response:
+    async def completions(self, body: object) -> ASGIApp:
         """`POST /v1/completions`."""
         return await self._answer(body, parse_completion(body, self.limits))
 
-    async def chat_completions(self, body: object) -> Response:
+    async def chat_completions(self, body: object) -> ASGIApp:
         """`POST /v1/chat/completions`."""
         return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len))
 
@@ -198,7 +198,7 @@ class Api:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    async def _answer(self, body: dict, ask: Ask) -> Response:
+    async def _answer(self, body: dict, ask: Ask) -> ASGIApp:
         self._check_model(body.get("model"))
         if not ask.is_chat and sum(map(len, ask.prompts)) <= AT_ONCE:
             requests = self._requests(ask)
@@ -229,6 +229,8 @@ class Api:
             checked = self.llm.llm.requests(prompts, ask.params)
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
+        if ask.n == 1:
+            return checked
         return [
             replace(request, index=request.index * ask.n + i, seed=(request.seed + i) % 2**64)
             for request in checked

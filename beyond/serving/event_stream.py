@@ -13,13 +13,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import Answer, as_json
 from beyond.serving.async_llm import Stream
 from beyond.serving.http_errors import error_body
-from beyond.serving.sse import DONE, EVENT_HEADERS, frame
+from beyond.serving.sse import DONE, START, frame
 from stage_a_naive.outputs import GenerationOutput, Request
 from stage_e_batching.mailbox import Event
 
@@ -53,19 +52,18 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
             await asyncio.wait({task})
 
 
-class EventStream(Response):
-    """Tokens as server-sent events, one event per token, as they come."""
+class EventStream:
+    """The response whose body is tokens as server-sent events, one event per token, as they come."""
 
     def __init__(self, stream: Stream, answer: Answer, include_usage: bool) -> None:
-        super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
-        del self.headers["content-length"]
         self._stream, self._answer, self._include_usage = stream, answer, include_usage
         self._outputs: dict[int, GenerationOutput] = {}  # of the answers that have ended
         self._num_begun = self._num_sent = 0  # writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone, OSError), self._stream:  # nobody is left to tell
-            await unless_gone(partial(self._gone, receive), self._send_all(send, scope["write"]))
+            await asyncio.sleep(0)  # requests that came at the same moment go to the engine before any answer begins
+            await unless_gone(partial(self._gone, receive), self._send_all(send))
 
     async def _gone(self, receive: Receive) -> None:
         """Return when the connection has ended, or when the client has taken in nothing for `SEND_SECONDS`.
@@ -80,18 +78,12 @@ class EventStream(Response):
                     await receive()
                     return
 
-    async def _send_all(self, send: Send, write: Send) -> None:
-        """Send the whole answer.
-
-        Args:
-            send: for its beginning.
-            write: for what follows; it may be a shorter way.
-        """
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send_all(self, send: Send) -> None:
+        await send(START)
 
         async def send_on(body: bytes, more: bool = True) -> None:
             self._num_begun += 1
-            await write({"type": "http.response.body", "body": body, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
             self._num_sent += 1
 
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.routing import Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
@@ -53,14 +56,26 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(told), told.status, wait)
 
 
-class App(Router):
-    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves.
+@dataclass(frozen=True)
+class Endpoint:
+    """A handler of requests as an ASGI application.
 
-    It wraps `send` to see answers begin; `scope["write"]` is for those that have begun.
+    Starlette's router takes this as it is. Around a function it would wrap three more for every request, and around
+    `send` one for every write.
     """
 
+    handler: Callable[[HttpRequest], Awaitable[ASGIApp]]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope |= {"app": self, "write": send}
+        response = await self.handler(HttpRequest(scope, receive))
+        await response(scope, receive, send)
+
+
+class App(Router):
+    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
         try:
             await super().__call__(scope, receive, send)
         except HTTPException as error:  # the router's own

@@ -12,6 +12,7 @@ sent while nothing changes, and nothing is described while no page is open.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import as_json
-from beyond.serving.app import Api, Endpoint
+from beyond.serving.app import Api
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, unless_gone
 from beyond.serving.protocol import RequestError, check_fields
-from beyond.serving.sse import EVENT_HEADERS, frame
+from beyond.serving.sse import START, frame
 from beyond.serving.step_log import describe, watch
 from stage_a_naive.errors import shown
 
@@ -56,11 +57,11 @@ class LiveView:
         return [
             Route("/", _file(PAGE / "index.html")),
             *(Route(f"/page/{path.name}", _file(path)) for path in files),
-            Route("/live/events", self._api.guarded(self.events)),
+            Route("/live/events", self._api.guarded(self.events), methods=["GET"]),
             Route("/live/control", self._api.post(self.control), methods=["POST"]),
         ]
 
-    async def events(self, request: HttpRequest) -> Response:
+    async def events(self, request: HttpRequest) -> PictureStream:
         """`GET /live/events`: a picture of the engine whenever something has changed, as server-sent events."""
         await self._api.read_body(request)  # it is empty, but has to be read before the connection's end
         return PictureStream(self)
@@ -88,12 +89,10 @@ class LiveView:
         return as_json(head | described)
 
 
-class PictureStream(Response):
-    """Pictures for one page, until it is closed or the engine is."""
+class PictureStream:
+    """The response with pictures for one page, until it is closed or the engine is."""
 
     def __init__(self, view: LiveView) -> None:
-        super().__init__(media_type="text/event-stream", headers=EVENT_HEADERS)
-        del self.headers["content-length"]
         self._view = view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +100,7 @@ class PictureStream(Response):
             await unless_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(START)
         sent = ""
         with suppress(EngineClosed):
             while not self._view.loop.closed:
@@ -113,7 +112,7 @@ class PictureStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _file(path: Path) -> Endpoint:
+def _file(path: Path) -> Callable[[HttpRequest], Awaitable[Response]]:
     """An endpoint that answers with a file, which is read when the server starts."""
     content, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
 

@@ -165,7 +165,11 @@ def check_fields(body: object, known: set[str]) -> dict[str, object]:
     """The fields of a JSON object that say something; `RequestError` names one that is not supported."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {shown(body)}")
-    fields = {name: value for name, value in body.items() if value not in (None, *ASKS_FOR_NOTHING.get(name, ()))}
+    fields = {
+        name: value
+        for name, value in body.items()
+        if value is not None and value not in ASKS_FOR_NOTHING.get(name, ())
+    }
     for name in fields:
         if name not in known:
             raise RequestError(
@@ -215,7 +219,7 @@ def _prompts(prompt: object, limits: Limits) -> list:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if set(map(type, prompt)) == {int}:
+        if isinstance(prompt[0], int):  # that the others are, too, is the engine's to check
             return [prompt]
         if len(prompt) > limits.prompts:
             raise RequestError(f"{len(prompt)} prompts; a request may have at most {limits.prompts}", param="prompt")

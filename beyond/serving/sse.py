@@ -20,4 +20,12 @@ def frame(data: str) -> bytes:
 
 
 DONE = frame("[DONE]")
-EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # else nginx, as a proxy, collects events
+START = {  # the message of ASGI with which an answer made of events begins
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),  # else nginx, as a proxy, collects events
+    ],
+}
