@@ -140,6 +140,10 @@ class Engine(LiveRequests):
     def schedule(self) -> ScheduledStep:
         """Decide the next step."""
         step = self.scheduler.schedule()
+        for sequence in step.admitted:  # now: it may have been preempted when the step's tokens are there
+            if sequence.is_new:
+                self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+                self.counters.num_cached_tokens += sequence.num_cached_tokens
         if self.trace:
             self.trace.begin(step, self.scheduler)
         return step
@@ -213,10 +217,6 @@ class Engine(LiveRequests):
         counters.num_prefill_tokens += step.total_tokens - step.num_decodes - step.num_recomputed
         counters.num_recomputed_tokens += step.num_recomputed
         counters.num_preemptions += len(step.preempted)
-        for sequence in step.admitted:
-            if sequence.is_new:
-                counters.num_prompt_tokens += sequence.num_prompt_tokens
-                counters.num_cached_tokens += sequence.num_cached_tokens
 
     def _check_idle(self) -> None:
         """Check that every block is free when nothing runs and nothing waits: a leak is found where it happened."""

@@ -41,7 +41,7 @@ class BatchSequence(Sequence):
     state: State = State.WAITING
     batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
     num_preemptions: int = 0  # times its blocks were taken away
-    highest_computed: int = 0  # most tokens computed before a preemption: what is below is computed again
+    highest_computed: int = 0  # most tokens computed before it lost its blocks: what is below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
 
@@ -54,8 +54,8 @@ class BatchSequence(Sequence):
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of it has run yet, here also not before a preemption."""
-        return self.num_generated_tokens == 0 and self.num_preemptions == 0
+        """Whether nothing of it has run yet, here also not before it lost its blocks."""
+        return self.highest_computed == 0
 
     @property
     def max_total_tokens(self) -> int:

@@ -9,8 +9,8 @@ What is recorded is fixed: addresses, grid sizes, the number of rows. So
 * inputs are stored at fixed addresses, and a step copies its own there before the replay;
 * there is a graph for each of the *capture sizes*, and a batch is padded up to the next one. Padding rows
   have a context of 0 and slot -1, so that they read no KV and write none, and a batch slot of their own, so that
-  their tokens go nowhere. Above the largest size the model runs eagerly; steps with prefill have graphs of their own
-  (`prefill_graphs.py`);
+  their tokens go nowhere. Steps with prefill have graphs of their own (`prefill_graphs.py`). More decodes than the
+  largest size run in one of those, or eagerly where there is none;
 * lengths, positions and block tables are read from device memory, so one graph serves every step of its size.
 
 All graphs share one memory pool: they never run at the same time.

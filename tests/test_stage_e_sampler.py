@@ -62,11 +62,11 @@ def admit_all(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> No
 
 
 def choose(sampler: Sampler, batch: list[dict], batch_slots: list[int]):
-    seat_array = np.array(batch_slots)
+    slots = np.array(batch_slots)
     temperatures, keys = np.empty(len(batch_slots), np.float32), np.empty(len(batch_slots), np.int32)
-    sampler.fill(seat_array, np.array([len(row["output"]) for row in batch]), temperatures, keys)
+    sampler.fill(slots, np.array([len(row["output"]) for row in batch]), temperatures, keys)
     logits = torch.tensor([row["logits"] for row in batch])
-    return sampler(logits, seat_array, torch.from_numpy(temperatures), torch.from_numpy(keys))
+    return sampler(logits, slots, torch.from_numpy(temperatures), torch.from_numpy(keys))
 
 
 def chosen_for(batch: list[dict]) -> list[int]:

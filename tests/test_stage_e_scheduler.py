@@ -210,7 +210,7 @@ def test_what_a_preempted_prompt_finds_of_itself_is_not_counted_as_cached():
     sequence.num_computed_tokens = 9
     manager.index_computed(sequence)
     manager.free(sequence)
-    sequence.num_preemptions = 1
+    sequence.highest_computed = 9  # as the scheduler notes when it preempts
     manager.allocate(sequence, 9)
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 0)
 
@@ -482,6 +482,20 @@ def test_the_counters_add_up_after_preemptions(prefix_caching):
         assert counters.num_recomputed_tokens < lost
     else:
         assert counters.num_recomputed_tokens == lost
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 4])
+def test_a_prompt_is_counted_once_though_it_is_preempted_at_once_or_its_step_breaks_off(late, fails_at):
+    pool = {"num_blocks": 20, "block_size": 64, "max_num_seqs": 32, "max_num_batched_tokens": 4000}
+    engine = make_engine(late=late, fail_at=frozenset({fails_at}), **pool)
+    for i in range(16):  # all of them need a block in the step after their admission
+        engine.add_request(make_request(i, prompt_of(64, i), 10, ignore_eos=True), streams=False)
+    while engine.has_unfinished():
+        with suppress(RuntimeError):
+            engine.step()
+    assert engine.counters.num_prompt_tokens == 16 * 64 and engine.counters.num_cached_tokens == 0
+    assert engine.runner.steps[1].preempted or fails_at == 1
 
 
 def test_an_idle_engine_notices_a_leaked_block():
