@@ -119,7 +119,7 @@ class StaticEngine:
         batch: list[Sequence] = []
         for sequence in self.waiting:
             # The last token generated is never run, so its K and V take no slot.
-            room -= self.block_manager.blocks_for(sequence.completion.max_total_tokens - 1)
+            room -= self.block_manager.blocks_for(sequence.max_total_tokens - 1)
             # One sampling_fn chooses the tokens of a whole batch.
             alike = not batch or sequence.request.sampling_fn is batch[0].request.sampling_fn
             if room < 0 or len(batch) == most or not alike:

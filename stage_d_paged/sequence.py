@@ -61,6 +61,11 @@ class Sequence:
         return self.completion.num_generated_tokens
 
     @property
+    def max_total_tokens(self) -> int:
+        """Prompt and answer together never pass this."""
+        return self.completion.max_total_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to run before the next one can be sampled: the rest of a prefill, or 1 in decode."""
         return len(self) - self.num_computed_tokens

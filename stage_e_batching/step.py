@@ -57,11 +57,6 @@ class BatchSequence(Sequence):
         """Whether nothing of it has run yet, here also not before it lost its blocks."""
         return self.highest_computed == 0
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Prompt and answer together never pass this."""
-        return self.completion.max_total_tokens
-
 
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step: it runs positions `start` … `start + num_tokens - 1`."""
