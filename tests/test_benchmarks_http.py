@@ -36,11 +36,23 @@ def test_every_answer_over_http_is_whole_or_the_study_ends(server, monkeypatch):
     prompts = make_prompts(3, 8, 0, 0)
     here = LocalServer(server.url, os.getpid())
     with ThreadPoolExecutor(2) as pool:
-        took = http_cost.over_http(pool, 2, here, prompts, 64)
+        took = http_cost.over_http(pool, 2, here, prompts, [64] * 3)
         assert 0 < took.to_first_tokens < took.on_clock and took.of_cpu > 0 and took.reading > 0
         monkeypatch.setattr(server.llm, "draining", True)
         with pytest.raises(RuntimeError, match="2 of 2 answers failed: status 503"):
-            http_cost.over_http(pool, 2, here, make_prompts(2, 8, 0, 0), 64)
+            http_cost.over_http(pool, 2, here, make_prompts(2, 8, 0, 0), [64] * 2)
+
+
+def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(server, monkeypatch):
+    admitted: list[int] = []
+    admit = server.llm._admit
+    monkeypatch.setattr(server.llm, "_admit", lambda n: (admit(n), admitted.append(server.llm.num_unfinished)))
+    with ThreadPoolExecutor(2) as pool:
+        here, lengths = LocalServer(server.url, os.getpid()), [4, 9, 5, 8, 3, 7, 6, 2, 5, 4, 3, 8]
+        http_cost.over_http(pool, 2, here, make_prompts(12, 8, 0, 0), lengths, rounds=3)
+        assert len(admitted) == 12 and max(admitted) == 4
+        with pytest.raises(RuntimeError, match="1 of 2 answers failed: too short"):  # the pool is too small for it
+            http_cost.over_http(pool, 1, here, make_prompts(2, 8, 0, 0), [4, 5000], rounds=2)
 
 
 def test_a_load_has_a_time_for_every_request(server, monkeypatch):
@@ -72,7 +84,10 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
     }  # fmt: skip
     lines = http_cost.table([result])["http-cost"]
     assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) | – |", "| HTTP | 100 | 0.80 (0.50–0.80) | – |"]
-    [(name, picture)] = http_cost.draw([result]).items()
+    assert "64 requests at once, 8 in, 8 out" in lines[-2]
+    again = http_cost.table([result | {"rounds": 3}])["http-cost"]
+    assert "64 streams of 3 requests each, 8 in, 4–8 out" in again[-2]
+    [(name, picture)] = http_cost.draw([result | {"rounds": 3, "rows": []}, result]).items()
     assert name == "beyond/serving/figures/http_cost.png" and picture.png.startswith(b"\x89PNG")
 
 

@@ -6,6 +6,9 @@ also sends one event per token. The first server has the engine in a thread of i
 second in another process. Several processes read the streams, so that reading does not limit what is measured; they
 connect before the clock starts, as clients that ask again and again do.
 
+With `rounds=8` there are 8 times as many requests, and a stream asks for the next one as soon as it has been answered.
+The answers differ in their length, so that new requests come one by one, as they do to a server at work.
+
 On a CPU the seconds are those that the processes of the engine and the server computed for, so that the readers and
 other programs on the machine count for little.
 """
@@ -13,8 +16,10 @@ other programs on the machine count for little.
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -53,13 +58,21 @@ class Seconds(NamedTuple):
 @one_thread()
 def measure(
     model: str = "tutor", device: str = "cpu", stage: str = "e", input_len: int = 32, output_len: int = 64,
-    readers: int = 4,
+    readers: int = 4, rounds: int = 1,
 ) -> dict:  # fmt: skip
-    """Output tokens per second of each way, prefill included; the ways take turns. `readers` processes read."""
+    """Output tokens per second of each way, prefill included; the ways take turns.
+
+    Args:
+        output_len: tokens of an answer. With several rounds they have from half of it to all of it.
+        readers: processes that read.
+        rounds: requests of each stream, one after another.
+    """
     options = {"max_num_seqs": STREAMS, "enable_prefix_caching": False, "gpu_memory_utilization": SHARE}
     words = ["--stage", stage, "--model", model, "--device", device, "--max-num-seqs", str(STREAMS), "--no-page"]
     words += ["--no-prefix-caching", "--gpu-memory-utilization", str(SHARE)]
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    chance, shortest = random.Random(0), output_len if rounds == 1 else output_len // 2
+    lengths = [chance.randint(shortest, output_len) for _ in range(STREAMS * rounds)]
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     rows = {way: {"way": way, "tokens_per_s": [], "first_tokens_ms": [], "reading": []} for way in WAYS}
     with (
         ExitStack() as stack,
@@ -68,22 +81,23 @@ def measure(
     ):
         servers = {way: stack.enter_context(local_server(*words, module=module)) for way, module in SERVERS.items()}
         for repeat in range(REPEATS + 1):  # the first is a warm-up
-            prompts = make_prompts(STREAMS, input_len, 0, repeat)
+            prompts = make_prompts(STREAMS * rounds, input_len, 0, repeat)
             for way, row in rows.items():
                 if way in servers:
-                    took = over_http(pool, readers, servers[way], prompts, output_len)
+                    took = over_http(pool, readers, servers[way], prompts, lengths, rounds)
                 else:
                     took = offline(llm, way, prompts, params)
                 if repeat:
                     seconds = took.of_cpu if llm.device.type == "cpu" else took.on_clock
-                    row["tokens_per_s"].append(STREAMS * output_len / seconds)
-                    row["first_tokens_ms"].append(1e3 * took.to_first_tokens)
+                    row["tokens_per_s"].append(sum(lengths) / seconds)
+                    if rounds == 1:  # else the last requests begin near the end
+                        row["first_tokens_ms"].append(1e3 * took.to_first_tokens)
                     row["reading"].append(took.reading / took.on_clock)
     return {"model": model, "stage": stage, "streams": STREAMS, "input_len": input_len, "output_len": output_len,
-            "rows": list(rows.values())}  # fmt: skip
+            "rounds": rounds, "rows": list(rows.values())}  # fmt: skip
 
 
-def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> Seconds:
+def offline(llm: LLM, way: str, prompts: list[list[int]], params: list[SamplingParams]) -> Seconds:
     """Time one call of `generate`, or reading all of `stream`."""
     start, cpu_start = time.perf_counter(), time.process_time()
     if way == "generate":
@@ -99,35 +113,54 @@ def offline(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams
 
 
 def over_http(
-    pool: Executor, readers: int, server: LocalServer, prompts: list[list[int]], output_len: int
+    pool: Executor, readers: int, server: LocalServer, prompts: list[list[int]], lengths: list[int], rounds: int = 1
 ) -> Seconds:
-    """Time all answers from a server, from when the requests are sent.
+    """Time all answers from a server, from when the first requests are sent.
 
     Args:
         pool: of processes that read, each an equal share of the answers.
+        lengths: of the answers, in tokens.
+        rounds: requests for each of the streams that are read at a time.
 
     Raises:
         RuntimeError: an answer is missing or too short.
     """
-    fixed = {"max_tokens": output_len, "temperature": 0, "ignore_eos": True}
-    bodies = [fixed | {"prompt": prompt} for prompt in prompts]
+    fixed = {"temperature": 0, "ignore_eos": True}
+    asked = zip(prompts, lengths, strict=True)
+    bodies = [fixed | {"prompt": prompt, "max_tokens": length} for prompt, length in asked]
     list(pool.map(time.sleep, [0.1] * readers))  # so that all of them are there
     cpu_start, begin = server.cpu_seconds(), time.perf_counter() + CONNECT_SECONDS  # all processes have one clock
     shares = [bodies[i::readers] for i in range(readers)]
-    found, ends, reading = zip(*pool.map(read_answers, [server.url] * readers, shares, [begin] * readers), strict=True)
+    given = [server.url] * readers, shares, [rounds] * readers, [begin] * readers
+    found, ends, reading = zip(*pool.map(read_answers, *given), strict=True)
     answers = list(chain.from_iterable(found))
-    wrong = [answer for answer in answers if answer.error or answer.num_tokens != output_len]
+    wrong = [answer.error for answer in answers if answer.error]
     if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(answers)} answers failed: {wrong[0].error or 'too short'}")
+        raise RuntimeError(f"{len(wrong)} of {len(answers)} answers failed: {wrong[0]}")
     begun = max(answer.arrivals[0] for answer in answers) - begin
     return Seconds(max(ends) - begin, server.cpu_seconds() - cpu_start, begun, max(reading))
 
 
-def read_answers(url: str, bodies: list[dict[str, object]], begin: float) -> tuple[list[Answer], float, float]:
-    """Ask for all answers at `begin`, and read them; returns them, when the last one had ended, and the CPU time."""
-    cpu_start, times = time.process_time(), [begin - time.perf_counter()] * len(bodies)
-    answers, _ = asyncio.run(offer(url, bodies, times, connect_early=True))
-    return answers, time.perf_counter(), time.process_time() - cpu_start
+def read_answers(url: str, bodies: list[dict], rounds: int, begin: float) -> tuple[list[Answer], float, float]:
+    """Ask from `begin` on, and read the answers; returns them, when the last one had ended, and the CPU time."""
+    cpu_start, waiting = time.process_time(), iter(bodies)
+
+    async def read_all() -> list[list[Answer]]:
+        return await asyncio.gather(*(read_stream(url, waiting, begin) for _ in range(len(bodies) // rounds)))
+
+    found = asyncio.run(read_all())
+    return list(chain.from_iterable(found)), time.perf_counter(), time.process_time() - cpu_start
+
+
+async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[Answer]:
+    """Ask for what other streams have left, one answer after another."""
+    found: list[Answer] = []
+    for body in waiting:
+        [answer], _ = await offer(url, [body], [begin - time.perf_counter()], connect_early=True)
+        if answer.num_tokens != body["max_tokens"]:
+            answer.error = answer.error or "too short"
+        found.append(answer)
+    return found
 
 
 def shares_of(result: dict) -> dict[str, list[float]]:
@@ -147,14 +180,16 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         for row, ratios in zip(result["rows"], shares_of(result).values(), strict=True):
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             rate = number(statistics.median(row["tokens_per_s"]))
-            begun = number(statistics.median(row["first_tokens_ms"])) if "first_tokens_ms" in row else "–"
+            begun = number(statistics.median(row["first_tokens_ms"])) if row.get("first_tokens_ms") else "–"
             body.append([row["way"], rate, shown if row["way"] != "generate" else "1", begun])
         rate = unit(result, "output tokens/s", " of CPU time")
         heads = ["the same answers from", rate, "share of `generate`'s rate (range)", "all first tokens after, ms"]
-        work = (
-            f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} requests at once, "
-            f"{result['input_len']} in, {result['output_len']} out; medians of {len(ratios)}, ratios within a repeat"
-        )
+        streams, out, rounds = result["streams"], result["output_len"], result.get("rounds", 1)
+        load = f"{streams} requests at once, {result['input_len']} in, {out} out"
+        if rounds > 1:
+            load = f"{streams} streams of {rounds} requests each, {result['input_len']} in, {out // 2}–{out} out"
+        work = f"{result['model']}, stage {result['stage'].upper()}; {load}; "
+        work += f"medians of {len(ratios)}, ratios within a repeat"
         if busy := [share for row in result["rows"] for share in row.get("reading", ())]:
             work += f"; no reader computed for more than {max(busy):.0%} of the time"
         lines += [*markdown(heads, body), "", caption(result, work), ""]
@@ -162,7 +197,8 @@ def table(results: list[dict]) -> dict[str, list[str]]:
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
-    """A bar per way, on the newest results of a GPU, if there are any."""
+    """A bar per way, for requests at once, on the newest results of a GPU, if there are any."""
+    results = [one for one in results if one.get("rounds", 1) == 1]
     result = next((one for one in results if one["environment"]["device"]["type"] == "cuda"), results[0])
     rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
     axis = unit(result, "output tokens per second", " of the engine's CPU time")
