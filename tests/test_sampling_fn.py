@@ -9,6 +9,7 @@ from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_b_decode_step import LLM as DecodeStepLLM
 from stage_d_paged import LLM as PagedLLM
+from stage_e_batching import LLM as BatchingLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 MODEL = "random:qwen2-tiny"
@@ -35,6 +36,22 @@ def test_a_call_keeps_the_sampler_that_was_set_when_it_began(llm_class: type) ->
         outputs = llm.generate(["abc", "de"], GREEDY, use_tqdm=False, on_text=exchange)
         assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in answers[name]]
     assert answers["built-in"][0]["token_ids"] != answers["replaced"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("llm_class", [*STAGES, pytest.param(BatchingLLM, id="e")])
+def test_a_sampler_that_writes_to_its_logits_changes_no_log_probability(llm_class: type) -> None:
+    def the_last(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        logits[:, :-1] = -1000.0
+        return logits.argmax(-1)
+
+    llm = llm_class(MODEL, device="cpu", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2)
+    found = []
+    for sampling_fn in (the_last, lambda logits, params: the_last(logits.clone(), params)):
+        llm.sampling_fn = sampling_fn
+        [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        found.append((output["token_ids"], output["logprobs"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("wrong", [-1, 4096, 2**40])
