@@ -41,8 +41,8 @@ class Frontend:
     Attributes:
         source, device, dtype: which model, where and in what.
         sampling_fn: replace it to choose tokens yourself: called as `fn(logits [rows, vocab] float32, params)` with one
-            `SamplingParams` per row, it returns the ids `[rows]`. The logits are a copy. None is the built-in sampler. A
-            call of `generate` keeps the function that was set when it began.
+            `SamplingParams` per row, it returns the ids `[rows]`. The logits are a copy. None is the built-in sampler.
+            A call of `generate` keeps the function that was set when it began.
     """
 
     vocab_size: int
