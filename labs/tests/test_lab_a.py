@@ -207,12 +207,12 @@ class TestLoop:
 
     def test_it_stops_after_the_end_of_sequence_token(self):
         model = CountingModel()
-        assert loop.generate(model, [17], eos_id=20, max_tokens=40) == [18, 19, 20]
+        assert loop.generate(model, [17], eos_id=20, max_tokens=40) == [18, 19, 20], "it ends with eos_id, 20"
         assert len(model.calls) == 3, "no step after the end"
 
     def test_one_token_needs_no_decode_step(self):
         model = CountingModel()
-        assert loop.generate(model, [1, 2], eos_id=99, max_tokens=1) == [3]
+        assert loop.generate(model, [1, 2], eos_id=99, max_tokens=1) == [3], "max_tokens=1: the first token alone"
         assert len(model.calls) == 1, "the prefill's logits are the first token's"
 
 

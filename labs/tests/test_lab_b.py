@@ -48,7 +48,9 @@ class TestCacheUpdate:
         key, value = torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32)
         keys, values = cache.update(key, value, 1)
         assert keys.shape[-2] == 5, f"a prompt of 5 attends to its own 5 keys, got {keys.shape[-2]}"
-        assert torch.equal(keys, key) and torch.equal(values, value)
+        assert torch.equal(keys, key) and torch.equal(values, value), (
+            "a prompt's keys and values are returned as they came"
+        )
         assert torch.equal(cache.layers[1].keys[:, :, :5], key), "the keys must be stored at positions 0 to 4"
         assert torch.equal(cache.layers[1].values[:, :, :5], value), "the values must be stored too"
         assert not cache.layers[0].keys.any(), "layer 0 was not asked for"
@@ -221,7 +223,9 @@ class TestReceive:
         assert late.waits == 0, "one chunk may be on its way: waiting for it would stall the CPU"
         assert ids == [1, 2], f"the first chunk has arrived, the second has not: [1, 2] expected, got {ids}"
         late.done = True
-        assert log.receive(max_in_flight=1) == [3, 4]
+        assert log.receive(max_in_flight=1) == [3, 4], (
+            "the second chunk has arrived, and what was handed out is not again"
+        )
 
     def test_it_waits_when_too_many_are_under_way(self):
         first, second = FakeEvent(False), FakeEvent(False)
@@ -232,7 +236,7 @@ class TestReceive:
 
     def test_zero_in_flight_waits_for_all_in_order(self):
         log = log_with([([1], FakeEvent(False)), ([2], FakeEvent(True)), ([3], FakeEvent(False))])
-        assert log.receive(max_in_flight=0) == [1, 2, 3]
+        assert log.receive(max_in_flight=0) == [1, 2, 3], "max_in_flight=0: wait for all, in order"
 
 
 class FakeLog:

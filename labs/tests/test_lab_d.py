@@ -72,7 +72,7 @@ class TestFlatBatch:
         assert meta.cu_seqlens_q.tolist() == [0, 6, 7], f"got cu_seqlens_q {meta.cu_seqlens_q.tolist()}"
         assert meta.context_lens.tolist() == [6, 4], f"the last tokens see 6 and 4, got {meta.context_lens.tolist()}"
         assert meta.block_tables.tolist() == [[4, 1], [2, -1]], f"got block_tables {meta.block_tables.tolist()}"
-        assert (meta.max_query_len, meta.max_context_len) == (6, 6)
+        assert (meta.max_query_len, meta.max_context_len) == (6, 6), "the longest chunk, and the longest context"
         assert out.last_rows.tolist() == [5, 6], f"the last tokens' rows are 5 and 6, got {out.last_rows.tolist()}"
         dtypes = (out.input_ids.dtype, meta.slot_mapping.dtype, meta.cu_seqlens_q.dtype, meta.block_tables.dtype)
         assert dtypes == (torch.int64, torch.int64, torch.int32, torch.int32), (
@@ -288,7 +288,7 @@ class TestStoreKernel:
         k_cache, v_cache = torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 4)
         triton_store.store(key, value, k_cache, v_cache, torch.tensor([1, 3, 0]))
         assert torch.equal(k_cache.view(4, 2, 4)[[1, 3, 0]], key), "use key_stride from one token to the next"
-        assert torch.equal(v_cache.view(4, 2, 4)[[1, 3, 0]], value)
+        assert torch.equal(v_cache.view(4, 2, 4)[[1, 3, 0]], value), "use value_stride from one token to the next"
 
     def test_offsets_may_pass_two_to_the_31(self):
         # Slots 2^30 numbers apart: the third begins at 2^31. The memory between them is never touched.
@@ -297,7 +297,7 @@ class TestStoreKernel:
         key, value = torch.randn(1, 1, 8, dtype=torch.float16), torch.randn(1, 1, 8, dtype=torch.float16)
         triton_store.store(key, value, k_cache, v_cache, torch.tensor([2]))
         assert torch.equal(k_cache[2, 0], key[0]), "the offset slot * slot_stride needs 64 bits"
-        assert torch.equal(v_cache[2, 0], value[0])
+        assert torch.equal(v_cache[2, 0], value[0]), "the values' offset needs 64 bits too"
 
 
 @triton.jit
@@ -478,7 +478,7 @@ class TestDecoderLayer:
         x, norm_weight, w_in, w_out, residual, eps, kernel = seen[0]
         assert (x == 7).all() and residual is x, "it reads the stream itself, and adds to it"
         assert (norm_weight, w_in, w_out, eps, kernel) == ("norm weight", "matrix", "matrix", 1e-6, "auto"), seen[0]
-        assert (out == 8).all()
+        assert (out == 8).all(), f"the operator's result is the layer's: 8, got {float(out[0, 0])}"
 
 
 class TestPoolSize:

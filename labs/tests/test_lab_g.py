@@ -39,14 +39,27 @@ def read_events(body: str) -> list[str]:
 class TestFrame:
     @pytest.mark.parametrize("data", ["[DONE]", "", " indented", '{"text": "data: "}', "键值缓存", "a\u2028b\x0bc"])
     def test_one_line_comes_back_as_it_was(self, data):
-        assert read_events(sse.frame(data).decode()) == [data]
+        found = read_events(sse.frame(data).decode())
+        assert found == [data], f"frame({data!r}) is one event with this data, got {found}"
 
     @pytest.mark.parametrize("data", ["a\nb", "a\n\nb", "\n", "a\r\nb", "a\rb", "end\n"])
     def test_lines_stay_one_event(self, data):
-        assert read_events(sse.frame(data).decode()) == [data.replace("\r\n", "\n").replace("\r", "\n")]
+        found = read_events(sse.frame(data).decode())
+        expected = [data.replace("\r\n", "\n").replace("\r", "\n")]
+        assert found == expected, f"frame({data!r}) is one event, read as {expected}, got {found}"
 
     def test_events_that_follow_one_another_stay_apart(self):
         assert read_events((sse.frame("1") + sse.frame("2\n3") + sse.frame("4")).decode()) == ["1", "2\n3", "4"]
+
+
+def refusal(llm: SimpleNamespace, num_requests: int) -> str:
+    """Ask for more than there is room for, and return what is said."""
+    before = llm.num_unfinished
+    try:
+        async_llm.AsyncLLM._admit(llm, num_requests)
+    except async_llm.QueueFull as error:
+        return str(error)
+    pytest.fail(f"{before} of {llm.max_unfinished} are unfinished: a call of {num_requests} must raise QueueFull")
 
 
 class TestAdmit:
@@ -54,16 +67,14 @@ class TestAdmit:
         llm = SimpleNamespace(num_unfinished=3, max_unfinished=5)
         async_llm.AsyncLLM._admit(llm, 2)
         assert llm.num_unfinished == 5
-        with pytest.raises(async_llm.QueueFull):
-            async_llm.AsyncLLM._admit(llm, 1)
+        refusal(llm, 1)
         assert llm.num_unfinished == 5, "who is refused must not be counted"
 
     def test_a_call_gets_in_whole_or_not_at_all(self):
         llm = SimpleNamespace(num_unfinished=0, max_unfinished=5)
-        with pytest.raises(async_llm.QueueFull) as refused:
-            async_llm.AsyncLLM._admit(llm, 6)
-        assert llm.num_unfinished == 0
-        assert "5" in str(refused.value), "the message names the limit"
+        said = refusal(llm, 6)
+        assert llm.num_unfinished == 0, "a call that is refused must not be counted, not even in part"
+        assert "5" in said, f"the message names the limit, 5; got {said!r}"
         async_llm.AsyncLLM._admit(llm, 5)
         assert llm.num_unfinished == 5
 
@@ -94,12 +105,15 @@ class TestRemove:
 
     def test_the_call_is_forgotten_and_the_others_are_not(self, loop):
         engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert loop._calls == {5: loop.other} and loop.mine.live == {} and len(loop.other.live) == 1
+        known = sorted(loop._calls)
+        assert known == [5], f"of requests 4, 5 and 6 only 5 is another call's; self._calls has got {known}"
+        assert loop.mine.live == {}, f"call.live must be empty afterwards, got {sorted(loop.mine.live)}"
+        assert len(loop.other.live) == 1, "the other call's request runs on"
 
     def test_a_second_time_does_nothing(self, loop):
         for _ in range(2):
             engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert len(loop._engine.ids) == 2
+        assert len(loop._engine.ids) == 2, f"two requests are aborted once each, got {loop._engine.ids}"
 
 
 def race(receive, work) -> object:
@@ -115,7 +129,10 @@ def race(receive, work) -> object:
     async def bounded() -> object:
         nonlocal here
         here = asyncio.current_task()
-        return await asyncio.wait_for(run(), 2)
+        try:
+            return await asyncio.wait_for(run(), 2)
+        except TimeoutError:
+            raise AssertionError("it still waits after 2 s, with the work or the connection at its end") from None
 
     here = None
     return asyncio.run(bounded())

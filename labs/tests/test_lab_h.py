@@ -49,17 +49,19 @@ class TestQuantizeRows:
 
     def test_ties_go_to_even(self):
         x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.4]])
-        assert formats.quantize_rows(x, INT8)[0].tolist() == [[127, 0, 2, -2, 126]]
+        assert formats.quantize_rows(x, INT8)[0].tolist() == [[127, 0, 2, -2, 126]], "a half goes to the even neighbour"
 
     @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
     def test_a_row_of_zeros_has_the_scale_1(self, dtype):
         values, scales = formats.quantize_rows(torch.zeros(2, 4), dtype)
-        assert scales.tolist() == [1.0, 1.0] and not values.float().any()
+        assert scales.tolist() == [1.0, 1.0], "two rows of zeros: the scale of each is 1"
+        assert not values.float().any(), f"a row of zeros is stored as zeros, got {values.float().tolist()}"
 
     def test_bfloat16_is_quantised_in_float32(self):
         torch.manual_seed(1)
         x = torch.randn(8, 64).bfloat16()
-        assert torch.equal(formats.quantize_rows(x, INT8)[0], quantized(x, INT8)[0])
+        same = torch.equal(formats.quantize_rows(x, INT8)[0], quantized(x, INT8)[0])
+        assert same, "numbers in bfloat16 become float32 before anything is computed with them"
 
 
 class TestDequantizeMatrix:

@@ -88,7 +88,7 @@ class TestDraft:
         drafter = FoundAt(4, 2)
         drafter.at = at
         sequence = sequence_of(tokens)
-        assert drafter.draft(sequence) == expected
+        assert drafter.draft(sequence) == expected, f"known are {tokens}, the earlier occurrence goes on at {at}"
         assert sequence.token_ids == tokens, "the sequence is as it was"
 
 
@@ -103,7 +103,7 @@ class TestCheckGuess:
             assert not sequence.is_settled, f"after {sampled[:i]}: the next token is certain"
             SpeculativeEngine._check_guess(engine, sequence, token)
         assert sequence.is_settled, f"after {sampled}: no further token is certain"
-        assert sequence.num_right == engine.counters.num_accepted_tokens == right
+        assert sequence.num_right == engine.counters.num_accepted_tokens == right, f"draft [5, 6, 7], sampled {sampled}"
         assert sequence.num_computed_tokens == 3 + right, "what was right has its keys in the pool"
 
 
@@ -117,8 +117,8 @@ class TestShrink:
         sequence.num_computed_tokens = computed
         manager.shrink(sequence)
         kept = -(-computed // 4)
-        assert sequence.block_table == table[:kept]
-        assert manager.num_free == 10 - kept
+        assert sequence.block_table == table[:kept], f"{computed} tokens at 4 a block need {kept} blocks"
+        assert manager.num_free == 10 - kept, f"of 10 blocks, {kept} stay with the sequence"
         manager.check_invariants([sequence])
         manager.shrink(sequence)
         assert sequence.block_table == table[:kept], "a second call does nothing"
@@ -148,22 +148,22 @@ class TestSettle:
         return sequence
 
     def test_a_gain_is_credit_up_to_a_limit(self):
-        assert self.settled(3).balance == 3 - COST
-        assert self.settled(4, 4, 4).balance == MOST_CREDIT
+        assert self.settled(3).balance == 3 - COST, "a verification adds num_right - COST"
+        assert self.settled(4, 4, 4).balance == MOST_CREDIT, "the balance never passes MOST_CREDIT"
         assert self.settled(3).resume_at <= 10, "no pause"
 
     def test_every_loss_doubles_the_pause(self):
         for losses in range(1, 5):
             sequence = self.settled(*[0] * losses)
             assert sequence.resume_at == 10 + FIRST_PAUSE * 2 ** (losses - 1), f"after {losses} losses"
-            assert sequence.balance == 0
+            assert sequence.balance == 0, f"after {losses} losses: a pause begins with a balance of 0"
 
     def test_credit_lasts_for_some_losses(self):
-        assert self.settled(4, 0, 0).resume_at <= 10
-        assert self.settled(4, 0, 0, 0, 0).resume_at == 10 + FIRST_PAUSE
+        assert self.settled(4, 0, 0).resume_at <= 10, "a gain of 3 lasts for two losses: no pause"
+        assert self.settled(4, 0, 0, 0, 0).resume_at == 10 + FIRST_PAUSE, "a gain of 3 does not last for four losses"
 
     def test_a_gain_brings_the_shortest_pause_back(self):
-        assert self.settled(0, 0, 0, 4).pause == FIRST_PAUSE
+        assert self.settled(0, 0, 0, 4).pause == FIRST_PAUSE, "a gain of more than COST brings FIRST_PAUSE back"
         assert self.settled(0, 0, 1).pause == 4 * FIRST_PAUSE, "what gained no more than it cost does not"
 
 

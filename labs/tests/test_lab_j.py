@@ -107,14 +107,18 @@ class TestIdleInTheory:
         ("batches", "num_stages", "expected"), [(1, 2, 1 / 2), (2, 2, 0), (1, 4, 3 / 4), (3, 4, 1 / 4), (9, 4, 0)]
     )
     def test_decodes_keep_as_many_stages_busy_as_there_are_batches(self, batches, num_stages, expected):
-        assert math.isclose(spans.idle_in_theory("decode", batches, num_stages), expected, abs_tol=1e-9)
+        found = spans.idle_in_theory("decode", batches, num_stages)
+        case = f"{batches} batches in flight on {num_stages} stages"
+        assert math.isclose(found, expected, abs_tol=1e-9), f"{case}: {expected} of the time idle, got {found}"
 
     @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
     @pytest.mark.parametrize("chunks", [1, 2, 8])
     def test_a_prompt_in_chunks_fills_and_empties_the_pipeline_once(self, chunks, num_stages):
         ends = [stage + chunks for stage in range(num_stages)]  # chunk c is on stage s in step s + c
         idle = 1 - num_stages * chunks / (num_stages * ends[-1])
-        assert math.isclose(spans.idle_in_theory("prefill", chunks, num_stages), idle, abs_tol=1e-9)
+        found = spans.idle_in_theory("prefill", chunks, num_stages)
+        case = f"a prompt in {chunks} chunks on {num_stages} stages"
+        assert math.isclose(found, idle, abs_tol=1e-9), f"{case}: {idle:.4f} of the time idle, got {found:.4f}"
 
 
 def timeline(*times: tuple[float, float]) -> list[dict[str, object]]:
@@ -123,7 +127,8 @@ def timeline(*times: tuple[float, float]) -> list[dict[str, object]]:
 
 class TestIdleShare:
     def test_one_stage_that_always_works_is_never_idle(self):
-        assert math.isclose(spans.idle_share([timeline((5, 6), (6, 8))]), 0, abs_tol=1e-9)
+        found = spans.idle_share([timeline((5, 6), (6, 8))])
+        assert math.isclose(found, 0, abs_tol=1e-9), f"it works from 5 to 8 without a pause: 0 expected, got {found}"
 
     def test_the_time_is_that_of_all_stages_from_the_first_start_to_the_last_end(self):
         found = spans.idle_share([timeline((100, 101), (102, 103)), timeline((101, 102))])
@@ -199,8 +204,12 @@ class TestScheduleDecodes:
         for step in [decodes(scheduler), decodes(scheduler)]:
             arrive(step)
         step = decodes(scheduler)
-        assert (step.num_decodes, step.starts, step.num_tokens, step.samples) == (2, [2, 2], [1, 1], [True, True])
-        assert [sequence.num_computed_tokens for sequence in step.sequences] == [3, 3]
+        assert (step.num_decodes, step.starts, step.num_tokens, step.samples) == (2, [2, 2], [1, 1], [True, True]), (
+            "num_decodes, starts, num_tokens, samples of a step of two"
+        )
+        assert [sequence.num_computed_tokens for sequence in step.sequences] == [3, 3], (
+            "what runs is computed: one token more"
+        )
         others = [sequence for sequence in scheduler.decoding if sequence not in step.sequences]
         assert [sequence.num_computed_tokens for sequence in others] == [2, 2], "they did not run"
 
@@ -215,7 +224,7 @@ class TestScheduleDecodes:
         scheduler = scheduler_of(1, 3, num_blocks=4, block_size=1, enable_prefix_caching=False)
         step = decodes(scheduler)  # three need a block, and one is free: the third goes for the second
         assert numbers(step) == [0, 1] and step.num_decodes == 2, f"got {numbers(step)}"
-        assert [p.sequence.request_id for p in step.preempted] == [2]
+        assert [p.sequence.request_id for p in step.preempted] == [2], "the latest is preempted"
         assert [sequence.state for sequence in scheduler.waiting] == [State.WAITING]
 
     def test_a_sequence_that_finds_no_block_goes_itself(self):
@@ -318,13 +327,21 @@ def chat(*contents: str, **fields: object) -> bytes:
 class TestSessionOf:
     def test_the_next_turn_of_a_conversation_is_of_the_same_session(self):
         first = sessions.session_of(chat("Be brief.", "What is a block?"))
-        assert sessions.session_of(chat("Be brief.", "What is a block?", "Memory.", "And a slot?")) == first
-        assert sessions.session_of(chat("Be brief.", "What is a block?", temperature=0.5)) == first
-        assert sessions.session_of(chat("Be brief.", "What is a token?", "Memory.", "And a slot?")) != first
+        assert sessions.session_of(chat("Be brief.", "What is a block?", "Memory.", "And a slot?")) == first, (
+            "the next turn is of the first's session"
+        )
+        assert sessions.session_of(chat("Be brief.", "What is a block?", temperature=0.5)) == first, (
+            "other fields do not count"
+        )
+        assert sessions.session_of(chat("Be brief.", "What is a token?", "Memory.", "And a slot?")) != first, (
+            "another question"
+        )
 
     def test_one_long_system_prompt_is_one_session(self):
         long = "x" * sessions.PREFIX_CHARACTERS
-        assert sessions.session_of(chat(long, "one")) == sessions.session_of(chat(long, "two"))
+        assert sessions.session_of(chat(long, "one")) == sessions.session_of(chat(long, "two")), (
+            "cut the text first, then hash it"
+        )
         assert sessions.session_of(chat(long[:40], "one")) != sessions.session_of(chat(long[:40], "two"))
 
     def test_a_prompt_counts_by_its_beginning(self):
@@ -332,7 +349,9 @@ class TestSessionOf:
             return sessions.session_of(json.dumps({"prompt": prompt}).encode())
 
         long = "x" * sessions.PREFIX_CHARACTERS
-        assert session(long + "one") == session(long + "two") != session("one")
+        assert session(long + "one") == session(long + "two") != session("one"), (
+            "the first PREFIX_CHARACTERS count, and no others"
+        )
         assert session([1, 2, 3]) == session([1, 2, 3]) != session([1, 2, 4])
 
     def test_it_is_the_same_in_every_process_and_short(self, monkeypatch):
