@@ -118,7 +118,7 @@ class TestAllocate:
         sequence = sequence_of(range(9))
         assert manager.allocate(sequence, 9) is True
         assert len(set(sequence.block_table)) == 3, f"9 tokens at 4 a block take 3 blocks, got {sequence.block_table}"
-        assert manager.num_used == 3
+        assert manager.num_used == 3, f"these 3 are in use, got {manager.num_used}"
         assert manager.allocate(sequence, 12) is True and len(sequence.block_table) == 3, "token 12 still fits"
         assert manager.allocate(sequence, 13) is True and len(sequence.block_table) == 4, "token 13 takes a block"
         manager.check_invariants([sequence])
@@ -152,7 +152,8 @@ class TestAllocate:
         first = computed(manager, sequence_of(range(8)))
         manager.free(first)
         second = sequence_of([*range(8), 9, 10])
-        assert manager.allocate(second, 10) and manager.num_used == 3
+        assert manager.allocate(second, 10)
+        assert manager.num_used == 3, f"2 revived blocks and a fresh one are in use, got {manager.num_used}"
         manager.check_invariants([second])
 
     def test_revived_blocks_count_as_taken(self):

@@ -144,7 +144,8 @@ class TestChunk:
         assert (step.starts, step.num_tokens, step.samples) == ([0], [6], [False]), (
             "6 of 10 tokens from 0 on, and no token is sampled before the prompt ends"
         )
-        assert sequence.num_computed_tokens == 6 and sequence.state is State.PREFILLING
+        assert sequence.num_computed_tokens == 6, "what is scheduled counts as computed"
+        assert sequence.state is State.PREFILLING, f"4 of its tokens are left to run: it is {sequence.state}"
 
     def test_the_last_chunk_samples_and_the_sequence_decodes(self):
         scheduler = scheduler_of()
@@ -153,7 +154,9 @@ class TestChunk:
         step = new_step()
         assert scheduler._schedule_chunk(sequence, step, 16) == 4, "4 tokens are left"
         assert (step.starts, step.num_tokens, step.samples) == ([6], [4], [True]), f"got {step}"
-        assert sequence.state is State.DECODING and scheduler.decoding == [sequence] and scheduler.prefilling == []
+        assert sequence.state is State.DECODING, f"nothing is left to run: it decodes from now on, got {sequence.state}"
+        assert scheduler.decoding == [sequence], f"it is in `decoding`, got {ids_of(scheduler.decoding)}"
+        assert scheduler.prefilling == [], "and no longer in `prefilling`"
 
     def test_full_blocks_can_be_shared_at_once(self):
         scheduler = scheduler_of()
@@ -194,7 +197,8 @@ class TestDecodes:
         starts = [a.num_computed_tokens, b.num_computed_tokens]
         scheduler._schedule_decodes(step)
         assert step.sequences == [a, b] and step.starts == starts, f"got {step}"
-        assert step.num_tokens == [1, 1] and step.samples == [True, True] and step.num_decodes == 2
+        columns = step.num_tokens, step.samples, step.num_decodes
+        assert columns == ([1, 1], [True, True], 2), f"num_tokens, samples, num_decodes of two decodes; got {columns}"
         counts = [a.num_computed_tokens, b.num_computed_tokens]
         assert counts == [starts[0] + 1, starts[1] + 1], "each has one computed token more"
 
@@ -357,9 +361,12 @@ class TestAdmit:
         scheduler._admit(step, 10)
         assert step.admitted == [a, b], f"10 tokens: a whole, 4 of b; got {[s.request_id for s in step.admitted]}"
         assert step.num_tokens == [6, 4] and step.samples == [True, False] and step.grown == [a, b]
-        assert list(scheduler.waiting) == [c] and a.batch_slot != b.batch_slot and a.batch_slot >= 0
-        assert a.state is State.DECODING and b.state is State.PREFILLING
-        assert a.first_scheduled_time == step.time
+        assert list(scheduler.waiting) == [c], f"c still waits, got {ids_of(scheduler.waiting)}"
+        slots = a.batch_slot, b.batch_slot
+        assert len(set(slots)) == 2 and min(slots) >= 0, f"each of the two gets a batch slot of its own, got {slots}"
+        states = a.state.value, b.state.value
+        assert states == ("decoding", "prefilling"), f"a's whole prompt is scheduled, b's in part: got {states}"
+        assert a.first_scheduled_time == step.time, "it was first scheduled in this step"
         check_books(scheduler)
 
     def test_one_that_comes_back_keeps_the_time_when_it_was_first_scheduled(self):
