@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import excerpts, micro, tables
 from benchmarks.groups import Group, group_results
 from benchmarks.pictures.rates import draw_roofline, plot_rates
-from benchmarks.results import ROOT, TO_MEASURE_AGAIN, ResultsError, few_repeats, load_all, mixture
+from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
@@ -65,17 +65,12 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
 
 
 def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
-    """Refuse what is not a table: one commit, clean, at least three repeats; today's work.
-
-    Files that are known to be none are named on standard error, and marked above their table.
-    """
+    """Refuse what is not a table: one commit, clean, at least three repeats; today's work."""
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
     problems |= {(f["file"],): mixture([f]) or few_repeats(f) for f in files if f["kind"] in ("soak", *micro.names())}
     for names, problem in problems.items():
-        if problem and TO_MEASURE_AGAIN.isdisjoint(names):
-            raise ResultsError(f"{', '.join(names)}: not one table: {problem}")
         if problem:
-            print(f"to be measured again: {', '.join(names)}: {problem}", file=sys.stderr)
+            raise ResultsError(f"{', '.join(names)}: not one table: {problem}")
 
 
 def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:

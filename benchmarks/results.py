@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
-# Committed files that are no table by these rules; the report marks them instead of refusing.
-TO_MEASURE_AGAIN = frozenset({"h200-qwen2.5-0.5b-stage-f.json"})
 
 
 class ResultsError(ValueError):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.groups import Group
-from benchmarks.results import LEAST_REPEATS
 from benchmarks.text import against_floor, markdown, number, spread, times
 from benchmarks.words import WORDS
 
@@ -200,11 +199,8 @@ def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], langu
 
 
 def caption(group: Group) -> list[str]:
-    """The heading of a group and what it was measured with; and, where it is no table by our rules, that."""
+    """The heading of a group and what it was measured with."""
     where = group.own[-1]["environment"]
     commits = ", ".join(dict.fromkeys(f"`{f['environment']['commit'][:10]}`" for f in group.own))
-    text = f"Commit {commits}, {where['date'][:10]}, torch {where['versions']['torch']}."
-    if group.problem:
-        why = f"commits are mixed, the work has changed since, or rows have fewer than {LEAST_REPEATS} repeats"
-        text = f"To be measured again: {why}. {text}"
-    return [f"**{group.model}** in {group.dtype} on {group.device}", "", text, ""]
+    made = f"Commit {commits}, {where['date'][:10]}, torch {where['versions']['torch']}."
+    return [f"**{group.model}** in {group.dtype} on {group.device}", "", made, ""]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import report, results
+from benchmarks import results
 from benchmarks.groups import group_results
 from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
-from benchmarks.results import TO_MEASURE_AGAIN, ResultsError, load, load_all
+from benchmarks.results import ResultsError, load
 from benchmarks.tables import Column, front_table, notes, stage_table, study_table
 from benchmarks.text import against_floor, number
 from benchmarks.words import WORDS
@@ -81,10 +81,8 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_committed_is_what_the_report_makes(quick_figures: None) -> None:
-    """Every file is valid, the READMEs are up to date, no picture is missing, and nothing is excused without need."""
+    """Every file is valid, the READMEs are up to date, and no picture is missing."""
     assert write_report(check=True) == []
-    names = {file["file"] for file in load_all()}
-    assert names >= TO_MEASURE_AGAIN
 
 
 @pytest.mark.parametrize(
@@ -169,16 +167,6 @@ def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree: Path
     assert "the work of 'single' is not today's" in refusal(tree, broken("workloads/single/hash", "0" * 64))
     study = {"kind": "step_cost", "environment": ENVIRONMENT, "rows": [{"samples": [1.0] * n} for n in (2, 3)]}
     assert "1 rows with fewer than 3 samples" in refusal(tree, study)
-
-
-def test_a_file_that_is_known_to_need_measuring_again_is_shown_and_marked(
-    tree: Path, quick_figures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "TO_MEASURE_AGAIN", frozenset({"cpu-tutor.json"}))
-    results.write(payload(repeats=range(1)), tree / "benchmarks" / "results" / "cpu-tutor.json")
-    write_report(tree)
-    assert "To be measured again: commits are mixed, the work has changed since, or" in (tree / "README.md").read_text()
-    assert "to be measured again: cpu-tutor.json" in capsys.readouterr().err
 
 
 def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
