@@ -231,6 +231,17 @@ def test_a_device_or_dtype_that_is_not_there_is_refused() -> None:
     assert pick_dtype("auto", CPU) == torch.float32
 
 
+def test_a_gpu_on_which_no_kernel_would_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 2, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("cuda", "cuda:0"):
+        assert pick_device(name) == torch.device(name)
+    with pytest.raises(ValueError, match="'cuda:1' .* let CUDA_VISIBLE_DEVICES name that GPU"):
+        pick_device("cuda:1")
+    with pytest.raises(ValueError, match="'cuda:2' .* only 2 GPUs"):
+        pick_device("cuda:2")
+
+
 @pytest.mark.parametrize("name", ["tutor", "random:qwen2-tiny"])
 def test_without_the_tutors_files_a_clone_is_asked_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
