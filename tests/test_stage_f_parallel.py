@@ -36,7 +36,12 @@ from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.rank_runner import Job
 from stage_f_graph_tp.tensor_parallel import rank_group
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
+from stage_f_graph_tp.tensor_parallel.rendezvous import (
+    Rendezvous,
+    accept_workers,
+    connect_to_rank_0,
+    open_rendezvous,
+)
 from stage_f_graph_tp.tensor_parallel.sharding import (
     ShardedWeightLoader,
     VocabParallelEmbedding,
@@ -130,16 +135,20 @@ def test_under_torchrun_the_number_of_processes_is_checked_and_a_gpu_is_this_mac
 
 
 def test_ranks_that_torchrun_starts_again_read_nothing_of_those_that_failed(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (torchrun | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}).items():
-        monkeypatch.setenv(name, value)
-    for attempt in range(2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        ranks = [open_rendezvous(1) for _ in range(2)]
-        assert not ranks[0].store.check(["control"])
-        ranks[0].store.set("control", f"address {attempt}")
-        assert ranks[1].store.get("control").decode() == f"address {attempt}", "those of one attempt find one another"
+    with ThreadPoolExecutor(1) as pool:
+        for attempt in "first", "second":
+            stores = [dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(2)]
+            ranks = [Rendezvous(store, rank, 2, is_torchrun=True) for rank, store in enumerate(stores)]
+            early = pool.submit(connect_to_rank_0, ranks[1])
+            with pytest.raises(TimeoutError):  # in the second attempt it finds the address of the first one's rank 0
+                early.result(0.3)
+            zero, connections = accept_workers(ranks[0])
+            one, _ = early.result(30)
+            assert list(connections) == [1] and not zero.store.check(["ready/0"])
+            zero.store.set("ready/0", attempt)
+            assert one.store.get("ready/0").decode() == attempt
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -47,4 +47,5 @@ def start_ranks(size: int, asked: str, device: torch.device, build: Build) -> tu
     rendezvous = open_rendezvous(size, asked)
     if rendezvous.rank > 0:
         run_torchrun_worker(rendezvous, build)
-    return rendezvous, Workers(rendezvous, build)
+    workers = Workers(rendezvous, build)
+    return workers.rendezvous, workers

@@ -17,10 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,10 @@ class Rendezvous:
             return device
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if self.is_torchrun else self.rank)
 
+    def of_attempt(self, name: str) -> Rendezvous:
+        """The same ranks with keys of their own: torchrun's store still has those of ranks that failed before."""
+        return replace(self, store=dist.PrefixStore(name, self.store))
+
     def gather(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
         """Publish this rank's value under `key` and wait for the other ranks' values; returns all of them, by rank.
 
@@ -118,15 +122,16 @@ def open_rendezvous(size: int, asked: str = "") -> Rendezvous:
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=START_SECONDS)  # rank 0's host may have to download the model first
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout)
-    # It outlives the processes: those that torchrun starts in place of failed ones must not read what these wrote.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return Rendezvous(dist.PrefixStore(f"attempt/{attempt}", store), rank, size, True)
+    return Rendezvous(store, rank, size, True)
 
 
-def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
-    """Rank 0's connections to the processes that torchrun started, by rank: of those that come within the time limit.
+def accept_workers(rendezvous: Rendezvous) -> tuple[Rendezvous, dict[int, Connection]]:
+    """Wait for the processes that torchrun started to connect to rank 0.
 
     Connections without the key, which rank 0 puts into the store, are refused.
+
+    Returns:
+        the rendezvous of these processes alone, and the connections, by rank, of those that come within the time limit.
     """
     connections: dict[int, Connection] = {}
     key = secrets.token_bytes(32)
@@ -143,7 +148,27 @@ def accept_workers(rendezvous: Rendezvous) -> dict[int, Connection]:
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
         thread.join(START_SECONDS)
-    return connections
+    return rendezvous.of_attempt(key.hex()), connections
+
+
+def connect_to_rank_0(rendezvous: Rendezvous) -> tuple[Rendezvous, Connection]:
+    """As a process that torchrun started, connect to rank 0. The store may still have the address of one that failed.
+
+    Returns:
+        the rendezvous of the processes that are connected, and the connection.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        host, port, key = json.loads(rendezvous.store.get("control"))
+        try:
+            connection = watched(Client((host, port), authkey=bytes.fromhex(key)))
+        except (AuthenticationError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+            continue
+        connection.send_bytes(str(rendezvous.rank).encode())
+        return rendezvous.of_attempt(key), connection
 
 
 def watched(connection: Connection) -> Connection:

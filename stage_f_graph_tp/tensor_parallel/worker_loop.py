@@ -6,7 +6,6 @@ A worker exits as soon as its connection to rank 0 breaks, also in the middle of
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import sys
@@ -15,20 +14,24 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import HOST_SECONDS, LOOPBACK, START_SECONDS, Rendezvous, watched
+from stage_f_graph_tp.tensor_parallel.rendezvous import (
+    HOST_SECONDS,
+    LOOPBACK,
+    START_SECONDS,
+    Rendezvous,
+    connect_to_rank_0,
+)
 from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, Build
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
     """Execute rank 0's commands in a process that torchrun started."""
-    host, port, key = json.loads(rendezvous.store.get("control"))
-    connection = watched(Client((host, port), authkey=bytes.fromhex(key)))
-    connection.send_bytes(str(rendezvous.rank).encode())
+    rendezvous, connection = connect_to_rank_0(rendezvous)
     _execute(connection, lambda: rendezvous, build)
 
 

@@ -67,11 +67,13 @@ class Workers:
         build: a function of a module, which a worker imports by its name and calls with the first message.
 
     Attributes:
+        rendezvous: for what these processes tell one another.
         stop_waiting: ends rank 0's waits for the others; called by the watching thread, must not block.
     """
 
     def __init__(self, rendezvous: Rendezvous, build: Build) -> None:
         self.stop_waiting: Callable[[], None] = lambda: None
+        self.rendezvous = rendezvous
         self._size = rendezvous.size
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._connections: dict[int, Connection] = {}  # by rank
@@ -83,7 +85,7 @@ class Workers:
         self._awaited: Awaited | None = None
         try:
             if rendezvous.is_torchrun:
-                self._connections = accept_workers(rendezvous)
+                self.rendezvous, self._connections = accept_workers(rendezvous)
                 if len(self._connections) < rendezvous.size - 1:
                     raise WorkerError(f"the other ranks did not connect within {START_SECONDS:.0f} s")
             else:
