@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kWarpThreads = 256;
 constexpr int kWarps = kWarpThreads / kWarpSize;
+static_assert(8 % kWarps == 0, "sizes are multiples of 8, so every warp of a round has an n to compute");
 constexpr int kStagedBytes = 32 * 1024;  // of the input, in shared memory; a longer input goes slab by slab
 
 enum class Part { kGateUp, kDown };
@@ -52,7 +53,6 @@ __global__ void __launch_bounds__(kWarpThreads) warp_kernel(MlpProblem p, int sl
         }
         __syncthreads();
       }
-      if (n >= outputs) continue;
       const T* first_row = weights + size_t(n) * columns + start;
       const T* second_row = first_row + size_t(p.inter) * columns;
 #pragma unroll 4
@@ -72,7 +72,6 @@ __global__ void __launch_bounds__(kWarpThreads) warp_kernel(MlpProblem p, int sl
         }
       }
     }
-    if (n >= outputs) continue;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= p.rows) break;
