@@ -147,7 +147,7 @@ def pick_device(device: str) -> torch.device:
         raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use device='cpu' or run `make doctor`")
     if chosen.type == "cuda" and chosen.index is not None and chosen.index >= torch.cuda.device_count():
         raise ValueError(f"device {device!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
-    if chosen.type == "cuda" and chosen.index not in (None, torch.cuda.current_device()):
+    if chosen.type == "cuda" and chosen.index is not None and chosen.index != torch.cuda.current_device():
         # Triton launches on the current GPU. Setting that here would do for this thread only: each has its own.
         raise ValueError(
             f"device {device!r} was asked for, but kernels run on the first GPU that a process sees; "
