@@ -242,8 +242,10 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
 
     def timed(job: dict, timeout: float) -> dict:
         name = job["engine"]["name"]
-        asked.append((name, job["limits"]["count"]))
-        return {"workloads": {"single": {"samples": [SAMPLE | {"tpot_ms": len(name)}]}}}
+        asked.append((name, job["limits"].pop("count")))
+        assert job["limits"] == {"device": "cpu", "round_seconds": 0.0, "max_seconds": 30.0}
+        visit = {"tpot_ms": len(asked)}
+        return {"workloads": {"single": {"first_visit": visit, "samples": [SAMPLE | {"tpot_ms": len(name)}]}}}
 
     monkeypatch.setattr(run, "run_job", timed)
     found = measuring(tmp_path, "A", "B compiled", repeats=2)
@@ -252,6 +254,8 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
     assert asked == [("A", True), ("B compiled", True), ("B compiled", False), ("A", False)]
     steps = {name: [sample["tpot_ms"] for sample in found.rows[name, "single"]["samples"]] for name in found.equal}
     assert steps == {"A": [1, 1], "B compiled": [10, 10]}
+    visits = [found.rows[name, "single"]["first_visit"]["tpot_ms"] for name in found.equal]
+    assert visits == [1, 2], "that of the first process"
 
 
 def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
@@ -285,6 +289,71 @@ def test_a_changed_tree_is_not_published(
     monkeypatch.setattr(run, "commit_of_tree", lambda: tree)
     assert run.main(["--publish", "mine", "--engines", "A"]) == 2
     assert "--publish needs a clean commit" in capsys.readouterr().err
+
+
+def test_what_is_published_is_a_whole_measurement_with_enough_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "commit_of_tree", lambda: ("0" * 40, False))
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    work = ["--engines", "A", "--workloads", "single", "--device", "cpu", "--output", str(tmp_path / "out" / "x.json")]
+    for wrong in (["--repeats", "2"], ["--size", "tiny"]):
+        assert run.main(["--publish", "mine", *work, *wrong]) == 2
+        assert "3 repeats, and size cpu or gpu" in capsys.readouterr().err
+    asked = []
+
+    def answered(job: dict, timeout: float) -> dict:
+        asked.append(job["kind"])
+        if len(asked) == 4 and not is_whole:
+            raise KeyboardInterrupt
+        return {**MACHINE, "answers": {"A": [[1]]}, "workloads": {"single": {"samples": [SAMPLE]}}}
+
+    monkeypatch.setattr(run, "run_job", answered)
+    for is_whole in (False, True):
+        asked.clear()
+        assert run.main(["--publish", "mine", *work]) == (0 if is_whole else 130)
+        assert asked == ["look", *["timing"] * 3]
+        assert [path.name for path in tmp_path.glob("*.json")] == ["mine.json"] * is_whole
+
+
+def test_a_workload_that_an_engine_could_not_run_is_not_tried_again_and_a_failure_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def answered(job: dict, timeout: float) -> dict:
+        asked.append(job.get("workloads"))
+        return {**MACHINE, "answers": {"A": [[1]]}, "workloads": dict(outcomes)}
+
+    monkeypatch.setattr(run, "run_job", answered)
+    work = [*TINY, "--engines", "A", "--workloads", "single", "mixed", "--output", str(tmp_path / "x.json")]
+    for outcome in ("not_run", "error"):
+        asked.clear()
+        outcomes = {"single": {"samples": [SAMPLE]}, "mixed": {outcome: "for a reason"}}
+        assert run.main(work) == (outcome == "error")
+        assert asked == [None, ["single", "mixed"], ["single"], ["single"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "name", "length"),
+    [
+        ("", "tutor", "cpu-tutor.json", 4096),
+        ("--size gpu", "random:qwen2.5-0.5b", "gpu-qwen2.5-0.5b.json", 8194),
+        ("--model random:qwen2-tiny --study ranks", "random:qwen2-tiny", "cpu-qwen2-tiny-ranks.json", 4096),
+        ("--model random:qwen3-0.6b --workloads single", "random:qwen3-0.6b", "cpu-qwen3-0.6b.json", 4096),
+    ],
+)
+def test_a_size_has_a_model_and_a_file_is_named_after_what_was_measured(
+    words: str, model: str, name: str, length: int
+) -> None:
+    found = Measurement(run.build_parser().parse_args(words.split()))
+    assert (found.model, found.path, found.max_model_len) == (model, results.LOCAL / name, length)
+
+
+def test_at_cpu_size_some_requests_wait_unless_the_row_says_otherwise(tmp_path: Path) -> None:
+    rows = ["A", "D", "D[max_num_seqs=4]"]
+    for size, expected in (("cpu", [None, 16, 4]), ("tiny", [None, None, 4])):
+        assert [e.options.get("max_num_seqs") for e in measuring(tmp_path, *rows, size=size).engines] == expected
 
 
 def test_a_wrong_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

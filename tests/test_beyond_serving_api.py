@@ -60,6 +60,7 @@ def events(client, path: str, **body: object) -> list[dict]:
     """The messages of a stream, without the `[DONE]` that must end it."""
     response = client.post(path, json=body | {"stream": True})
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
     assert response.headers["x-accel-buffering"] == "no"  # a proxy is asked to pass events on as they come
     *messages, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -190,6 +191,24 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     assert done == "data: [DONE]"
 
 
+def test_a_connection_that_breaks_while_events_are_sent_is_no_failure_of_the_server(llm, capsys):
+    [request] = llm.requests([[5]], SamplingParams(max_tokens=2))
+    sent: list[dict] = []
+
+    async def news():
+        yield [(request, Event(0, [Token(5, "x")], "x"))]
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        if "body" in message:
+            raise BrokenPipeError
+
+    answer = Answer(parse_completion({"prompt": [5], "stream": True}, Limits()), "tutor", llm.tokenizer)
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(EventStream(news(), answer, include_usage=False)._send_all(send))
+    assert len(sent) == 2 and capsys.readouterr().err == ""
+
+
 def test_ids_that_the_tokenizer_does_not_know_are_shown_between_the_text_of_the_others(llm):
     word = llm.tokenizer.encode("龘")  # several tokens, of which none is text
     unknown = len(llm.tokenizer)
@@ -258,6 +277,10 @@ def test_answers_to_one_prompt_differ_by_their_seed_and_can_be_had_again(client)
     for message in events(client, "/v1/completions", n=3, seed=5, **ask):
         streamed[message["choices"][0]["index"]] += message["choices"][0]["text"]
     assert streamed == three
+    chat = events(client, "/v1/chat/completions", messages=CHAT, n=3, max_tokens=4, ignore_eos=True)
+    for i in range(3):
+        told = [m["choices"][0]["delta"].get("role") for m in chat if m["choices"][0]["index"] == i]
+        assert told == ["assistant", None, None, None]
     _, after_the_largest = post(client, "/v1/completions", n=2, seed=2**64 - 1, **ask)["choices"]
     assert after_the_largest["text"] == post(client, "/v1/completions", seed=0, **ask)["choices"][0]["text"]
 
@@ -344,6 +367,12 @@ def test_what_is_not_supported_or_out_of_range_is_refused_by_name(client, field,
     assert error["param"] == field and error["type"] == "invalid_request_error"
 
 
+def test_as_much_as_the_limits_say_may_be_asked_for():
+    most = {"prompt": ["x"] * 64, "n": 16, "stop": ["x"] * 16, "stop_token_ids": [7] * 16, "logprobs": 20}
+    ask = parse_completion(most, Limits())
+    assert (len(ask.prompts), ask.n, len(ask.params.stop), ask.params.logprobs) == (64, 16, 16, 20)
+
+
 @pytest.mark.parametrize("field", [{"tools": [1]}, {"stream_options": {"continuous_usage_stats": True}}])
 def test_what_is_not_supported_has_a_code_for_programs(client, field):
     assert refused(client, "/v1/completions", prompt=QUESTION, stream=True, **field)["code"] == "unsupported_parameter"
@@ -371,6 +400,7 @@ def test_a_field_that_asks_for_nothing_is_granted(client, nothing):
     "messages",
     [
         "hello",
+        {"role": "user", "content": "hello"},
         [],
         ["hello"],
         [{"role": "user"}],

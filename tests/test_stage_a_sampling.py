@@ -43,6 +43,8 @@ SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
         ("min_p", 2),
         ("repetition_penalty", 0),
         ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 2.1),
         ("frequency_penalty", -3),
         ("max_tokens", 0),
         ("max_tokens", -5),
@@ -70,6 +72,11 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
     with pytest.raises(ValueError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 160
+
+
+def test_the_ends_of_a_range_are_in_it() -> None:
+    SamplingParams(min_p=1, presence_penalty=-2, frequency_penalty=-2, max_tokens=1, seed=2**64 - 1, logprobs=0)
+    SamplingParams(temperature=0, top_p=1, min_p=0, presence_penalty=2, frequency_penalty=2, seed=0, logprobs=2**31 - 1)
 
 
 def test_every_field_has_a_rule_and_a_default_that_it_allows() -> None:
