@@ -168,7 +168,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        known = min(sequence.num_computed_tokens, len(sequence.token_ids))  # stage F computes what it has not read yet
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))  # a key is made of tokens that are known
         first, end = sequence.num_indexed_blocks, known // self.block_size
         parent = self._contents[sequence.block_table[first - 1]] if first else None
         for i in range(first, end):

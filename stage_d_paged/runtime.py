@@ -75,13 +75,18 @@ def load_runtime(
     """
     config = ModelConfig.from_hf(source.config)
     backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
+    block_size = options.kvcache_block_size or backend.preferred_block_size
+    if block_size % backend.block_size_multiple:
+        raise ValueError(
+            f"kvcache_block_size={block_size}: attention_backend={backend.name!r} takes multiples of "
+            f"{backend.block_size_multiple}; leave kvcache_block_size away, or set attention_backend='triton'"
+        )
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
     tensors = tensor_source(source, seed, dtype, device)
     model = build(config, backend, max_model_len, tensors, dtype, device)
     notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
-    block_size = options.kvcache_block_size or backend.preferred_block_size
     return Runtime(config, backend, model.eval(), max_model_len, block_size, dtype, device, tuple(notes))
 
 

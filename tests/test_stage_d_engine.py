@@ -11,6 +11,8 @@ from interrupts import fail_at_token
 from stage_a_naive import LLM as NaiveLLM
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
+from stage_d_paged.attention.flash import FlashAttention
+from stage_d_paged.attention.reference import ReferenceAttention
 from stage_d_paged.batch import largest_step
 from stage_d_paged.kv_cache import CPU_POOL_BYTES, blocks_that_fit, cpu_num_blocks
 
@@ -253,6 +255,15 @@ def test_the_memory_report_shows_the_last_batch(llm: LLM):
 def test_an_option_that_is_unknown_or_cannot_be_honoured_is_refused(options: dict, error: type, message: str):
     with pytest.raises(error, match=message):
         LLM("random:qwen2-tiny", device="cpu", **options)
+
+
+def test_blocks_that_the_backend_cannot_read_are_refused_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ReferenceAttention, "block_size_multiple", FlashAttention.block_size_multiple)
+    with monkeypatch.context() as patch:
+        patch.setattr("stage_d_paged.runtime.tensor_source", None)
+        with pytest.raises(ValueError, match="kvcache_block_size=128: .*'reference' takes multiples of 256"):
+            LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=128, num_kvcache_blocks=8)
+    LLM("random:qwen2-tiny", device="cpu", kvcache_block_size=512, num_kvcache_blocks=8)
 
 
 def test_max_model_len_is_lowered_to_the_models_positions_in_one_line(capfd: pytest.CaptureFixture[str]):

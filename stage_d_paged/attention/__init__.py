@@ -51,6 +51,7 @@ class AttentionBackend(Protocol):
     name: str
     reason: str  # why this one was picked, for one printed line
     preferred_block_size: int
+    block_size_multiple: int  # it reads blocks of these sizes only
 
     def store(
         self,

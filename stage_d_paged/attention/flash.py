@@ -12,7 +12,6 @@ import torch
 
 from . import AttentionMetadata, BackendUnavailable
 
-BLOCK_SIZE_MULTIPLE = 256
 HEAD_DIMS = (64, 128)  # those that agree with the reference; paged decode with heads of 96 (2.8.3, H200) did not
 
 
@@ -20,7 +19,7 @@ class FlashAttention:
     """flash-attn's kernels. Float16 or bfloat16 on an NVIDIA GPU, heads of 64 or 128."""
 
     name = "flash"
-    preferred_block_size = BLOCK_SIZE_MULTIPLE
+    preferred_block_size = block_size_multiple = 256
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
         if device.type != "cuda":
@@ -60,12 +59,6 @@ class FlashAttention:
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        block_size = k_cache.shape[1]
-        if block_size % BLOCK_SIZE_MULTIPLE:
-            raise ValueError(
-                f"kvcache_block_size={block_size}: flash-attn takes multiples of {BLOCK_SIZE_MULTIPLE}; "
-                f"set kvcache_block_size={BLOCK_SIZE_MULTIPLE} or attention_backend='triton'"
-            )
         if metadata.max_query_len == 1:
             return self._decode(
                 query.unsqueeze(1),  # [seqs, 1, heads, head_dim]

@@ -21,6 +21,7 @@ class ReferenceAttention:
 
     name = "reference"
     preferred_block_size = 16  # a gather copies row by row: the size does not matter, and small blocks waste least
+    block_size_multiple = 1
 
     def __init__(self, device: torch.device) -> None:
         self.reason = f"plain PyTorch serves any device, here {device.type}"

@@ -28,6 +28,7 @@ class TritonAttention:
     # The smallest block that holds a whole tile of keys: then one table lookup serves 64 keys and Hopper's copy engine
     # can fetch the tile. Larger blocks gain nothing and waste more of each sequence's last block.
     preferred_block_size = 64
+    block_size_multiple = 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
         interpreted = not isinstance(decode_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 was set before the import
