@@ -142,6 +142,10 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: P
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
     assert write_report(tree) == write_report(tree, check=True) == []
     assert before == {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+    picture = tree / "benchmarks" / "plots" / "cpu-tutor-test-cpu.png"
+    picture.write_bytes(b"of older samples")
+    assert write_report(tree, check=True) == [] and write_report(tree) == [picture]
+    assert picture.read_bytes() == b"pixels"
 
 
 def refusal(tree: Path, *payloads: dict) -> str:
@@ -242,6 +246,23 @@ def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show() -> Non
     text = "\n".join(study_table(ranks))
     assert "- load: not run" in text and "first token" not in text
     assert "not run" not in "\n".join(stage_table(plain, "stage_b_decode_step", "stage_a_naive"))
+
+
+def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloads() -> None:
+    found = payload()
+    for row in found["rows"]:
+        if row["engine"] == "B":
+            row |= {"error": "no answers: exit status -11\nits last words", "samples": []}
+    [group] = group_results(named(found))
+    columns = [Column("", name, "") for name in workload_names()]
+    assert notes(group, ["B"], columns) == ["", "- B: failed: no answers: exit status -11"]
+
+
+def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last() -> None:
+    row = {"engine": "transformers", "workload": "single", "samples": [{"tpot_ms": 3.21}]}
+    elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "source": "there", "rows": [row]}
+    [group] = group_results(named(payload(engines=("mine", "C", "B[x=1]", "A", "B")), elsewhere))
+    assert group.engines == ["A", "B", "B[x=1]", "C", "mine", "transformers"]
 
 
 def test_a_picture_is_drawn_of_what_there_is() -> None:
