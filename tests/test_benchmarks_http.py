@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
 pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
@@ -73,6 +77,24 @@ def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(
     assert "invalid choice" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("device", "rate"), [("cpu", 64), ("cuda", 32)])
+def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device, rate, monkeypatch):
+    llm, turns = SimpleNamespace(device=torch.device(device), close=lambda: None), count()
+
+    def took(*_):
+        is_first = next(turns) < len(http_cost.WAYS)
+        return http_cost.Seconds(4.0 + is_first, 2.0 + is_first, 0.5 + is_first, 1.0)
+
+    monkeypatch.setattr(http_cost, "local_server", lambda *words, module: nullcontext())
+    monkeypatch.setattr(http_cost, "load_class", lambda name: lambda model, **options: llm)
+    monkeypatch.setattr(http_cost, "over_http", took)
+    monkeypatch.setattr(http_cost, "offline", took)
+    rows = http_cost.measure(device=device, output_len=2)["rows"]
+    assert [row["way"] for row in rows] == list(http_cost.WAYS)
+    for row in rows:
+        assert (row["tokens_per_s"], row["first_tokens_ms"], row["reading"]) == ([rate] * 5, [500] * 5, [0.25] * 5)
+
+
 def test_ratios_of_the_cost_are_taken_within_a_repeat():
     rates = {
         "generate": [100.0, 200.0, 300.0], "stream": [90.0, 180.0, 270.0], "HTTP, one process": [50.0, 100.0, 150.0],
@@ -107,5 +129,8 @@ def test_the_times_of_all_repeats_make_one_percentile():
     faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
     both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
     assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(both)
+    at_8 = [row | {"rate": 8.0, "ttft_ms": [t * (2 if row["engine"] == "F" else 1) for t in row["ttft_ms"]]}
+            for row in both["rows"]]  # fmt: skip
+    assert "is 2.0 to 4.0 × as long" in ttft_rate.title(both | {"rows": both["rows"] + at_8})
     names = {"beyond/serving/figures/ttft_rate.png", "beyond/serving/figures/ttft_rate_f.png"}
     assert set(ttft_rate.draw([both, result])) == names

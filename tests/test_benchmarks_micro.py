@@ -30,7 +30,6 @@ from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.results import of_kind
 from benchmarks.text import grid
 from benchmarks.workloads import Call
-from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import LLM
 
 CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
@@ -189,8 +188,9 @@ def test_the_cost_of_a_step_is_measured() -> None:
 
 
 def test_the_watermark_lowers_the_recomputation() -> None:
-    without, with_it = (scheduling.counts(scheduling.tight_pool(r)) for r in (scheduling.NoWatermark, Scheduler))
-    assert with_it["recomputed"] < without["recomputed"] / 2
+    assert list(scheduling.POOLS) == ["no watermark", "watermark", "watermark that doubles"]
+    without, fixed, with_it = (scheduling.counts(scheduling.tight_pool(rule)) for rule in scheduling.POOLS.values())
+    assert with_it["recomputed"] < fixed["recomputed"] < without["recomputed"] / 2
     assert with_it["preemptions"] < without["preemptions"]
 
 
@@ -206,6 +206,12 @@ def test_busy_time_counts_overlapping_spans_once() -> None:
     recording = Recording("r", 1, [Span("a", 0, 4), Span("b", 2, 4), Span("c", 10, 2)])
     assert recording.busy == 8
     assert recording.whole == 12
+
+
+def test_of_three_recordings_the_fastest_is_kept() -> None:
+    x, calls = torch.randn(8), iter([300, 1, 300])
+    recording = record("calls", lambda: [x.exp() for _ in range(next(calls))], torch.device("cpu"), steps=1)
+    assert [span.name for span in recording.spans] == ["exp"]
 
 
 def test_a_run_of_nothing_is_refused() -> None:
