@@ -201,6 +201,5 @@ def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], langu
 def caption(group: Group) -> list[str]:
     """The heading of a group and what it was measured with."""
     where = group.own[-1]["environment"]
-    commits = ", ".join(dict.fromkeys(f"`{f['environment']['commit'][:10]}`" for f in group.own))
-    made = f"Commit {commits}, {where['date'][:10]}, torch {where['versions']['torch']}."
+    made = f"Commit `{where['commit'][:10]}`, {where['date'][:10]}, torch {where['versions']['torch']}."
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", made, ""]

@@ -258,6 +258,15 @@ def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloa
     assert notes(group, ["B"], columns) == ["", "- B: failed: no answers: exit status -11"]
 
 
+def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before() -> None:
+    found = payload(engines=("B", "B[x=1]", "C", "C[x=1]"))
+    for row in found["rows"]:
+        row["package"] = "stage_c_fused_mlp" if row["engine"].startswith("C") else "stage_b_decode_step"
+    [group] = group_results(named(found))
+    rows = [line for line in stage_table(group, "stage_c_fused_mlp", "stage_b_decode_step") if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["engine", "*floor*", "B", "C", "C[x=1]"]
+
+
 def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last() -> None:
     row = {"engine": "transformers", "workload": "single", "samples": [{"tpot_ms": 3.21}]}
     elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "source": "there", "rows": [row]}

@@ -82,6 +82,9 @@ def test_an_engine_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_parity_failure_says_where_the_answers_part() -> None:
     assert "answer 1 parts from A's at token 2: [3] became [4]" in difference([[1], [1, 2, 3]], [[1], [1, 2, 4]])
+    assert "answer 0 parts from A's at token 1: [2] became []" in difference([[1, 2]], [[1]])
+    assert "answer 0 parts from A's at token 1: [] became [2]" in difference([[1]], [[1, 2]])
+    assert difference([[1], [2, 3]], [[1], [2, 3]]) == ""
 
 
 class Clockwork:
