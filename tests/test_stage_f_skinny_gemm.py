@@ -189,7 +189,7 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
         block_m, stages = settings["BLOCK_M"], settings["num_stages"]
         used = stages * (64 + block_m) * 256
         assert stages == tiles.stages and used <= 211 << 10
-        assert count * (used + 1024) <= 228 << 10, "not so many at a time"
+        assert count * (used + 1024) <= 228 << 10, "fewer run at a time"
         assert tiles.splits == 2 or (count + 1) * used > 227 << 10, "memory for more loads is left"
         assert tiles.splits == 1 or 4 * 64 * block_m <= SLOT.value and hidden / 64 <= PROGRAMS.value
     expected = 2 * [5 if tokens > 16 else 8]
