@@ -99,7 +99,9 @@ class Sampler:
             | LOGPROBS * (params.logprobs is not None)
             | REPLACED * (sequence.request.sampling_fn is not None)
         )
-        self._penalties.admit(sequence, params)
+        self._needs[slot] |= needs & PENALISED  # at once: if this breaks off, the slot's next sequence clears the row
+        if self._needs[slot] & PENALISED:  # this sequence asks for penalties, or the last one in its slot did
+            self._penalties.admit(sequence, params)
         self._needs[slot] = needs
         self._requests[slot] = sequence.request
         self._temperatures[slot] = 0.0
