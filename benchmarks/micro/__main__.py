@@ -28,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--publish", metavar="MACHINE", help="also write benchmarks/results/NAME-MACHINE.json")
     args = parser.parse_args(argv)
     if args.name is None:
-        for name in micro.names():
-            print(f"{name:18} {micro.study(name).__doc__.splitlines()[0]}")
+        print("\n".join(f"{name:18} {micro.study(name).__doc__.splitlines()[0]}" for name in micro.names()))
         return 0
     try:
         path = run(args)
