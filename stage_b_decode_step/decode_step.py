@@ -78,7 +78,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
     graphed = torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def replay(token: Tensor, cache: Cache) -> Tensor:
-        # A graph's output is stored in the graph's own memory. This allows it to overwrite the last step's output.
+        # A graph writes its output to the same memory every time. This says: the last step's is not needed any more.
         torch.compiler.cudagraph_mark_step_begin()
         return graphed(token, cache)
 
