@@ -19,6 +19,7 @@ from serving import running, wait_until  # noqa: E402
 import stage_e_batching  # noqa: E402
 from beyond.serving.engine_loop import Call  # noqa: E402
 from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition  # noqa: E402
+from stage_a_naive.sampling import SamplingParams  # noqa: E402
 from stage_e_batching.mailbox import Event  # noqa: E402
 
 PROMPT = [i % 1000 + 5 for i in range(50)]
@@ -100,6 +101,14 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
         pass  # it leaves
     wait_until(lambda: read(server)["vllm:request_success_total/abort"] == 3)
     loop.resume()
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up_in_it():
+    llm = stage_e_batching.LLM("tutor", device="cpu", enable_prefix_caching=False)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    numbers = engine_numbers(llm.engine)
+    llm.close()
+    assert (numbers["prompt_tokens"], numbers["prefix_cache_queries"], numbers["prefix_cache_hits"]) == (3, 0, 0)
 
 
 def test_a_histogram_counts_every_value_at_its_limit_or_below():

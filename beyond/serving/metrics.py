@@ -120,7 +120,7 @@ def engine_numbers(engine: Engine) -> dict[str, float]:
         "num_requests_running": scheduler.num_running,
         "num_requests_waiting": len(scheduler.waiting),
         "kv_cache_usage_perc": blocks.num_used / blocks.num_blocks,
-        "prefix_cache_queries": counters.num_prompt_tokens,
+        "prefix_cache_queries": counters.num_prompt_tokens if blocks.enable_prefix_caching else 0,
         "prefix_cache_hits": counters.num_cached_tokens,
         "prompt_tokens": counters.num_prompt_tokens,
         "generation_tokens": counters.num_generated_tokens,
