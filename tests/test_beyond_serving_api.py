@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import assert_idle, running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from beyond.serving.answers import Answer, text_of  # noqa: E402
+from beyond.serving.answers import Answer, bytes_of, text_of  # noqa: E402
 from beyond.serving.event_stream import EventStream  # noqa: E402
 from beyond.serving.protocol import Limits, parse_chat, parse_completion  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
@@ -215,11 +216,23 @@ def test_ids_that_the_tokenizer_does_not_know_are_shown_between_the_text_of_the_
     assert text_of([*word, unknown, unknown, *word], llm.tokenizer) == f"龘⟨{unknown}⟩⟨{unknown}⟩龘"
 
 
-def test_half_a_character_has_no_bytes_to_tell(llm):
-    half = next(i for i in range(llm.vocab_size) if "\ufffd" in llm.tokenizer.decode([i]))
-    ask = parse_chat({"messages": CHAT, "logprobs": True}, Limits(), 64)
-    chunk = Answer(ask, "tutor", llm.tokenizer).chunk(0, Token(half, "", {half: -0.5}), None)
-    assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+def test_the_bytes_of_tokens_join_to_their_text_also_where_each_is_a_part_of_a_character(llm):
+    text = "龘 KV\n"
+    ids = llm.tokenizer.encode(text)
+    answer = Answer(parse_chat({"messages": CHAT, "logprobs": True}, Limits(), 64), "tutor", llm.tokenizer)
+    chunks = [json.loads(answer.chunk(0, Token(i, "", {i: -0.5}), None)) for i in ids]
+    told = [chunk["choices"][0]["logprobs"]["content"][0] for chunk in chunks]
+    assert told[0]["token"] == "\ufffd"  # the first character is spread over several tokens
+    assert bytes(byte for token in told for byte in token["bytes"]) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("token", "text", "expected"),
+    [("<0xE4>", "\ufffd", [0xE4]), ("\ufffd", "\ufffd", [0xEF, 0xBF, 0xBD]), (None, "⟨9⟩", list("⟨9⟩".encode()))],
+)
+def test_byte_fallback_special_and_unknown_tokens_have_bytes_too(token, text, expected):
+    tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(id_to_token={9: token}.get))
+    assert bytes_of(9, text, tokenizer) == expected
 
 
 def test_of_tokens_that_look_alike_the_likeliest_is_among_the_top_logprobs(llm):
@@ -325,7 +338,8 @@ def test_models_tokens_and_health(client, llm):
     assert post(client, "/tokenize", prompt="x " * 5000)["count"] > 4096  # so that a client can count what it must cut
     assert refused(client, "/tokenize", prompt="x", add_special_tokens=False)["param"] == "add_special_tokens"
     assert refused(client, "/tokenize", messages=[{"role": "user"}])["param"] == "messages"
-    assert refused(client, "/tokenize", prompt="x", messages=CHAT)["param"] == "prompt"
+    for both in ({"prompt": "x", "messages": CHAT}, {"prompt": "x", "messages": CHAT[0]}, {"prompt": 5, "messages": CHAT}):
+        assert refused(client, "/tokenize", **both)["param"] == "prompt"
     assert client.get("/health").status_code == 200
 
 

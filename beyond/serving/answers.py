@@ -16,6 +16,10 @@ from stage_a_naive.outputs import GenerationOutput
 from stage_e_batching.mailbox import Token
 
 MARK = "\0"  # where the text goes
+# Byte-level BPE spells a token with a character per byte: the byte's own, or one from 256 on where that is not visible.
+VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: json.dumps makes one per call
 
@@ -130,8 +134,7 @@ class Answer:
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
         text = text_of([token_id], self._tokenizer)
-        whole = "\ufffd" not in text  # else the token is a part of a character, whose bytes a text cannot show
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        return {"token": text, "logprob": logprob, "bytes": bytes_of(token_id, text, self._tokenizer)}
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -142,3 +145,13 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
         run = list(group)
         parts += [backend.decode(run, skip_special_tokens=False)] if known else map(placeholder, run)
     return "".join(parts)
+
+
+def bytes_of(token_id: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The bytes of a token, also where it is a part of a character, which `text` shows as U+FFFD: clients join them."""
+    token = tokenizer.backend_tokenizer.id_to_token(token_id)
+    if "\ufffd" not in text or text == token:
+        return list(text.encode())
+    if token.startswith("<0x"):  # byte fallback
+        return [int(token[1:-1], 16)]
+    return [BYTES[character] for character in token]

@@ -157,7 +157,8 @@ class Api:
         fields = check_fields(body, {"model", "prompt", "messages"})
         self._check_model(fields.get("model"))
         prompt, messages = fields.get("prompt"), fields.get("messages")
-        if isinstance(prompt, str) == isinstance(messages, list):
+        given = fields.keys() & {"prompt", "messages"}
+        if len(given) != 1 or not (isinstance(prompt, str) or isinstance(messages, list)):
             raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
         try:
             if messages is None:
@@ -190,11 +191,14 @@ class Api:
     async def metrics(self, request: HttpRequest) -> Response:
         """`GET /metrics`, for Prometheus."""
         try:
-            numbers = await asyncio.wrap_future(self.llm.engine_loop.call(engine_numbers))
+            return PlainTextResponse(await self.metrics_text(), media_type="text/plain; version=0.0.4")
         except EngineClosed as error:
             return error_response(error)
-        text = exposition(self.model, numbers, self.llm.metrics)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def metrics_text(self) -> str:
+        """All metrics now; `EngineClosed` if the engine is."""
+        numbers = await asyncio.wrap_future(self.llm.engine_loop.call(engine_numbers))
+        return exposition(self.model, numbers, self.llm.metrics)
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
