@@ -34,6 +34,9 @@ from starlette.responses import Response  # noqa: E402
 from beyond.scale_out.replicas import ATTEMPTS, Engine, Router, merge_metrics, read_body  # noqa: E402
 from beyond.scale_out.serve_replicas import main, reason  # noqa: E402
 from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
+from beyond.serving.app import Api  # noqa: E402
+from beyond.serving.engine_loop import EngineClosed  # noqa: E402
+from beyond.serving.protocol import Limits  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 150  # for anything that Ray does; the machine may be busy
@@ -388,6 +391,14 @@ def test_metrics_are_those_of_the_replicas_that_live():
 
     handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results_async=results_async))
     assert asyncio.run(Router(handle).metrics()).body == b'\na{replica="one",} 1\n'
+
+
+def test_a_replica_that_has_ended_has_no_metrics_and_no_text_in_their_place():
+    closed: Future = Future()
+    closed.set_exception(EngineClosed("it has ended"))
+    api = Api(SimpleNamespace(engine_loop=SimpleNamespace(call=lambda function: closed)), "tutor", Limits(), None)
+    with pytest.raises(EngineClosed):
+        asyncio.run(Engine.metrics(SimpleNamespace(api=api)))
 
 
 def test_metrics_of_replicas_stay_together_by_metric():

@@ -80,8 +80,8 @@ class Engine:
             await task
 
     async def metrics(self) -> tuple[str, str]:
-        """This replica's name and its metrics."""
-        text = (await self.api.metrics(None)).body.decode()
+        """This replica's name and its metrics; `EngineClosed` when it has ended."""
+        text = await self.api.metrics_text()
         return serve.get_replica_context().replica_id.unique_id, text
 
     async def end(self, seconds: float) -> None:
