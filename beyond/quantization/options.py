@@ -11,8 +11,6 @@ from stage_f_graph_tp.options import add_options as add_graph_options
 WEIGHT_FORMATS = ("int8", "fp8")
 CACHE_FORMATS = ("auto", "int8", "fp8")
 GROUP_SIZE = 128  # input features that share a scale, with quantization_group_size=128
-# What other engines offer under the same option. Each needs a checkpoint that was calibrated or kernels for 4 bits.
-KNOWN_ELSEWHERE = ("awq", "gptq", "nf4", "bitsandbytes", "marlin", "gguf", "int4", "fp4", "mxfp4", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,6 @@ class QuantizationOptions(GraphOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = self.quantization
-        if isinstance(name, str) and name.lower() in KNOWN_ELSEWHERE:
-            raise ValueError(f"quantization={name!r} is not supported; 8-bit formats are: {', '.join(WEIGHT_FORMATS)}")
         if name is not None and name not in WEIGHT_FORMATS:
             raise ValueError(f"quantization must be None or one of {', '.join(WEIGHT_FORMATS)}, got {name!r}")
         if self.kv_cache_dtype not in CACHE_FORMATS:
