@@ -54,7 +54,7 @@ def compressed(form: str, group: int | None) -> dict:
     scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
     return {
         "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head"], "transform_config": {},
     }  # fmt: skip
 
 
@@ -91,6 +91,7 @@ def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
         ({"quant_method": "gptq"}, "is quantised with 'gptq'"),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "is quantised with 'bitsandbytes'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme={'num_bits': 8}; supported: None"),
+        ({"transform_config": {"config_groups": {"R3": {}}}}, "has transform_config="),
         ({"ignore": ["model.layers.0.mlp.up_proj", "lm_head"]}, "has ignore="),
         ({"config_groups": {}}, "has 0 quantization groups"),
         (torchao_config(None, "Int4WeightOnlyConfig"), "has quant_type='Int4WeightOnlyConfig'; supported: 'Int8Weight"),
@@ -116,6 +117,7 @@ def test_another_method_is_refused_by_name(tmp_path, changes, message):
         ("weights.actorder", "group"),
         ("format", "float-quantized"),
         ("input_activations", "int8"),
+        ("output_activations", "int8"),
         ("targets", "Embedding"),
     ],
 )

@@ -88,9 +88,11 @@ def _compressed_tensors(config: dict, where: object) -> tuple[int | None, list[C
         ("weights.strategy", weights.get("strategy"), ("channel", "group")),
         ("weights.actorder", weights.get("actorder"), (None,)),
         ("input_activations", group.get("input_activations"), (None,)),
+        ("output_activations", group.get("output_activations"), (None,)),
         ("targets", group.get("targets"), (["Linear"],)),
         ("ignore", config.get("ignore"), (["lm_head"],)),
         ("kv_cache_scheme", config.get("kv_cache_scheme"), (None,)),
+        ("transform_config", config.get("transform_config") or None, (None,)),  # rotations of activations (SpinQuant)
     ]
 
 
