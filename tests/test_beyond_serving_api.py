@@ -338,8 +338,8 @@ def test_models_tokens_and_health(client, llm):
     assert post(client, "/tokenize", prompt="x " * 5000)["count"] > 4096  # so that a client can count what it must cut
     assert refused(client, "/tokenize", prompt="x", add_special_tokens=False)["param"] == "add_special_tokens"
     assert refused(client, "/tokenize", messages=[{"role": "user"}])["param"] == "messages"
-    for both in ({"prompt": "x", "messages": CHAT}, {"prompt": "x", "messages": CHAT[0]}, {"prompt": 5, "messages": CHAT}):
-        assert refused(client, "/tokenize", **both)["param"] == "prompt"
+    for prompt, messages in ("x", CHAT), ("x", CHAT[0]), (5, CHAT):
+        assert refused(client, "/tokenize", prompt=prompt, messages=messages)["param"] == "prompt"
     assert client.get("/health").status_code == 200
 
 
