@@ -37,8 +37,8 @@ def choose_tokens(
     Args:
         logits: `[rows, vocab]`, float32.
         completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
-        steps: how many tokens each has generated, where its completion does not have them all yet. For penalties it
-            must have them.
+        steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
+            has chosen more than the completion knows. Penalties need them all in the completion.
 
     Returns:
         ids `[rows]`, int64, on the logits' device.
