@@ -59,9 +59,13 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
-    """How the picture was measured; its legend has the sums."""
+    """The sums of the picture's legend, and how they were measured."""
+    [times] = results[0]["rows"]
+    without, cached = (f"{sum(times[way]):.2f} s" for way in ("recomputed", "cached"))
+    answer = f"{len(times['cached'])} tokens after a prompt of {times['prompt_tokens']}"
     repeats = f"a step is the fastest of {results[0]['repeats']} runs"
-    return {"no-cache": [caption(results[0], results[0]["model"], repeats)]}
+    measured = caption(results[0], results[0]["model"], repeats)
+    return {"no-cache": [f"{answer}: {without} without a cache, {cached} with it.", "", measured]}
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
