@@ -144,7 +144,7 @@ class StaticEngine:
         while budget and self._to_prefill:
             sequence = self._to_prefill[0]
             if not sequence.block_table:
-                self.block_manager.allocate(sequence, len(sequence))  # they are there: the batch was chosen so
+                self.block_manager.allocate(sequence, len(sequence))  # there are enough: the batch was chosen so
                 sequence.first_scheduled_time = sequence.first_scheduled_time or time.perf_counter()
             chunks.append(self._chunk(sequence, min(budget, sequence.num_uncomputed_tokens)))
             budget -= chunks[-1].count
@@ -156,11 +156,11 @@ class StaticEngine:
         """Run one token of every sequence."""
         live = [sequence for sequence in self._batch if not sequence.is_finished]
         for sequence in live:
-            self.block_manager.append(sequence)  # there is a block: the batch was chosen so
+            self.block_manager.append(sequence)  # there are enough, as above
         return self._run([self._chunk(sequence, 1) for sequence in self._batch]), -len(live)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        """Plan a sequence's next tokens. Those planned after it, even for the same step, find its blocks."""
+        """Plan a sequence's next tokens. Sequences planned after it, even for the same step, can share its blocks."""
         start = sequence.num_computed_tokens
         if not sequence.is_finished:
             sequence.num_computed_tokens += count

@@ -5,11 +5,11 @@ Two counts describe a sequence's progress, in prefill and in decode alike:
 * `len(token_ids)`: the tokens that are known (the prompt, then what was generated);
 * `num_computed_tokens`: how many of them already have their K and V in the pool.
 
-What is left to run is the difference: the whole prompt (less what the prefix cache had) for a new sequence, exactly one
-token, the one just sampled, in decode. There is no "prefill" or "decode" state to keep in step with these numbers.
+The difference has yet to run: for a new sequence the whole prompt (less what the prefix cache had), in decode exactly
+one token, the one just sampled. There is no "prefill" or "decode" state that could contradict these numbers.
 
-Both are read off what is there: the tokens are the completion's, which alone adds to them, and the blocks are numbers.
-The class is plain Python. It owns no tensor, so the block manager and the scheduler can be tested without a model.
+The tokens are stored in the completion, and nothing else adds to them. The class is plain Python, and a block is a
+number. It owns no tensor, so the block manager and the scheduler can be tested without a model.
 """
 
 from __future__ import annotations
