@@ -192,7 +192,7 @@ class Scheduler(Queues):
         if step.preempted or len(self._refused) >= min(len(self.waiting), LOOKAHEAD):
             return
         passed: list[BatchSequence] = []  # those that did not fit
-        overtakes_left = MAX_OVERTAKES  # of the one among them that has been overtaken most often
+        overtakes_left = MAX_OVERTAKES  # until one of them has been overtaken as often as is allowed
         for sequence in self.order.candidates(self.waiting, LOOKAHEAD, self.block_manager):
             if budget == 0 or not self._free_batch_slots:
                 return
