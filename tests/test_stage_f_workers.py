@@ -645,9 +645,8 @@ time.sleep(100)
 
 
 def test_a_worker_ends_quietly_with_a_parent_that_is_killed_while_it_starts_and_has_a_forked_child():
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PARENT]  # of a fork beside threads
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         worker = int(parent.stdout.readline())
         parent.kill()
