@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -480,6 +482,15 @@ def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error
             served.server.handle_exit(15, None)
             wait_until(lambda: not served.thread.is_alive())
     assert "ERROR" not in capsys.readouterr().err
+
+
+def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output, running(llm) as server:
+        monkeypatch.setattr(sys, "stdout", output)
+        server.server.handle_exit(15, None)
+        wait_until(lambda: not server.thread.is_alive())
 
 
 def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(llm):

@@ -50,12 +50,12 @@ def run(argv: list[str] | None) -> int:
         from ray import serve
 
         from beyond.scale_out.replicas import application
-        from beyond.serving.server import listen
+        from beyond.serving.server import listen, say
     except ImportError as error:
         raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
     with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
         port = free.getsockname()[1]
-    print(f"[replicas] starting Ray and {options.replicas} engines", flush=True)
+    say(f"[replicas] starting Ray and {options.replicas} engines")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
     serve.start(http_options={"host": options.host, "port": port})
@@ -87,11 +87,11 @@ def run(argv: list[str] | None) -> int:
                 return 2
         else:
             what = f"{options.replicas} engines at http://{options.host}:{port}/v1, release {release}"
-            print(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)", flush=True)
+            say(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)")
         if signals.get() != signal.SIGUSR1:
             break
         release += 1
-    print("[replicas] ending; running answers are finished (again to end at once)", flush=True)
+    say("[replicas] ending; running answers are finished (again to end at once)")
     try:
         finish(serve.get_app_handle("default"), options.deadline, signals)
     finally:

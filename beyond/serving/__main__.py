@@ -109,16 +109,16 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
     """
     from uvicorn.loops.auto import auto_loop_factory
 
-    from beyond.serving.server import serve
+    from beyond.serving.server import say, serve
 
     def tell(server: Server, port: int) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         package, precision = engine.partition(":")[0], str(llm.dtype).removeprefix("torch.")
-        print(f"[serving] {llm.source.name}, {package} on {llm.device} in {precision}", flush=True)
-        print(f"[serving] API      http://{host}:{port}/v1", flush=True)
+        say(f"[serving] {llm.source.name}, {package} on {llm.device} in {precision}")
+        say(f"[serving] API      http://{host}:{port}/v1")
         if options.page:
-            print(f"[serving] page     http://{host}:{port}/", flush=True)
-        print(f"[serving] metrics  http://{host}:{port}/metrics", flush=True)
+            say(f"[serving] page     http://{host}:{port}/")
+        say(f"[serving] metrics  http://{host}:{port}/metrics")
 
     work = serve(
         llm,

@@ -7,7 +7,9 @@ seconds; then what is left gets an error, and the server ends. The second one en
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -47,7 +49,7 @@ class Server(uvicorn.Server):
         """End when the running answers are complete; called again, at once."""
         if self._end is None:
             left = self._llm.num_unfinished
-            print(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)", flush=True)
+            say(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)")
             self._end = asyncio.ensure_future(self._finish())
             self._end.add_done_callback(lambda _: self.end_now())  # also when it is cancelled before it has begun
         else:
@@ -72,7 +74,15 @@ class Server(uvicorn.Server):
     async def _finish(self) -> None:
         if not await self._llm.drain(self._deadline):
             left = self._llm.num_unfinished
-            print(f"[serving] answers that were not complete after {self._deadline:g} s: {left}", flush=True)
+            say(f"[serving] answers that were not complete after {self._deadline:g} s: {left}")
+
+
+def say(line: str) -> None:
+    """Print a line. Once that fails, all output goes nowhere: Ctrl-C ends the `tee` of `… | tee log` too."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def listen(host: str, port: int) -> socket.socket:
