@@ -23,8 +23,8 @@ pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install
 from serving import wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
-from beyond.serving import async_llm, wire  # noqa: E402
-from beyond.serving.__main__ import main, parse, serve_process  # noqa: E402
+from beyond.serving import async_llm, engine_process, wire  # noqa: E402
+from beyond.serving.__main__ import end_at_once, main, parse, serve_process  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed  # noqa: E402
 from beyond.serving.engine_process import EngineProcess  # noqa: E402
 from beyond.serving.metrics import engine_numbers  # noqa: E402
@@ -274,6 +274,25 @@ def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):
     RemoteLLM(process)
     process.commands.send_bytes(b"no command")
     assert process.end(60) == "exit code 1" and "UnpicklingError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (lambda: engine_process.end_at_once(threading.ExceptHookArgs((ValueError, ValueError(), None, None))), 1),
+        (lambda: end_at_once(signal.SIGINT, None), 130),
+    ],
+)
+def test_what_must_end_at_once_ends_although_nobody_reads_what_it_says(end, code, monkeypatch):
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stderr", output)
+        end()
+    monkeypatch.undo()
+    assert codes == [code]
 
 
 BROKEN = """

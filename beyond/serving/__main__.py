@@ -141,8 +141,10 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
     It raises no `KeyboardInterrupt`, because a library that is being imported may catch that and go on.
     """
-    print("\ninterrupted", file=sys.stderr, flush=True)
-    os._exit(130)
+    try:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    finally:  # also where nobody reads it: in `… 2>&1 | tee log`, Ctrl-C ends `tee` too
+        os._exit(130)
 
 
 if __name__ == "__main__":

@@ -136,8 +136,10 @@ def end_if_left(commands: Connection, ready: threading.Event) -> None:
 
 def end_at_once(failed: threading.ExceptHookArgs) -> None:
     """Print what ended a thread, and end the process: the other threads would wait for that one for ever."""
-    threading.__excepthook__(failed)
-    os._exit(1)
+    try:
+        threading.__excepthook__(failed)
+    finally:  # also where nobody reads what is printed
+        os._exit(1)
 
 
 if __name__ == "__main__":
