@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from starlette.requests import Request  # noqa: E402
 from starlette.responses import Response  # noqa: E402
 
 from beyond.scale_out.replicas import ATTEMPTS, Engine, Router, merge_metrics, read_body  # noqa: E402
-from beyond.scale_out.serve_replicas import main, reason  # noqa: E402
+from beyond.scale_out.serve_replicas import main, reason, serve_releases  # noqa: E402
 from beyond.scale_out.sessions import PREFIX_CHARACTERS, session_of  # noqa: E402
 from beyond.serving.app import Api  # noqa: E402
 from beyond.serving.engine_loop import EngineClosed  # noqa: E402
@@ -372,6 +373,47 @@ def test_replicas_that_cannot_begin_say_why_in_one_line(options, said, capsys):
     assert main(options) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
+OPTIONS = SimpleNamespace(engine=None, stage="e", host="127.0.0.1", replicas=2, max_queue=1, api_key=None, deadline=1)
+
+
+def test_more_replicas_than_there_are_gpus_for_are_refused(monkeypatch):
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 3.0})
+    with pytest.raises(ValueError, match="--replicas 2 takes 4 GPUs, and there are 3"):
+        serve_releases(OPTIONS, {"device": "auto", "tensor_parallel_size": 2}, 8000)
+
+
+@pytest.mark.parametrize("release", [0, 1])
+def test_a_signal_ends_replicas_that_are_still_starting(release, monkeypatch):
+    started: list[int] = []
+    finished: list[object] = []
+    handle = object()
+
+    def start(release_number: int) -> None:
+        started.append(release_number)
+        if release_number == release:
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("it waits for the replicas")
+        signal.raise_signal(signal.SIGUSR1)
+
+    for name, stand_in in {
+        "ray.serve.run": start,
+        "ray.serve.get_app_handle": lambda name: handle,
+        "ray.cluster_resources": dict,
+        "ray.available_resources": dict,
+        "beyond.scale_out.replicas.application": lambda *_, release, **__: release,
+        "beyond.scale_out.serve_replicas.finish": lambda router, *_: finished.append(router),
+    }.items():
+        monkeypatch.setattr(name, stand_in)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with nullcontext() if release else pytest.raises(KeyboardInterrupt):
+            assert serve_releases(OPTIONS, {"device": "cpu"}, 8000) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert started == [0, 1][: release + 1] and finished == [handle] * release
 
 
 def test_why_replicas_do_not_start_is_the_last_line_of_the_first_message():

@@ -49,7 +49,6 @@ def run(argv: list[str] | None) -> int:
         import ray
         from ray import serve
 
-        from beyond.scale_out.replicas import application
         from beyond.serving.server import listen, say
     except ImportError as error:
         raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
@@ -59,12 +58,41 @@ def run(argv: list[str] | None) -> int:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
     serve.start(http_options={"host": options.host, "port": port})
-    uses_gpu = engine_options["device"] != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    try:
+        return serve_releases(options, engine_options, port)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray may take half a minute, and Ctrl-C need not
+        serve.shutdown()
+
+
+def serve_releases(options: argparse.Namespace, engine_options: dict[str, object], port: int) -> int:
+    """Serve, after every SIGUSR1 with new replicas, until another signal comes; returns the exit code.
+
+    Raises:
+        KeyboardInterrupt: that signal came while the first replicas started.
+        ValueError: there are too few GPUs; Ray would wait for more of them.
+    """
+    import ray
+    from ray import serve
+
+    from beyond.scale_out.replicas import application
+    from beyond.serving.server import say
+
     ranks = engine_options.get("tensor_parallel_size", 1) * engine_options.get("pipeline_parallel_size", 1)
+    there = 0 if engine_options["device"] == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+    gpus = ranks if there else 0  # of each replica
+    if options.replicas * gpus > there:
+        raise ValueError(f"--replicas {options.replicas} takes {options.replicas * gpus} GPUs, and there are {there}")
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    starting = False  # replicas: that takes for ever where the machines have no room for them
+
+    def on_signal(number: int, _: object) -> None:
+        if starting and number != signal.SIGUSR1:
+            raise KeyboardInterrupt
+        signals.put(number)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: signals.put(number))
-    gpus = ranks * uses_gpu  # of each replica
+        signal.signal(number, on_signal)
     release = 0
     while True:
         app = application(
@@ -79,12 +107,19 @@ def run(argv: list[str] | None) -> int:
             has_room=ray.available_resources().get("GPU", 0) >= gpus,
         )
         try:
-            serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
+            try:
+                starting = True
+                serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
+            finally:
+                starting = False
         except RuntimeError:
             print(f"error: the replicas of release {release} do not start: {reason(serve.status())}", file=sys.stderr)
             if release == 0:
-                serve.shutdown()
                 return 2
+        except KeyboardInterrupt:
+            if release == 0:
+                raise
+            break
         else:
             what = f"{options.replicas} engines at http://{options.host}:{port}/v1, release {release}"
             say(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)")
@@ -92,10 +127,7 @@ def run(argv: list[str] | None) -> int:
             break
         release += 1
     say("[replicas] ending; running answers are finished (again to end at once)")
-    try:
-        finish(serve.get_app_handle("default"), options.deadline, signals)
-    finally:
-        serve.shutdown()
+    finish(serve.get_app_handle("default"), options.deadline, signals)
     return 0
 
 
