@@ -10,10 +10,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import TextIO
 
 import pytest
 
@@ -484,13 +486,32 @@ def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error
     assert "ERROR" not in capsys.readouterr().err
 
 
-def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm, monkeypatch):
+@contextmanager
+def unread() -> Iterator[TextIO]:
+    """An output whose reader has gone: nothing can be written to it."""
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as output, running(llm) as server:
+    output = os.fdopen(writer, "w", buffering=1)
+    try:
+        yield output
+    finally:
+        with suppress(BrokenPipeError):
+            output.close()
+
+
+def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm, monkeypatch):
+    with unread() as output, running(llm) as server:
         monkeypatch.setattr(sys, "stdout", output)
         server.server.handle_exit(15, None)
         wait_until(lambda: not server.thread.is_alive())
+
+
+def test_a_client_is_told_of_a_failure_although_nobody_reads_the_log_any_more(server, llm, monkeypatch):
+    fail_after(0, llm, monkeypatch)
+    with unread() as output, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", output)
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5], "max_tokens": 2}, timeout=60)
+    assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
 
 
 def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -31,7 +32,8 @@ def as_request_error(error: Exception) -> RequestError:
         return RequestError(str(error), 503, code="shutting_down", retry_after=RETRY_SECONDS)
     if "is_logged" not in vars(error):  # a step that fails has one error for all its requests
         vars(error)["is_logged"] = True
-        traceback.print_exception(error, file=sys.stderr)
+        with suppress(OSError):  # nobody may read the log any more
+            traceback.print_exception(error, file=sys.stderr)
     return RequestError(f"the server failed ({type(error).__name__}); its log says how", 500, code="internal_error")
 
 
