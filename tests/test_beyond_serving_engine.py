@@ -500,8 +500,8 @@ def unread() -> Iterator[TextIO]:
 
 
 def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm, monkeypatch):
-    with unread() as output, running(llm) as server:
-        monkeypatch.setattr(sys, "stdout", output)
+    with unread() as output, running(llm) as server, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", output)
         server.server.handle_exit(15, None)
         wait_until(lambda: not server.thread.is_alive())
 
