@@ -367,6 +367,7 @@ def test_a_replica_whose_engine_has_failed_is_not_healthy():
         (["--max-queue", "-1"], "--max-queue"),
         (["--engine", "no_such_module:LLM"], "no_such_module"),
         (["--port", "65536"], "port 65536"),
+        (["--trace", "steps.jsonl"], "--trace is one file"),
     ],
 )
 def test_replicas_that_cannot_begin_say_why_in_one_line(options, said, capsys):

@@ -44,6 +44,8 @@ def run(argv: list[str] | None) -> int:
     options, engine_options = parse(argv, own)
     if options.replicas < 1:
         raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
+    if engine_options.get("trace"):
+        raise ValueError("--trace is one file, and each replica would write over it: trace a single server")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
