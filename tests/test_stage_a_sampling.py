@@ -20,7 +20,7 @@ from transformers import (
 
 from stage_a_naive.filters import filter_logits
 from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.noise import gumbel_noise
+from stage_a_naive.noise import gumbel_from_bits, gumbel_noise
 from stage_a_naive.params import RULES, SamplingParams
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import sample
@@ -132,6 +132,11 @@ def test_ties_at_the_edge_of_top_k_all_stay_and_a_k_beyond_the_vocabulary_keeps_
     assert torch.isfinite(filter_logits(logits, SamplingParams(top_k=99))).all()
 
 
+def test_no_token_stays_once_the_likelier_ones_have_exactly_top_p() -> None:
+    kept = torch.isfinite(filter_logits(torch.zeros(4), SamplingParams(top_p=0.5)))  # 0.25 each, without rounding
+    assert kept.tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize("temperature", [SMALLEST, 1e-40, 1e-30, 1.0, 1e308])
 @pytest.mark.parametrize("top_p", [SMALLEST, 1e-40, 1.0])
 @pytest.mark.parametrize("others", [{}, {"top_k": 2}, {"min_p": SMALLEST}, {"min_p": 1.0}])
@@ -162,6 +167,14 @@ def test_noise_is_independent_of_the_neighbouring_step_seed_and_token() -> None:
     others = (gumbel_noise(1, 6, 20_000, CPU), gumbel_noise(2, 5, 20_000, CPU), gumbel_noise(1 + 2**32, 5, 20_000, CPU))
     for other in (*others, base.roll(1)):
         assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.03
+
+
+def test_the_lowest_and_the_highest_random_bits_are_finite_noise() -> None:
+    assert torch.isfinite(gumbel_from_bits(torch.tensor([0, 2**32 - 1]))).all()
+
+
+def test_more_logprobs_than_there_are_tokens_are_those_of_all_tokens() -> None:
+    assert list(top_logprobs(torch.tensor([0.0, 2.0, 1.0]), 5, token_id=0)) == [1, 2, 0]
 
 
 def test_a_row_is_chosen_alike_alone_and_among_any_neighbours() -> None:
