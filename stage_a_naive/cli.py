@@ -115,8 +115,7 @@ def _answer(stage: object, options: dict) -> None:
     ask = prompt if raw else [{"role": "user", "content": prompt}]
     [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
     print("\n" + performance_summary(llm, output))
-    if hasattr(llm, "close"):
-        llm.close()
+    llm.close()
 
 
 @contextmanager

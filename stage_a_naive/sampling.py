@@ -53,7 +53,8 @@ def choose_tokens(
         logits = apply_penalties(logits, params, prompts, [completion.token_ids for completion in completions])
     sampling_fn = requests[0].sampling_fn
     if sampling_fn is not None:
-        # A copy, because it may write to it, and log-probabilities are made of what the model said.
+        # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
+        # step writes its next logits to the same memory.)
         return checked_ids(sampling_fn(logits.clone(), params), logits)
     steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
     return sample(logits, params, [request.seed for request in requests], steps)

@@ -174,9 +174,6 @@ class LLM(NaiveLLM):
 
     def _choose(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
         """Choose a token id `[1]` on the device, without waiting for it. `step`: how many were chosen before."""
-        request = completion.request
-        if request.sampling_fn is not None:
-            logits = logits.clone()  # it may keep them, and the next step of a compiled program overwrites its memory
         return choose_tokens(logits, [completion], [step])
 
     def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:

@@ -92,6 +92,13 @@ def test_a_program_that_does_not_start_is_found_and_said_to_be_so(tmp_path: Path
     assert doctor.program_version(str(tmp_path / "none"), "no such program here") is None
 
 
+def test_the_line_of_a_program_that_has_its_version_is_shown(tmp_path: Path) -> None:
+    program = tmp_path / "nvcc"
+    program.write_text("#!/bin/sh\necho 'A compiler of a company with a long name, 2005'\necho 'release 13.0, V13.0'\n")
+    program.chmod(0o755)
+    assert doctor.program_version(str(program)) == f"{program} (release 13.0, V13.0)"
+
+
 def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does_not_serve() -> None:
     stages = dict(doctor.stage_lines(T4))
     assert all("DTYPE=float16" in text for text in stages.values())

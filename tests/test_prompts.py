@@ -61,6 +61,7 @@ def test_every_spelling_of_a_prompt_means_the_same(tiny: LLM) -> None:
         ([[1, 2.0]], r"token ids are integers, got 2\.0"),
         ([np.array([1.0])], r"token ids are integers, got 1\.0"),
         ([["a", "b"]], "token ids are integers, got 'a'"),
+        (["ok", {"prompt_token_ids": ["a"]}], "prompt 1: token ids are integers, got 'a'"),
         ([{"text": "abc"}], "prompt 0: a dictionary has 'prompt'"),
         ({"prompt": "abc", "multi_modal_data": {}}, "multi_modal_data"),
         ({}, "a dictionary has"),
@@ -124,6 +125,7 @@ def test_a_text_that_a_tokenizer_may_compose_is_refused_only_if_its_composed_for
         ("e\u0301" * 30, composing, True),  # 60 characters, which are 30 when they are composed
         ("\u00e9" * 60, composing, False),
         ("e\u0301" * 30, other, False),
+        ("x" * 49, other, True),  # four tokens at least, and four fit
         ("e\u0301" * 100, composing, False),
     ):
         with nullcontext() if fits else pytest.raises(ValueError, match="at least .* tokens; at most 4 fit"):

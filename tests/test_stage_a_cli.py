@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,9 @@ def test_the_default_question_is_printed_and_answered_with_a_performance_summary
     assert "KV" in answer and len(answer) > 100
     for name in ("build", "prefill", "decode", "generated tokens/s"):
         assert name in summary
+    figures = re.search(r"decode +([\d.]+) s +(\d+) tokens +([\d.]+) ms per token", summary)
+    seconds, tokens, ms = map(float, figures.groups())
+    assert ms == pytest.approx(1000 * seconds / (tokens - 1), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,8 @@ def test_other_libraries_progress_bars_write_once_a_second_into_a_log_file(monke
 def test_a_raw_prompt_is_continued_without_a_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--model", "random:llama-tiny", "--raw", "--prompt", "abc", "--max-tokens", "3", "--ignore-eos") == 0
     assert "    3 tokens" in capsys.readouterr().out
+    assert ask("--raw", "--prompt", "A text that is no question", "--max-tokens", "1") == 0
+    assert "note: " not in capsys.readouterr().err, "a question may be unknown, a text that goes on is none"
 
 
 @pytest.mark.parametrize("argv", [["--help"], TINY], ids=["help", "answer"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader
 from stage_a_naive.loading import (
@@ -61,6 +62,21 @@ def test_a_name_that_means_no_model_says_so_in_one_line(name: object, says: str)
     with pytest.raises(ModelError, match=says) as caught:
         resolve(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_may_be_given_from_ones_home(tutor_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tutor_copy.parent))
+    assert resolve("~/model").path == tutor_copy
+
+
+def test_loading_leaves_what_transformers_says_as_it_was() -> None:
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    try:
+        load(TUTOR_PATH)
+        assert transformers_logging.get_verbosity() == transformers_logging.INFO
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def test_an_empty_directory_misses_its_config(tmp_path: Path) -> None:

@@ -223,6 +223,8 @@ def test_the_memory_report_counts_a_shared_block_once():
     assert report.reservation_waste == pytest.approx(1 - 11 / 40)
     assert (report.block_bytes, report.reserved_bytes) == (96, 320)
     assert "3 blocks of 4" in str(report)
+    report = memory_report([(3, [0, 1, 2])], block_size=4, max_model_len=20, bytes_per_token=8)
+    assert (report.stored_tokens, report.blocks) == (3, 3), "two blocks are empty still"
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
