@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
 from stage_a_naive.detokenize import IncrementalDecoder, placeholder
@@ -16,10 +17,7 @@ from stage_a_naive.outputs import GenerationOutput
 from stage_e_batching.mailbox import Token
 
 MARK = "\0"  # where the text goes
-# Byte-level BPE spells a token with a character per byte: the byte's own, or one from 256 on where that is not visible.
-VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE spells bytes
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: json.dumps makes one per call
 
@@ -149,8 +147,8 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def bytes_of(token_id: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The bytes of a token, also where it is a part of a character, which `text` shows as U+FFFD: clients join them."""
-    token = tokenizer.backend_tokenizer.id_to_token(token_id)
-    if "\ufffd" not in text or text == token:
+    token = tokenizer.backend_tokenizer.id_to_token(token_id) if "\ufffd" in text else text
+    if token == text:
         return list(text.encode())
     if token.startswith("<0x"):  # byte fallback
         return [int(token[1:-1], 16)]
