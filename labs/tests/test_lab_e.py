@@ -457,7 +457,7 @@ class TestShortestFirst:
         return trace
 
     def replay(self, order: FirstCome, trace: list[tuple[int, int, int]]) -> dict[BatchSequence, int]:
-        """The steps that each request waited, on a scheduler with 4 batch slots and 32 tokens a step."""
+        """The steps that each request waited, on a scheduler with 4 batch slots and 32 tokens per step."""
         scheduler = scheduler_of(num_blocks=300, max_num_seqs=4, max_num_batched_tokens=32)
         scheduler.order, waits, arrived = order, {}, {}
         coming = list(enumerate(trace))
