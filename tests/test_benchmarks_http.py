@@ -109,6 +109,8 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
     assert "64 requests at once, 8 in, 8 out" in lines[-2]
     again = http_cost.table([result | {"rounds": 3}])["http-cost"]
     assert "64 streams of 3 requests each, 8 in, 4–8 out" in again[-2]
+    both = http_cost.table([result | {"rounds": 3}, result])["http-cost"]
+    assert both == lines + again, "requests at once come first"
     [(name, picture)] = http_cost.draw([result | {"rounds": 3, "rows": []}, result]).items()
     assert name == "beyond/serving/figures/http_cost.png" and picture.png.startswith(b"\x89PNG")
 

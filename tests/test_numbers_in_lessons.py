@@ -388,6 +388,9 @@ EXACT = {
             f"{first_tokens('HTTP') - first_tokens('generate'):.0f}", f"{1e3 * 64 * 256 / rate_of('generate'):.0f}",
         ],
     ),
+    "serving: HTTP in two processes": (
+        "beyond/serving/load.md", "{}% of the rate are left", lambda: [f"{100 * http_share('h200', 'HTTP'):.0f}"],
+    ),
     "serving: stage E's unluckiest requests": (
         "beyond/serving/load.md", "E's unluckiest requests wait for {} ms",
         lambda: [f"{max(unluckiest('E')):.0f}"],
@@ -617,12 +620,16 @@ ROUGH = {
         lambda: 1 - http_share("cpu", "HTTP, one process"), 0.1, 0.2,
     ),
     "serving: HTTP in one process on a GPU": (
-        "beyond/serving/load.md", "stage F on the H200 loses more than two fifths of its rate over HTTP",
-        lambda: 1 - http_share("h200", "HTTP, one process"), 0.4, 0.5,
+        "beyond/serving/load.md", "stage F on the H200 loses a third of its rate over HTTP",
+        lambda: 1 - http_share("h200", "HTTP, one process"), 0.3, 0.37,
     ),
-    "serving: HTTP in two processes on a GPU": (
-        "beyond/serving/load.md", "about nine tenths of the rate are left",
-        lambda: http_share("h200", "HTTP"), 0.87, 0.93,
+    "serving: HTTP in one process with clients that ask again": (
+        "beyond/serving/load.md", "In one process nearly half is lost",
+        lambda: 1 - http_share("h200-rounds", "HTTP, one process"), 0.43, 0.5,
+    ),
+    "serving: HTTP in two processes with clients that ask again": (
+        "beyond/serving/load.md", "What is left of the rate in two processes is the same",
+        lambda: http_share("h200-rounds", "HTTP") - http_share("h200", "HTTP"), -0.005, 0.005,
     ),
     "quantization: one request": (
         "beyond/quantization/README.md", "a step of Qwen2.5-7B takes two thirds of the time",

@@ -175,7 +175,7 @@ def unit(result: dict, seconds: str, of_cpu: str) -> str:
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     lines = []
-    for result in results:
+    for result in sorted(results, key=lambda one: one.get("rounds", 1)):
         body = []
         for row, ratios in zip(result["rows"], shares_of(result).values(), strict=True):
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
