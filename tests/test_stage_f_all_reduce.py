@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
-from stage_f_graph_tp.tensor_parallel.all_reduce import CAPACITY, OneShotAllReduce
+from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
+from stage_f_graph_tp.tensor_parallel.rank_group import SHORT, RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
 
 RANK = """
@@ -43,7 +44,8 @@ def wait_and_look(*places):  # by then the other ranks have sent what they send 
 if rank == 1:
     rank_sum._look = wait_and_look
 rank_sum.SPINS = module.tl.constexpr(4)
-module.SLICE = 32
+# small slices up to 32 bytes, large ones beyond, and several launches beyond 64
+module.PROGRAMS, module.SLICE, module.SLOT, module.CAPACITY = module.tl.constexpr(2), 16, module.tl.constexpr(32), 64
 mailboxes = [np.memmap(file, np.uint8, "r+") for file in files]
 calls = torch.full((rank_sum.PROGRAMS.value,), 2**31 - 3, dtype=torch.int32)  # the numbers run over in the test
 stop, note = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
@@ -89,9 +91,9 @@ if rank == 0:
     # nobody answers any more, and rank 1 died in the middle of its part: one call is told to stop while it waits, the
     # next before it begins
     parts = mailboxes[0].reshape(2, ranks, rank_sum.PROGRAMS.value, rank_sum.SLOT.value)
-    parts[:, 1, 0, :16] = parts[:, 2, 0, :32] = 0
+    parts[:, 1, 0, :8] = parts[:, 2, 0, :16] = 0
     threading.Timer(0.5, stop.fill_, [1]).start()
-    x, counted = torch.zeros(8), calls[0].item()
+    x, counted = torch.zeros(4), calls[0].item()
     one_shot(x, None)
     assert stop.item() == 1 and calls[0] == counted, "half a part is no part"
     stop.fill_(0)  # the call after it has to know without asking the host
@@ -190,5 +192,35 @@ def test_numbers_that_a_kernel_cannot_add_up_in_float32_are_left_to_the_library(
     for dtype in torch.int32, torch.int16, torch.float64:
         assert not one_shot.supports(torch.zeros(4, dtype=dtype)), dtype
     assert not one_shot.supports(torch.zeros(4, 2).t())
-    longest = torch.zeros(CAPACITY // 4)
-    assert one_shot.supports(longest) and not one_shot.supports(torch.cat([longest, longest[:1]]))
+
+
+class Noted(RankGroup):
+    """A group without other ranks that notes who is given a sum: our kernel, or a collective of the library."""
+
+    def __init__(self, size):
+        self.rank, self.size, self.one_shot, self.done = 0, size, self, []
+
+    supports = OneShotAllReduce.supports
+
+    def __call__(self, x, residual):
+        self.done.append("ours")
+        return x
+
+    def _run(self, collective, *args):
+        self.done.append(collective)
+
+
+@pytest.mark.parametrize("size, long_sum", [(2, "ours"), (3, "allreduce")])
+def test_more_than_two_ranks_leave_what_is_long_to_the_library(size, long_sum):
+    group, short = Noted(size), torch.zeros(SHORT // 4)
+    for x in short, torch.cat([short, short[:1]]), torch.zeros(4, dtype=torch.int32):
+        group.all_reduce(x)
+    assert group.done == ["ours", long_sum, "allreduce"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_gathered_is_only_added_up_where_it_is_short(size):
+    group = Noted(size)
+    for count in 4, SHORT // 4:
+        group.stack(torch.zeros(count))
+    assert group.done == ["ours", "allgather"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 NEEDS_GPU = True
-ROWS, PRODUCT_ROWS, CALLS, SAMPLES, REPLAYS = (1, 8, 32, 256), (1, 8, 32), 100, 10, 10
+ROWS, PRODUCT_ROWS, CALLS, SAMPLES, REPLAYS = (1, 8, 32, 256, 8192), (1, 8, 32), 100, 10, 10
 WEIGHT_BYTES = 2**28  # of different weights in a graph of products: more than the L2 cache holds
 
 

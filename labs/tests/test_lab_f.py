@@ -426,8 +426,13 @@ class TestRankSum:
                     f"{results[i][:4].tolist()}…, expected {expected[:4].tolist()}…"
                 )
 
-    def alone(self, monkeypatch, ranks: int, x: Tensor, stop: int = 0, note: int = 0) -> tuple[int, int, int]:
-        """One call of rank 0, whom nobody answers: how often it looked, the number of calls after it, the note."""
+    def alone(
+        self, monkeypatch, ranks: int, x: Tensor, stop: int = 0, note: int = 0, zeros: bool = False
+    ) -> tuple[int, int, int]:
+        """One call of rank 0, whom nobody answers: how often it looked, the number of calls after it, the note.
+
+        With `zeros`, they are there from every other rank before the call.
+        """
         monkeypatch.setattr(rank_sum, "SPINS", tl.constexpr(4))
         original, looks, sent = rank_sum._look, [], x[:4].tolist()
 
@@ -440,6 +445,9 @@ class TestRankSum:
         monkeypatch.setattr(rank_sum, "_look", look)
         size = 2 * ranks * rank_sum.PROGRAMS.value * rank_sum.SLOT.value
         mailboxes = [torch.full((size,), 255, dtype=torch.uint8) for _ in range(ranks)]
+        self.slots = [box.view(2, ranks, rank_sum.PROGRAMS.value, rank_sum.SLOT.value)[:, :, 0] for box in mailboxes]
+        if zeros:
+            self.slots[0][:, 1:] = 0
         counts = torch.full((rank_sum.PROGRAMS.value,), 5, dtype=torch.int32)
         words = [torch.tensor([word], dtype=torch.int32) for word in (stop, note)]
         peers = torch.tensor([tensor.data_ptr() for tensor in (*mailboxes, counts, *words)])
@@ -451,8 +459,13 @@ class TestRankSum:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
     def test_a_nan_with_the_bits_of_an_empty_place_arrives(self, dtype: torch.dtype, monkeypatch):
         x = torch.full((8 * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype)
-        _, calls, _ = self.alone(monkeypatch, 1, x)
+        bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+        _, calls, _ = self.alone(monkeypatch, 2, x, zeros=True)
         assert x.isnan().all() and calls == 6, f"a NaN with all bits set: got {x.tolist()}, {calls} calls instead of 6"
+        sent = self.slots[1][1, 0, : x.nbytes]  # of call 5
+        assert sent.view(dtype).isnan().all() and (sent.view(bits) != -1).all(), (
+            f"rank 1 was sent the bytes {sent[:4].tolist()}…: all bits set means empty, so it would wait for ever"
+        )
 
     def test_a_wait_ends_when_the_stop_word_is_set_and_the_next_does_not_begin(self, monkeypatch):
         looks, calls, note = self.alone(monkeypatch, 2, torch.zeros(8), stop=1)

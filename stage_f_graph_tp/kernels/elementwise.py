@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
-HEADS_PER_PROGRAM = 8
+MANY = 2048  # tokens; from here on, programs do more at a time, because there are more of them than run at once
 
 
 class Rows(NamedTuple):
@@ -62,7 +62,7 @@ def _rotate_and_store_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # heads per program
+    HEADS_PAD: tl.constexpr,  # a power of two, for all of them
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
@@ -70,7 +70,7 @@ def _rotate_and_store_kernel(
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]; queries, then keys, then values
+    head = tl.arange(0, HEADS_PAD)[:, None]  # [HEADS_PAD, 1]; queries, then keys, then values
     column = tl.arange(0, HALF_PAD)[None, :]  # [1, HALF_PAD]
     inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
     turns = head < HEADS + KV_HEADS  # values are stored as they are
@@ -148,13 +148,14 @@ def rotate_and_store(
     weight, eps = norm if norm is not None else (query, 0.0)
     x, rows_eps = rows if rows is not None else (qkv, 0.0)
     width = 0 if rows is None else x.shape[1]
-    _rotate_and_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
+    _rotate_and_store_kernel[(tokens,)](
         qkv, query, k_cache, v_cache, cos, sin, positions, slot_mapping, weight, query if bias is None else bias, x,
         qkv.stride(0), k_cache.stride(1), x.stride(0), eps, rows_eps,
         HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, HALF=head_dim // 2,
-        HALF_PAD=triton.next_power_of_2(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None, ROWS=width, ROWS_PAD=triton.next_power_of_2(max(1, width)),
-        num_warps=4, **pdl_settings(qkv.device),
+        HALF_PAD=triton.next_power_of_2(head_dim // 2), HEADS_PAD=triton.next_power_of_2(all_heads),
+        HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
+        ROWS=width, ROWS_PAD=triton.next_power_of_2(max(1, width)),
+        num_warps=8 if tokens < MANY else 4, **pdl_settings(qkv.device),
     )  # fmt: skip
     return query
 
@@ -189,11 +190,12 @@ def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None) -> Tensor:
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     x, eps = rows if rows is not None else (gate_up, 0.0)
     size = 0 if rows is None else x.shape[1]
-    block = min(1024, triton.next_power_of_2(width // 2))
+    most, warps = (1024, 4) if tokens < MANY else (8192, 8)
+    block = min(most, triton.next_power_of_2(width // 2))
     grid = (tokens, triton.cdiv(width // 2, block))
     _silu_and_multiply_kernel[grid](
         gate_up, out, x, x.stride(0), eps, INTERMEDIATE=width // 2, BLOCK=block, ROWS=size,
-        ROWS_PAD=triton.next_power_of_2(max(1, size)), num_warps=4, **pdl_settings(gate_up.device),
+        ROWS_PAD=triton.next_power_of_2(max(1, size)), num_warps=warps, **pdl_settings(gate_up.device),
     )  # fmt: skip
     return out
 

@@ -1,8 +1,11 @@
-"""One-shot all-reduce: a decode step's small tensors, added up by one kernel that writes the other GPUs' memory.
+"""One-shot all-reduce: a step's tensors, added up by one kernel that writes the other GPUs' memory.
 
 A library's all-reduce is made for megabytes, and costs tens of microseconds however little there is to add up. Where
 the GPUs can write one another's memory, one kernel of ours does it (`kernels/rank_sum.py` says how). The same sum is
 inside the skinny GEMM of a row-parallel linear, for a few tokens (`product_add`).
+
+Every rank sends all it has to every other one. That is the least that two ranks can send, however long the tensor is.
+More than two would send less if each of them added up a part for all, as the library's ranks do.
 
 `stop` ends the wait for a rank that has died. The CPU writes a word of pinned memory without calling the driver, so it
 can do so from any thread, also while another thread is blocked in a launch.
@@ -23,8 +26,8 @@ from torch import Tensor
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT, Peers, sum_of_ranks
 
-SLICE = 4096  # bytes of a tensor that a program adds up
-CAPACITY = PROGRAMS.value * SLICE  # bytes of the longest tensor
+SLICE = 4096  # bytes of a tensor that a program adds up, where PROGRAMS of them are enough; else SLOT
+CAPACITY = PROGRAMS.value * SLOT.value  # bytes that a launch adds up
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may have to compile the kernel first
 
@@ -144,16 +147,19 @@ class OneShotAllReduce:
         return True
 
     def supports(self, x: Tensor) -> bool:
-        """Whether `x` fits into the mailboxes, and is of numbers that float32 can add up."""
-        return x.dtype in DTYPES and x.nbytes <= CAPACITY and x.is_contiguous()
+        """Whether `x` is of numbers that float32 can add up, one next to the other."""
+        return x.dtype in DTYPES and x.is_contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of all ranks' `x`, written over `x`; or, given a residual (contiguous too), added to it, in place."""
         out = x if residual is None else residual
-        _all_reduce_kernel[(triton.cdiv(x.nbytes, SLICE),)](
-            x, out, self.peers.addresses, x.numel(), RANK=self.rank, RANKS=self.size,
-            BLOCK=SLICE // x.element_size(), ONTO=residual is not None, num_warps=8, **pdl_settings(x.device),
-        )  # fmt: skip
+        slice_bytes = SLICE if x.nbytes <= PROGRAMS.value * SLICE else SLOT.value
+        most = CAPACITY // x.element_size()
+        for part, into in zip(x.view(-1).split(most), out.view(-1).split(most), strict=True):
+            _all_reduce_kernel[(triton.cdiv(part.nbytes, slice_bytes),)](
+                part, into, self.peers.addresses, part.numel(), RANK=self.rank, RANKS=self.size,
+                BLOCK=slice_bytes // x.element_size(), ONTO=residual is not None, num_warps=8, **pdl_settings(x.device),
+            )  # fmt: skip
         return out
 
     def stop(self) -> None:

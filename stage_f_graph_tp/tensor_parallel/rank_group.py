@@ -1,7 +1,7 @@
 """The collectives of one engine's ranks: all-reduce, all-gather, broadcast.
 
-The small all-reduces of a decode step are done by one kernel of our own where the GPUs can write one another's memory
-(`all_reduce.py`). Everything else is done by NCCL, or by gloo between CPU processes.
+Where the GPUs can write one another's memory, the small all-reduces of a decode step, and all those of two ranks, are
+done by one kernel of our own (`all_reduce.py`). Everything else is done by NCCL, or by gloo between CPU processes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stage_f_graph_tp.tensor_parallel.workers import Workers
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 
+SHORT = 2**21  # bytes of a tensor; of longer ones, NCCL sends less than our kernel between more than two ranks
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # gloo asks for one; how long rank 0 waits is the workers' matter (`awaited`)
 CONNECT_TIMEOUT = timedelta(seconds=0.5)  # of an attempt of gloo's, which makes five, a second apart
 ENQUEUE_SECONDS = 1.0  # how long an abort waits for a launch under way, which may itself be what is blocked
@@ -94,7 +95,8 @@ class RankGroup:
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
-        if self.one_shot is not None and self.one_shot.supports(x):
+        is_one_shot = self.size == 2 or x.nbytes <= SHORT
+        if self.one_shot is not None and is_one_shot and self.one_shot.supports(x):
             return self.one_shot(x, residual)
         self._run("allreduce", [x])
         return x if residual is None else residual.add_(x)
@@ -102,7 +104,7 @@ class RankGroup:
     def stack(self, x: Tensor) -> Tensor:
         """Gather all ranks' `x`, in the order of the ranks: `[size, *x.shape]`."""
         parts = x.new_empty(self.size, *x.shape)
-        if self.one_shot is not None and self.one_shot.supports(parts):
+        if self.one_shot is not None and parts.nbytes <= SHORT and self.one_shot.supports(parts):
             parts.zero_()  # adding zeros to another rank's part is exact
             parts[self.rank] = x
             return self.one_shot(parts, None)

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from beyond.quantization.formats import LARGEST, Quantized
-
-HEADS_PER_PROGRAM = 8
+from stage_f_graph_tp.kernels.elementwise import MANY
 
 
 @triton.jit
@@ -39,12 +38,12 @@ def _rotate_and_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # heads per program
+    HEADS_PAD: tl.constexpr,  # a power of two, for all of them
     HAS_NORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate BLOCK heads of one token; write the queries as they are, keys and values in 8 bits."""
+    """Norm and rotate the heads of one token; write the queries as they are, keys and values in 8 bits."""
     token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]; queries, then keys, then values
+    row = tl.arange(0, HEADS_PAD)  # [HEADS_PAD]; queries, then keys, then values
     head = row[:, None]
     column = tl.arange(0, HALF_PAD)[None, :]  # [1, HALF_PAD]
     inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
@@ -73,7 +72,7 @@ def _rotate_and_store_kernel(
     tl.store(query + target + HALF, y2, mask=is_query)
 
     slot = tl.load(slot_mapping + token)  # int64; -1 stores nothing
-    scale = _scale_of(tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1)), LARGEST)  # [BLOCK]
+    scale = _scale_of(tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1)), LARGEST)  # [HEADS_PAD]
     z1 = _to_8_bits(y1 / scale[:, None], k_values.dtype.element_ty)
     z2 = _to_8_bits(y2 / scale[:, None], k_values.dtype.element_ty)
     scale_offset = slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
@@ -106,12 +105,13 @@ def rotate_and_store(
     k_cache, v_cache = layer_cache
     query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     weight, eps = norm if norm is not None else (query, 0.0)
-    _rotate_and_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
+    _rotate_and_store_kernel[(tokens,)](
         qkv, query, k_cache.values, v_cache.values, k_cache.scales, v_cache.scales, *rotary, positions, slot_mapping,
         weight, qkv.stride(0), k_cache.values.stride(1), eps,
         HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, BLOCK_SIZE=k_cache.values.shape[1],
-        HALF=head_dim // 2, HALF_PAD=triton.next_power_of_2(head_dim // 2), BLOCK=HEADS_PER_PROGRAM,
-        HAS_NORM=norm is not None, LARGEST=LARGEST[k_cache.values.dtype], num_warps=4,
+        HALF=head_dim // 2, HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HEADS_PAD=triton.next_power_of_2(all_heads), HAS_NORM=norm is not None, LARGEST=LARGEST[k_cache.values.dtype],
+        num_warps=8 if tokens < MANY else 4,
     )  # fmt: skip
     return query
 
