@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
-MANY = 2048  # tokens; from here on, programs do more at a time, because there are more of them than run at once
+MANY = 2048  # tokens; from here on a program does more, because there are more programs than run at once
 
 
 class Rows(NamedTuple):
