@@ -226,10 +226,11 @@ def first_tokens(way: str) -> float:
     return next(statistics.median(row["first_tokens_ms"]) for row in rows if row["way"] == way)
 
 
-def rate_of(way: str) -> float:
-    """Output tokens per second of these requests."""
-    rows = results("http_cost-h200")["rows"]
-    return next(statistics.median(row["tokens_per_s"]) for row in rows if row["way"] == way)
+def run_ms(way: str) -> float:
+    """Milliseconds until all of them are answered."""
+    result = results("http_cost-h200")
+    rate = next(statistics.median(row["tokens_per_s"]) for row in result["rows"] if row["way"] == way)
+    return 1e3 * result["streams"] * result["output_len"] / rate
 
 
 def unluckiest(engine: str) -> list[float]:
@@ -269,6 +270,19 @@ def sum_us(rows: int, library: bool) -> float:
     return 1e6 * statistics.median(found[0]["samples"])
 
 
+def down_us(rows: int, way: str) -> float:
+    """µs of a rank's half of Qwen3-0.6B's `down`."""
+    found = results("all_reduce-h200-qwen3-0.6b")["rows"]
+    return next(
+        1e6 * statistics.median(row["samples"]) for row in found if (row["rows"], row.get("product")) == (rows, way)
+    )
+
+
+def launches_against_one(rows: int) -> float:
+    """How much longer product, all-reduce and squares take than the product that does all three."""
+    return down_us(rows, "library's, all-reduce, squares") / down_us(rows, "with the sum over the ranks")
+
+
 def with_loads(rows: int, stages: str) -> float:
     """µs per layer of half of Qwen2.5-7B, by how many loads its products have in flight."""
     wanted = {"chain": "half of qwen2.5-7b", "rows": rows, "sums": "behind", "stages": stages}
@@ -277,9 +291,9 @@ def with_loads(rows: int, stages: str) -> float:
 
 
 def engine_with_loads(stages: str) -> float:
-    """ms per step of 32 requests to Qwen2.5-7B on two GPUs."""
+    """ms per step of 32 requests to Qwen2.5-7B on two GPUs. Nothing but the loads differs."""
     found = results("loads_in_flight_history_h200")["engine"]
-    wanted = {"requests": 32, "sums": "behind" if stages == "by tokens" else "first", "stages": stages}
+    wanted = {"requests": 32, "sums": "behind", "stages": stages}
     return statistics.median(next(row["milliseconds"] for row in found if wanted.items() <= row.items()))
 
 
@@ -401,9 +415,10 @@ EXACT = {
         lambda: [f"{24 * after_attention():.0f}"],
     ),
     "serving: the beginning over HTTP": (
-        "beyond/serving/load.md", "comes {} ms later than from `generate`, whose whole run takes {} ms",
+        "beyond/serving/load.md",
+        "{:.0f} ms later than from `generate`, whose whole run takes {:.0f} ms. The last answer ends {:.0f} ms later",
         lambda: [
-            f"{first_tokens('HTTP') - first_tokens('generate'):.0f}", f"{1e3 * 64 * 256 / rate_of('generate'):.0f}",
+            first_tokens("HTTP") - first_tokens("generate"), run_ms("generate"), run_ms("HTTP") - run_ms("generate"),
         ],
     ),
     "serving: HTTP in two processes": (
@@ -673,6 +688,20 @@ ROUGH = {
     "serving: HTTP in two processes with clients that ask again": (
         "beyond/serving/load.md", "What is left of the rate in two processes is the same",
         lambda: http_share("h200-rounds", "HTTP") - http_share("h200", "HTTP"), -0.005, 0.005,
+    ),
+    "ranks: the sum in a product": (
+        RANKS, "the sum adds about a microsecond to the kernel",
+        lambda: statistics.mean(
+            down_us(rows, "with the sum over the ranks") - down_us(rows, "alone") for rows in (1, 8, 32)
+        ),
+        0.8, 1.2,
+    ),
+    "ranks: three launches of 1 and 32 rows": (
+        RANKS, "The three launches take longer with 1 and with 32 rows",
+        lambda: min(map(launches_against_one, (1, 32))), 1.05, 2,
+    ),
+    "ranks: three launches of 8 rows": (
+        RANKS, "and a little less with 8", lambda: launches_against_one(8), 0.9, 0.99,
     ),
     "quantization: one request": (
         "beyond/quantization/README.md", "a step of Qwen2.5-7B takes two thirds of the time",
