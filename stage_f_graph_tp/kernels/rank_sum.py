@@ -10,7 +10,7 @@ memory (NVLink or PCIe, one machine), a kernel needs no library for that:
 
 There is no flag. An empty place of a mailbox has all bits set, and no part ever has: as a number it is a NaN, and a NaN
 with these bits is sent as another one. So the data is its own flag, 16 or 32 bits at a time, in whatever order it
-arrives: one trip over the link, where data, then a flag, then reading the data would be three.
+arrives: one trip over the link, where a flag, a request for the data and the data would be three.
 
 Every rank adds in the order of the ranks, so all have the same sum, bit for bit.
 
