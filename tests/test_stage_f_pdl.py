@@ -22,7 +22,7 @@ TYPES = {
 TILE = {"BLOCK_M": 16, "BLOCK_K": 64, "PRECISION": "tf32"}
 KERNELS = {
     "kernels.elementwise._rotate_and_store_kernel": {
-        "HEADS": 2, "KV_HEADS": 1, "HALF": 32, "HALF_PAD": 32, "BLOCK": 8, "HAS_NORM": True, "HAS_BIAS": True,
+        "HEADS": 2, "KV_HEADS": 1, "HALF": 32, "HALF_PAD": 32, "HEADS_PAD": 4, "HAS_NORM": True, "HAS_BIAS": True,
         "ROWS": 128, "ROWS_PAD": 128,
     },
     "kernels.elementwise._silu_and_multiply_kernel": {"INTERMEDIATE": 64, "BLOCK": 64, "ROWS": 128, "ROWS_PAD": 128},
