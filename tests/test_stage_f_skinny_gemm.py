@@ -275,7 +275,7 @@ def test_interpreted_product_of_more_tiles_than_counters_is_refused():
 
 
 @interpreted
-@pytest.mark.parametrize("tokens, out_features", [(64, 64), (1, 16 * 513)])
+@pytest.mark.parametrize("tokens, out_features", [(64, 64), (1, 16 * 1025)])
 def test_interpreted_product_that_does_not_fit_into_a_mailbox_is_refused(tokens, out_features):
     from stage_f_graph_tp.kernels.rank_sum import Peers
     from stage_f_graph_tp.kernels.skinny_gemm import Tiles, product_add
