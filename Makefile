@@ -47,6 +47,7 @@ LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g lab-h lab-i lab-j lab-p
 GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g grade-h grade-i grade-j grade-p
 # LAB=1: the learner's copies come before the reference on Python's path, and the current folder is not on it.
 LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work$(if $(filter slow,$(LAB)),/slow):$(CURDIR)"
+SAY_WHOSE = $(PY) -m labs.starter --show $(if $(filter slow,$(LAB)),p)
 RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 
 # $(call INSTALL,what,in words): one line per phase and per large download; everything that pip says goes to a log file.
@@ -76,7 +77,7 @@ $(error TP=$(TP): stages A to E run on one GPU; tensor parallelism begins at sta
 endif
 
 $(STAGE_TARGETS): stage-%: $(READY)
-	$(if $(LAB),@$(PY) -m labs.starter --show)
+	$(if $(LAB),@$(SAY_WHOSE))
 	@$(RUN) -m $(STAGE_$*) $(if $(MODEL),--model="$$MODEL") $(if $(PROMPT),--prompt="$$PROMPT") \
 	  $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") \
 	  $(if $(TP),--tensor-parallel-size "$(TP)") $(ARGS)
@@ -119,7 +120,7 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 	  { echo "the web server is missing: pip install starlette uvicorn httptools" >&2; exit 1; })
 	$(if $(REPLICAS),@$(PY) -c "import ray.serve" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[ray],Ray Serve),\
 	  { echo "Ray Serve is missing: pip install 'ray[serve]'" >&2; exit 1; }))
-	$(if $(LAB),@$(PY) -m labs.starter --show)
+	$(if $(LAB),@$(SAY_WHOSE))
 	@exec env $(RUN) -m $(if $(REPLICAS),beyond.scale_out.serve_replicas --replicas "$(REPLICAS)",beyond.serving) \
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)

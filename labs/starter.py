@@ -2,7 +2,7 @@
 
     python -m labs.starter d            (make lab-d)
     python -m labs.starter d --force    (make lab-d FORCE=1): begin again; what was there is kept aside
-    python -m labs.starter --show       whose code `LAB=1` would run
+    python -m labs.starter --show       whose code `LAB=1` would run; with p, `LAB=slow`
 
 The copy is in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
 package of the same name, and every later stage runs on top of it.
@@ -86,10 +86,10 @@ def link_models(work: Path) -> None:
         models.symlink_to(ROOT / "models", target_is_directory=True)
 
 
-def learners_packages(work: Path = WORK) -> list[str]:
+def learners_packages(work: Path) -> list[str]:
     """The stages that the learner has a copy of."""
-    folders = [*work.glob("stage_*"), *work.glob("beyond/*")]
-    return sorted(str(folder.relative_to(work)) for folder in folders if folder.is_dir())
+    files = [*work.glob("stage_*/__init__.py"), *work.glob("beyond/*/__init__.py")]
+    return sorted(str(file.parent.relative_to(work)) for file in files)
 
 
 def next_steps(lab: Lab) -> str:
@@ -116,9 +116,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="say which stages are the learner's")
     args = parser.parse_args(argv)
     if args.show:
-        packages = learners_packages()
+        folder = load_labs()[args.lab].prefix if args.lab else ""
+        packages = learners_packages(WORK / folder)
         if not packages:
-            print("error: LAB=1, but there is no stage of yours in labs/work/; `make lab-d` makes one", file=sys.stderr)
+            print(
+                f"error: LAB={folder or 1}, but there is no stage of yours in labs/work/{folder}; "
+                f"`make lab-{args.lab or 'd'}` makes one",
+                file=sys.stderr,
+            )
             return 2
         print(f"[lab] yours: {', '.join(packages)}; every other stage is the reference", file=sys.stderr)
         return 0

@@ -459,7 +459,22 @@ def test_make_passes_the_options_on():
     assert '-m labs.grade d --only "D.2" --tests "hidden"' in dry_run("grade-d", "ONLY=D.2", "LAB_TESTS=hidden")
     assert "--only \"D.2\" --show" in dry_run("grade-d", "ONLY=D.2", "SHOW=1")
     assert "-m labs.hint D.3" in dry_run("hint", "D.3") and "-m labs.progress" in dry_run("progress")
+    assert "-m labs.starter --show p\n" in dry_run("stage-f", "LAB=slow")
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")
+
+
+@pytest.mark.parametrize(("letter", "words", "yours"), [
+    ("g", [], "beyond/serving"), ("p", ["p"], "stage_b_decode_step, stage_d_paged, stage_e_batching, stage_f_graph_tp"),
+])  # fmt: skip
+def test_whose_code_runs_is_said(letter, words, yours, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(starter, "WORK", tmp_path)
+    assert starter.main(["--show", *words]) == 2
+    assert f"`make lab-{letter if words else 'd'}` makes one" in capsys.readouterr().err
+    starter.write_starter(load_labs()[letter], tmp_path)
+    for cache in ("beyond/__pycache__", "stage_a_naive/__pycache__"):  # as it is after a run
+        (tmp_path / cache).mkdir(parents=True)
+    assert starter.main(["--show", *words]) == 0
+    assert capsys.readouterr().err == f"[lab] yours: {yours}; every other stage is the reference\n"
 
 
 def test_a_decorated_function_is_found_whole_in_a_file_that_does_not_parse():
