@@ -95,6 +95,18 @@ def test_the_command_that_builds_ends_with_2_and_one_line_where_it_cannot(monkey
     assert line.startswith("error: building fused_mlp needs a C++ compiler")
 
 
+def test_the_command_builds_what_is_named_or_all_that_needs_no_model_and_says_why_without_cuda(monkeypatch, capsys):
+    built = []
+    monkeypatch.setattr(
+        builder, "load_extension", lambda name, verbose: built.append(name) or Extension(name, (), "there is no GPU")
+    )
+    for words in ([], ["megakernel"]):
+        monkeypatch.setattr(sys, "argv", ["extension", *words])
+        assert builder.main() == 0
+    assert built == ["fused_mlp", "megakernel", "megakernel"]
+    assert all(line.endswith(".so (CPU only: there is no GPU)") for line in capsys.readouterr().err.splitlines())
+
+
 def test_no_compiler_at_all_is_an_error_with_the_command_to_install_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
@@ -108,6 +120,20 @@ def test_a_compiler_that_compiles_nothing_is_one_line(csrc, monkeypatch):
     with pytest.raises(ExtensionError, match=r"^building small failed: .*\.log.*$") as caught:
         builder.load_extension("small")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("said", "shown"), [
+    ("1 warning\nx.cpp:1: error: first\nx.cpp:2: error: second\nstopped", "x.cpp:1: error: first"),
+    ("1 of 2\nstopped", "stopped"), ("", "the compiler said nothing"),
+])  # fmt: skip
+def test_of_all_that_a_failed_build_said_the_first_error_is_shown_or_the_end(csrc, said, shown, monkeypatch):
+    def fail(**options):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
+    with pytest.raises(ExtensionError, match=rf"^building small failed: {re.escape(shown)} \(everything"):
+        builder.load_extension("small")
 
 
 def test_no_ninja_is_an_error_with_the_command_to_install_it(monkeypatch, tmp_path):
@@ -156,5 +182,31 @@ def test_a_gpu_that_is_too_old_for_a_kernel_is_named_before_anything_is_compiled
     assert plan("fused_mlp").architectures == ("8.0", "8.6+PTX")
     with pytest.raises(ExtensionError, match=r"needs compute capability 9.0 or newer, and this machine has 8.0, 8.6"):
         plan("megakernel").require_cuda()
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a 10.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 10.0")
     assert plan("megakernel").architectures == ("9.0a", "10.0")
+
+
+@pytest.mark.parametrize(("version", "toolkit", "gpu", "listed", "reason"), [
+    (None, True, True, "", "this PyTorch is a build for the CPU"),
+    ("13.0", False, True, "", "nvcc was not found; install the CUDA toolkit 13.0"),
+    ("13.0", True, False, "", "there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST"),
+    ("13.0", True, False, "9.0", ""), ("13.0", True, True, "", ""),
+])  # fmt: skip
+def test_the_first_thing_that_cuda_sources_lack_is_named(version, toolkit, gpu, listed, reason, tmp_path, monkeypatch):
+    if toolkit:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    found = toolchain.why_no_cuda()
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_a_build_is_for_every_kind_of_gpu_that_is_here(monkeypatch):
+    here = [(10, 0), (8, 6), (10, 0)]
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", here.__getitem__)
+    assert toolchain.architectures_here() == ("8.6", "10.0")

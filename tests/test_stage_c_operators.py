@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators, swiglu_mlp_reference, why_unsupported
+from stage_c_fused_mlp.fused_mlp import (
+    fused_swiglu_mlp,
+    load_operators,
+    most_rows,
+    swiglu_mlp_reference,
+    why_unsupported,
+)
 from stage_c_fused_mlp.layernorm_mlp import FusedLayerNormMLP, fused_ln_mlp, ln_mlp_reference
 
 pytestmark = pytest.mark.compiler
@@ -73,6 +79,15 @@ def test_every_kernel_of_the_cpu_matches_float64(kernel, dtype):
         assert error(out, swiglu_mlp_reference, inputs) < TOLERANCE[dtype], (rows, hidden, inter)
 
 
+def test_auto_is_the_fused_kernel_for_as_many_rows_as_a_model_gives_it_and_the_library_beyond():
+    most = most_rows("auto", torch.device("cpu"))
+    for rows, kernel, other in ((most, "fused", "library"), (most + 1, "library", "fused")):
+        inputs = make_inputs(fused_swiglu_mlp, rows, 256, 136, torch.float32)
+        found = fused_swiglu_mlp(*inputs, EPS)
+        assert torch.equal(found, fused_swiglu_mlp(*inputs, EPS, kernel))
+        assert not torch.equal(found, fused_swiglu_mlp(*inputs, EPS, other))
+
+
 @gpu_or_cpu
 def test_rows_with_a_large_mean_keep_their_digits(device):
     # E[x^2] - E[x]^2 in float32 would be wrong in the first digit here.
@@ -95,6 +110,14 @@ def test_float16_weights_of_every_size_are_widened_right():
         out = fused_swiglu_mlp(ones, ones[0], w_gate_up, w_down, ones * 0, 0.0, "fused")[0, 0]
         expected = torch.nn.functional.silu(values[index].float()).half()
         assert out == expected or (out - expected).abs() <= expected.abs() * 2**-10, (index, values[index])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_float16_weight_that_is_no_number_stays_none(value):
+    inputs = make_inputs(fused_swiglu_mlp, 1, 8, 8, torch.float16)
+    inputs[3][:, 0] = value
+    fused, library = (fused_swiglu_mlp(*inputs, EPS, kernel) for kernel in ("fused", "library"))
+    assert not fused.isfinite().any() and torch.equal(fused.isnan(), library.isnan())
 
 
 @pytest.mark.parametrize("operator, _", OPERATORS)
@@ -120,8 +143,8 @@ def test_no_rows_give_no_rows():
 
 
 def test_the_module_of_the_classical_block_keeps_leading_dimensions():
-    module = FusedLayerNormMLP(16, 24)
-    x = torch.randn(2, 3, 16)
+    module = FusedLayerNormMLP(16, 24, eps=0.5)
+    x = torch.randn(2, 3, 32)[..., ::2]  # not one row after another
     expected = ln_mlp_reference(x, module.gamma, module.beta, module.w1, module.w2, module.eps)
     torch.testing.assert_close(module(x), expected)
 
@@ -152,11 +175,20 @@ def changed(index, change):
             "hidden size is 12, expected a multiple of 8",
         ),
         (make_inputs(fused_swiglu_mlp, 2, 16, 20, torch.float32), ValueError, "intermediate size is 20"),
+        (changed(0, lambda t: t[:, :0]), ValueError, "hidden size is 0"),
+        (changed(3, lambda t: t[:, :0]), ValueError, "intermediate size is 0"),
+        (changed(3, lambda t: t[0]), ValueError, "w_down has 1 dimensions"),
     ],
 )
 def test_bad_tensors_are_refused_with_the_number_that_was_wrong(inputs, kind, message):
     with pytest.raises(kind, match=message):
         fused_swiglu_mlp(*inputs, EPS)
+
+
+@pytest.mark.parametrize("operator, _", OPERATORS)
+def test_an_epsilon_below_0_is_refused(operator, _):
+    with pytest.raises(ValueError, match="eps is -1.* expected 0 or more"):
+        operator(*make_inputs(operator, 2, 16, 24, torch.float32), -1.0)
 
 
 def test_a_cuda_kernel_on_the_cpu_is_refused():
@@ -168,6 +200,8 @@ def test_a_cuda_kernel_on_the_cpu_is_refused():
     "change, message",
     [
         (lambda x, gamma, beta, w1, w2: (x[0], gamma, beta, w1, w2), r"x has 1 dimensions and w1 2"),
+        (lambda x, gamma, beta, w1, w2: (x, gamma, beta, w1[0], w2), r"x has 2 dimensions and w1 1"),
+        (lambda x, gamma, beta, w1, w2: (x, gamma, beta, w1.T.contiguous().T, w2), "w1 is not contiguous"),
         (lambda x, gamma, beta, w1, w2: (x, gamma, beta, w1, w2[:, :-8]), r"w2 has shape \[16, 16\], expected \[16, 2"),
         (lambda x, gamma, beta, w1, w2: (x, gamma, beta.half(), w1, w2), "beta is Half but x is Float"),
     ],
