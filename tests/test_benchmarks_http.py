@@ -59,6 +59,19 @@ def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(server, monkeypa
             http_cost.over_http(pool, 1, here, make_prompts(2, 8, 0, 0), [4, 5000], rounds=2)
 
 
+def test_offline_the_first_tokens_are_there_when_every_answer_has_begun(monkeypatch):
+    now = [0.0]
+
+    def stream(*_):
+        for index, now[0] in ((0, 1.0), (1, 3.0), (0, 5.0), (1, 9.0)):
+            yield index, ""
+
+    llm = SimpleNamespace(stream=stream, generate=lambda *_, **__: [{"metrics": {"ttft": t}} for t in (2.0, 4.0, 1.0)])
+    monkeypatch.setattr(http_cost, "time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0]))
+    assert http_cost.offline(llm, "stream", [], []) == (9.0, 9.0, 3.0, 0.0)
+    assert http_cost.offline(llm, "generate", [], []).to_first_tokens == 4.0
+
+
 def test_a_load_has_a_time_for_every_request(server, monkeypatch):
     found = ttft_rate.load(server.url, 6, 8, 5, math.inf, seed=0)
     assert len(found["ttft_ms"]) == 6 and min(found["ttft_ms"]) > 0 and len(found["tpot_ms"]) <= 6
@@ -80,19 +93,26 @@ def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(
 @pytest.mark.parametrize(("device", "rate"), [("cpu", 64), ("cuda", 32)])
 def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device, rate, monkeypatch):
     llm, turns = SimpleNamespace(device=torch.device(device), close=lambda: None), count()
+    engines, asked = [], []
 
-    def took(*_):
+    def took(*given):
+        asked.append(next(prompts for prompts in given if isinstance(prompts, list)))
         is_first = next(turns) < len(http_cost.WAYS)
         return http_cost.Seconds(4.0 + is_first, 2.0 + is_first, 0.5 + is_first, 1.0)
 
-    monkeypatch.setattr(http_cost, "local_server", lambda *words, module: nullcontext())
-    monkeypatch.setattr(http_cost, "load_class", lambda name: lambda model, **options: llm)
+    monkeypatch.setattr(http_cost, "local_server", lambda *words, module: nullcontext(engines.append(words)))
+    monkeypatch.setattr(http_cost, "load_class", lambda name: lambda model, **options: engines.append(options) or llm)
     monkeypatch.setattr(http_cost, "over_http", took)
     monkeypatch.setattr(http_cost, "offline", took)
     rows = http_cost.measure(device=device, output_len=2)["rows"]
     assert [row["way"] for row in rows] == list(http_cost.WAYS)
     for row in rows:
         assert (row["tokens_per_s"], row["first_tokens_ms"], row["reading"]) == ([rate] * 5, [500] * 5, [0.25] * 5)
+    options, *servers = engines
+    assert not options["enable_prefix_caching"] and all("--no-prefix-caching" in words for words in servers)
+    assert [asked.index(prompts) // len(rows) for prompts in asked] == [i // len(rows) for i in range(len(asked))]
+    rows = http_cost.measure(device=device, output_len=2, rounds=2)["rows"]
+    assert all(row["first_tokens_ms"] == [] for row in rows), "the last requests begin near the end"
 
 
 def test_ratios_of_the_cost_are_taken_within_a_repeat():

@@ -6,7 +6,9 @@ import ast
 import csv
 import json
 import re
+import select
 import shutil
+import signal
 import subprocess
 import tarfile
 import tomllib
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labs import batch, bodies, grade, hint, native, pack, progress, recorder, starter
+from labs import batch, bodies, grade, hint, native, pack, progress, recorder, similarity, starter
 from labs import judge as judge_module
 from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
@@ -153,6 +155,15 @@ def test_the_starter_overwrites_nothing_without_force_and_keeps_the_old_copy_wit
     assert kept.read_text() == "my work"
 
 
+def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise starter.AlreadyThere("labs/work/stage_a_naive")
+
+    monkeypatch.setattr(starter, "write_starter", refuse)
+    assert starter.main(["a"]) == 2
+    assert "labs/work/stage_a_naive\nNothing was written. `make lab-a FORCE=1`" in capsys.readouterr().err
+
+
 def test_launches_are_rewritten_for_the_cpu():
     text = "k<T, 4><<<a, b, n * sizeof(T), s>>>(p, 1);\nextern __shared__ uint4 m[];"
     assert native.launches_for_cpu(text) == (
@@ -286,6 +297,15 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
     assert states(report) == {"A.5": "failed"} and "longer than 1 s" in report.marks[0].reason
 
 
+def test_what_a_judged_process_has_started_ends_with_it():
+    command = ["sh", "-c", "sleep 600 & echo started; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        assert judge_module._end(process.pid, patience=0.0) == -signal.SIGKILL
+        ended, _, _ = select.select([process.stdout], [], [], 30)
+        assert ended, "nobody can write there any more"
+
+
 def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     work = submission(tmp_path, "e", _grow="return (")
     report = grade.grade(load_labs()["e"], work, only=["E.4", "E.5"])
@@ -308,8 +328,9 @@ def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(t
     ]
 
 
-def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path):
+def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeypatch):
     work = submission(tmp_path, "a", chatml="return ''")
+    monkeypatch.setenv("PYTHONPATH", str(work))
     for name in ("sitecustomize.py", "conftest.py", "labs/grade.py", "torch/__init__.py"):
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text("raise SystemExit('it ran')\n")
@@ -328,6 +349,12 @@ FORGERIES = {
     "the judge": "from labs import judge",
     "a later stage": "from stage_f_graph_tp import LLM",
     "a skipped test": "import pytest\npytest.skip('no')",
+    "what another module has imported": "from contextlib import os",
+    "a module beside its own": "from . import sampling",
+    "the module's own names": "global Message\nMessage = str",
+    "a class made by a call": "return type('S', (str,), {})()",
+    "what every object knows": "return ''.__class__",
+    "the same by its name": "return getattr('', '__class__')",
 }
 
 
@@ -349,7 +376,9 @@ def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
 def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp_path, capsys):
     work = submission(tmp_path, "a", overlap="return 0")
     (work / "grade-a.json").write_text("all marks")
-    assert grade.main(["a", "--work", str(work), "--only", "A.1"]) == 0
+    (work / progress.FILE).write_text('{"A.1": "failed"}')
+    assert grade.main(["a", "--work", str(work), "--only", "a.1"]) == 0
+    assert "on the tutor" not in capsys.readouterr().out, "one exercise is not the whole stage"
     assert (work / "grade-a.json").read_text() == "all marks"
     assert progress.read(work) == {"A.1": "passed"}
     table = progress.table(work)
@@ -397,6 +426,14 @@ def test_a_reason_says_what_was_expected_and_what_came():
     assert expected_and_got("it is NaN\nassert (2 == 2 and not True)") == "it is NaN"
 
 
+def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path):
+    code: dict[str, object] = {}
+    exec(compile("def f():\n    return 1 / 0\ndef g():\n    return f()\n", str(tmp_path / "a.py"), "exec"), code)
+    with pytest.raises(ZeroDivisionError) as caught:
+        code["g"]()
+    assert recorder.reason_of(caught.value, tmp_path) == "ZeroDivisionError: division by zero (a.py:2)"
+
+
 def test_what_an_answer_changed_is_named_and_put_back(monkeypatch):
     honest = torch.allclose
     monkeypatch.setattr(torch, "allclose", honest)  # whatever happens below
@@ -426,6 +463,25 @@ def test_hints_come_one_after_another(tmp_path):
         hint.next_hints("D.99", tmp_path)
 
 
+def test_a_hint_says_how_many_are_left(monkeypatch, capsys):
+    assert hint.main([]) == 2
+    assert "no exercise was named; say `make hint D.3`" in capsys.readouterr().err
+    hints = load_labs()["d"].exercises[2].hints
+    for given, said in ((1, f"({len(hints) - 1} more: `make hint D.3` again)"), (len(hints), "(that was the last one)")):
+        monkeypatch.setattr(hint, "next_hints", lambda _, given=given: list(hints[:given]))
+        assert hint.main(["d.3"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].strip() == said
+
+
+def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
+    work, target = submission(tmp_path, "a", overlap="return 0"), tmp_path / "marks.json"
+    points = []
+    for option in ([], ["--partial"]):
+        assert grade.main(["a", "--work", str(work), "--only", "A.5", "--json", str(target), *option]) == 0
+        points.append(json.loads(target.read_text())["points"])
+    assert points[0] == 0 < points[1] < 10
+
+
 def test_hidden_tests_must_pass_too(done, tmp_path):
     hidden = "class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
     (tmp_path / "test_lab_a.py").write_text(hidden)
@@ -441,6 +497,8 @@ def test_what_cannot_be_graded_is_refused(tmp_path, capsys):
     assert "no exercise D.99" in capsys.readouterr().err
     assert grade.main(["d", "--work", str(tmp_path), "--tests", str(tmp_path)]) == 2
     assert "has no test_lab_d.py" in capsys.readouterr().err
+    assert grade.main(["d", "--work", str(tmp_path), "--only", "D.1,D.2", "--show"]) == 2
+    assert "SHOW=1 shows one exercise: ONLY=D.1" in capsys.readouterr().err
 
 
 def test_a_submission_from_another_machine_finds_this_ones_tutor(tmp_path):
@@ -508,6 +566,14 @@ def test_progress_names_the_next_exercise_of_a_lab_that_was_begun(tmp_path):
     assert "next: D.1" in progress.table(tmp_path)
 
 
+@pytest.mark.parametrize("call", ['system("ls")', "#include <fstream>"])
+def test_what_is_forbidden_in_cuda_is_named_with_its_line(call):
+    exercise = next(e for e in load_labs()["c"].exercises if not e.is_python)
+    allowed = "\n  /* to system()\n  is no call */\n#pragma unroll\n  for (;;) {}\n"
+    assert find_forbidden(allowed, exercise) is None
+    assert find_forbidden(f"{allowed}{call}\n", exercise) == (f"`{call}`", 6)
+
+
 @pytest.mark.parametrize("indent", ["", "    "])
 def test_what_is_forbidden_is_named_with_its_line(indent):
     source = "".join(f"{indent}{line}\n" for line in ("def f():", "    x = 1", "    import os"))
@@ -537,9 +603,11 @@ def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
 
 def test_a_report_has_the_forms_of_gradescope_and_otter():
     marks = [Mark("A.1", "one", 60, "passed", seconds=1.0), Mark("A.2", "two", 40, "failed", "got 1", hidden=True)]
-    report = Report("a", "title", marks, notes=["a note"], tests="abc")
+    report = Report("a", "title", marks, "right", notes=["a note"], tests="abc")
     gradescope, otter = report.as_gradescope(), report.as_otter()
     assert gradescope["score"] == 60 and [test["score"] for test in gradescope["tests"]] == [60, 0]
+    assert [test["output"] for test in gradescope["tests"]] == ["passed", "got 1"]
+    assert gradescope["output"] == "whole stage: right\na note"
     assert [test["visibility"] for test in gradescope["tests"]] == ["visible", "after_published"]
     assert otter["total"] == 60 and otter["results"]["A.2"]["possible"] == 40 and otter["tests_hash"] == "abc"
     marks[1].partial, marks[1].num_tests, marks[1].num_passed = True, 4, 3
@@ -573,6 +641,10 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     assert len(pairs) == 1 and pairs[0].startswith("A.5,ada,bob,")
 
 
+def test_the_references_answer_is_no_sign_of_having_copied(done):
+    assert similarity.similar_pairs(load_labs()["a"], {"ada": done, "bob": done}) == []
+
+
 def test_a_submission_is_a_folder_or_an_archive(tmp_path):
     (tmp_path / "ada").mkdir()
     for name in ("bob.tar.gz", "cay.tgz", "dan.tar", "README.md"):
@@ -580,19 +652,26 @@ def test_a_submission_is_a_folder_or_an_archive(tmp_path):
     assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan"]
 
 
-def test_a_batch_finds_its_hidden_tests_in_whatever_folder_it_is_run(tmp_path, monkeypatch):
-    commands = []
+def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_container_it_is_run(tmp_path, monkeypatch):
+    commands, seeds = [], []
 
-    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess:
+    def refuse(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
         commands.append(command)
+        seeds.append(env.get("SIX_ENGINES_LAB_SEED"))
         return subprocess.CompletedProcess(command, 2, "", "error: no")
 
     (tmp_path / "submissions" / "ada").mkdir(parents=True)
     monkeypatch.setattr(batch.subprocess, "run", refuse)
     monkeypatch.chdir(tmp_path)
-    assert batch.main(["a", "submissions", "results", "--tests", "hidden"]) == 0
-    [command] = commands
-    assert command[command.index("--tests") + 1] == str(tmp_path / "hidden")
+    (tmp_path / "secret").write_text("x\n")
+    options = ["--tests", "hidden tests", "--partial", "--seed-secret", "secret"]
+    assert batch.main(["a", "submissions", "results", *options]) == 0
+    assert batch.main(["a", "submissions", "results", *options, "--run", "box {work}:{work} {results} {command}"]) == 0
+    command, in_container = commands
+    assert command[command.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in command
+    ada = tmp_path / "submissions" / "ada"
+    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *command]
+    assert seeds == [str(batch.student_seed("ada", "x"))] * 2
     assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
 
 

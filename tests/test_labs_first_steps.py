@@ -76,3 +76,17 @@ def test_an_answer_from_a_cell_reaches_the_copy(letter, tmp_path, monkeypatch):
         assert notebook._exercise(exercise.id).is_stub("") is False
     for exercise in lab.exercises:
         assert exercise.copy_in(tmp_path).read_text(encoding="utf-8") == exercise.reference.read_text(encoding="utf-8")
+
+
+def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "WORK", tmp_path)
+    (tmp_path / "stage_a_naive").mkdir()
+    (tmp_path / "stage_a_naive" / "__init__.py").touch()
+    (tmp_path / "stage_a_naive" / "__main__.py").write_text("import sys; print('mine', sys.argv[1:])")
+    notebook.run("stage_a_naive", "--raw")
+    assert capsys.readouterr().out.strip() == "mine ['--raw']"
+    asked = []
+    monkeypatch.setattr(notebook, "_python", lambda *words: asked.append(words[2:]))
+    notebook.grade("d.2", show=True)
+    notebook.grade("D")
+    assert asked == [("d", "--only", "D.2", "--show"), ("d",)]

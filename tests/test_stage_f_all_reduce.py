@@ -219,8 +219,8 @@ def test_more_than_two_ranks_leave_what_is_long_to_the_library(size, long_sum):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_gathered_is_only_added_up_where_it_is_short(size):
+def test_what_is_gathered_is_only_added_up_where_it_is_short_and_exact(size):
     group = Noted(size)
-    for count in 4, SHORT // 4:
-        group.stack(torch.zeros(count))
-    assert group.done == ["ours", "allgather"]
+    for x in torch.zeros(4), torch.zeros(SHORT // 4), torch.zeros(4, dtype=torch.int64):
+        group.stack(x)
+    assert group.done == ["ours", "allgather", "allgather"]
