@@ -314,6 +314,17 @@ def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     assert grow.state == "failed" and "SyntaxError" in grow.reason and "scheduler.py:" in grow.reason
 
 
+def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
+    work = submission(tmp_path, "a")
+    file = work / "stage_a_naive" / "stop_strings.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("def overlap(text: str, stop: str)", "def overlap(text: str, stop: str = '')"))
+    [mark] = grade.grade(load_labs()["a"], work, only=["A.5"]).marks
+    line = text[: text.index("def overlap(")].count("\n") + 1
+    assert mark.state == "failed" and mark.reason.startswith("the signature must stay as it is given: expected `def ")
+    assert mark.reason.endswith(f" (stage_a_naive/stop_strings.py:{line})")
+
+
 def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path):
     work = submission(tmp_path, "a")
     file = work / "stage_a_naive" / "chat.py"
