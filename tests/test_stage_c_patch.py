@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import stage_c_fused_mlp.llm as stage
+from stage_a_naive.cli import run
 from stage_a_naive.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
+from stage_c_fused_mlp.__main__ import add_options
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes
 
 pytestmark = pytest.mark.compiler
@@ -29,6 +31,8 @@ def tiny(name, dtype=torch.float32):
 @pytest.mark.parametrize("name", TINY)
 def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(name):
     model = tiny(name)
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.variance_epsilon = 0.1
     with torch.no_grad():
         before = model(PROMPT).logits
         report = replace_mlp_in_qwen(model, "fused")
@@ -81,6 +85,13 @@ def test_the_weights_are_not_copied_twice_and_the_state_dict_stays(name):
         if hasattr(model.model.layers[0].mlp, "gate_up_proj"):
             restore_mlp(model)
     assert parameter_bytes(model) == size
+
+
+def test_the_bytes_of_a_model_are_those_of_its_buffers_too_and_what_is_shared_counts_once():
+    model = torch.nn.Linear(8, 4, bias=False)
+    model.register_buffer("packed", model.weight.data[:2])
+    model.register_buffer("other", torch.zeros(5))
+    assert parameter_bytes(model) == 4 * (8 * 4 + 5)
 
 
 def test_patching_twice_and_restoring_what_is_not_patched_are_refused():
@@ -171,6 +182,18 @@ def test_kernels_that_cannot_run_are_refused_before_anything_is_built_or_loaded(
     monkeypatch.setattr(stage, "resolve", lambda model: SimpleNamespace(config=config))
     with pytest.raises(ValueError, match="sizes are 128 and 44, and it takes multiples of 8; stage B takes any size"):
         LLM(TINY[0], device="cpu")
+
+
+def test_the_kernel_can_be_chosen_on_the_command_line(capsys):
+    options = ["--model", TINY[0], "--device", "cpu", "--prompt", "abc", "--mlp-kernel", "warp"]
+    assert run("stage_c_fused_mlp", "", add_options, options) == 2
+    assert "mlp_kernel='warp' cannot run here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", ["fused", "library"])
+def test_every_layer_has_the_kernel_that_was_asked_for(kernel):
+    llm = LLM(TINY[0], mlp_kernel=kernel, device="cpu")
+    assert {layer.mlp.kernel for layer in llm.model.model.layers} == {kernel}
 
 
 def test_the_time_of_building_the_extension_is_in_the_build_time(monkeypatch):
