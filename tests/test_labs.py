@@ -478,7 +478,8 @@ def test_a_hint_says_how_many_are_left(monkeypatch, capsys):
     assert hint.main([]) == 2
     assert "no exercise was named; say `make hint D.3`" in capsys.readouterr().err
     hints = load_labs()["d"].exercises[2].hints
-    for given, said in ((1, f"({len(hints) - 1} more: `make hint D.3` again)"), (len(hints), "(that was the last one)")):
+    more = f"({len(hints) - 1} more: `make hint D.3` again)"
+    for given, said in ((1, more), (len(hints), "(that was the last one)")):
         monkeypatch.setattr(hint, "next_hints", lambda _, given=given: list(hints[:given]))
         assert hint.main(["d.3"]) == 0
         assert capsys.readouterr().out.splitlines()[-1].strip() == said

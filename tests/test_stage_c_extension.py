@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stage_c_fused_mlp import extension as builder
-from stage_c_fused_mlp import toolchain
+from stage_c_fused_mlp import fused_mlp, toolchain
 from stage_c_fused_mlp.extension import Extension, plan
 from stage_c_fused_mlp.toolchain import ExtensionError, gencode
 
@@ -157,11 +157,13 @@ def test_an_unknown_extension_is_an_error_that_lists_those_there_are():
         plan("fused_mpl")
 
 
-def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason():
+def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason(monkeypatch):
     cpu_only = Extension("fused_mlp", (), "nvcc was not found; install the CUDA toolkit")
     assert not any(source.suffix == ".cu" for source in cpu_only.sources)
+    monkeypatch.setattr(fused_mlp, "plan", lambda name: cpu_only)
+    monkeypatch.setattr(fused_mlp, "_loaded", lambda: pytest.fail("something was built"))
     with pytest.raises(ExtensionError, match="no CUDA part here: nvcc was not found"):
-        cpu_only.require_cuda()
+        fused_mlp.load_operators("cuda")
 
 
 def test_architectures_become_options_of_nvcc():
