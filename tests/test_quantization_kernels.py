@@ -168,7 +168,8 @@ def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False, bl
 
     torch.manual_seed(head_dim)
     tokens, block_size = 5, 4
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+    wide = torch.randn(tokens, heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
+    qkv = wide[:, :-1]  # a gap behind each token
     qkv[1, heads] = 0.0  # a key of zeros
     slots = torch.tensor([5, 7, 0, 11, -1], device=device)
     positions = torch.randint(0, 9, (tokens,), device=device)
@@ -197,7 +198,7 @@ def check_store(name, kv_heads, head_dim, device, dtype, heads=0, norm=False, bl
         query = triton_store.rotate_and_store(qkv, heads, (cos, sin), positions, tuple(whole), slots_behind, head_norm)
         close(query, qk[:, :heads], dtype)
     else:
-        triton_store.store(qkv[:, :kv_heads], qkv[:, kv_heads:], *whole, slots_behind)
+        triton_store.store(qkv[:, :kv_heads].contiguous(), qkv[:, kv_heads:], *whole, slots_behind)
     QuantizedReferenceAttention(device).store(qk[:, heads:], value, *pools[1], slots)
     for found, expected in zip(*pools, strict=True):
         torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0)
@@ -337,6 +338,17 @@ def test_interpreted_prefill_copies_a_context_that_fits_into_scratch_memory_and_
 def test_interpreted_store_is_the_reference(heads, norm):
     """int8 alone: Triton 3.7's interpreter rounds 31.9 to 16 in e4m3 (it drops the carry into the exponent)."""
     check_store("int8", 2, 24, CPU, F32, heads, norm, blocks_before=3)
+
+
+def test_keys_and_values_whose_heads_are_not_adjacent_are_refused():
+    pytest.importorskip("triton")
+    from beyond.quantization.attention import triton_store
+
+    rows, turned = torch.zeros(2, 4, 4), torch.zeros(2, 4, 4).transpose(1, 2)
+    gaps = torch.zeros(2, 32).as_strided((2, 4, 4), (32, 4, 2))
+    for name, key, value in (("key", turned, rows), ("value", rows, turned), ("value", rows, gaps)):
+        with pytest.raises(ValueError, match=f"{name} has strides .* must be adjacent"):
+            triton_store.store(key, value, None, None, None)
 
 
 @pytest.mark.parametrize("group", [0, 128])
