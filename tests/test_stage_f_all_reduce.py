@@ -177,6 +177,30 @@ def test_where_one_rank_cannot_no_rank_does(what, message):
     assert len(set(reasons)) == 1 and reasons[0].startswith(message)
 
 
+class Sums(OneShotAllReduce):
+    """Adds up without GPUs; the sum of call `wrong` has a wrong last number, call `endless` does not end."""
+
+    def __init__(self, wrong=None, endless=None):
+        self.rank, self.size, self.device = 1, 2, torch.device("cpu")
+        self.wrong, self.endless, self.calls = wrong, endless, 0
+
+    def __call__(self, x, residual):
+        self.calls += 1
+        x *= 1.5  # twice the numbers of rank 0 become three times
+        x[-1] += self.calls == self.wrong
+
+    def _finishes(self):
+        return self.calls != self.endless
+
+
+def test_sums_are_tested_before_they_are_used():
+    right = Sums()
+    assert right._test() == "" and right.calls == 8
+    for call in range(1, 9):
+        assert Sums(wrong=call)._test().startswith("rank 1 got a wrong sum of "), call
+        assert Sums(endless=call)._test().startswith("rank 1 waited 30 s for a sum of "), call
+
+
 def test_ranks_on_several_machines_do_not_try(monkeypatch):
     names = iter("abc")
     monkeypatch.setattr(socket, "gethostname", lambda: next(names))
