@@ -58,7 +58,7 @@ def install(answer: Answer) -> None:
 
 def _compiled(answer: Answer, module: ModuleType) -> object:
     classes = answer.exercise.name.split(".")[:-1]
-    indented = answer.source[:1] == " "
+    indented = answer.source[:1] in (" ", "\t")
     # An indented definition is compiled inside of as many classes as it has around it.
     outer = "".join(f"{' ' * 4 * depth}class {name}:\n" for depth, name in enumerate(classes)) if indented else ""
     padding = "\n" * (answer.line - 1 - len(classes))

@@ -314,6 +314,14 @@ def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     assert grow.state == "failed" and "SyntaxError" in grow.reason and "scheduler.py:" in grow.reason
 
 
+def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
+    file = submission(tmp_path, "e") / "stage_e_batching" / "scheduler.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"^(?: {4})+", lambda spaces: "\t" * (len(spaces[0]) // 4), text, flags=re.MULTILINE))
+    [mark] = grade.grade(load_labs()["e"], tmp_path, only=["E.5"]).marks
+    assert mark.state == "passed", mark.reason
+
+
 def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     work = submission(tmp_path, "a")
     file = work / "stage_a_naive" / "stop_strings.py"
