@@ -59,6 +59,17 @@ def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(server, monkeypa
             http_cost.over_http(pool, 1, here, make_prompts(2, 8, 0, 0), [4, 5000], rounds=2)
 
 
+def test_over_http_the_slowest_reader_counts():
+    class Pool:
+        def map(self, work, *given):
+            if work is http_cost.read_answers:
+                for begin, begun, end, reading in zip(given[-1], (1.0, 3.0), (9.0, 8.0), (0.1, 0.2), strict=True):
+                    yield [SimpleNamespace(error="", arrivals=[begin + begun, begin + end])], begin + end, reading
+
+    took = http_cost.over_http(Pool(), 2, LocalServer("", os.getpid()), [[1], [2]], [2, 2])
+    assert (took.on_clock, took.to_first_tokens, took.reading) == pytest.approx((9.0, 3.0, 0.2))
+
+
 def test_offline_the_first_tokens_are_there_when_every_answer_has_begun(monkeypatch):
     now = [0.0]
 
