@@ -170,12 +170,17 @@ def grown(name: str) -> float:
     return many[name] / few[name]
 
 
+def earlier(name: str, **wanted: object) -> float:
+    """µs of a variant that was measured before one was chosen; the fastest, if several fit."""
+    rows = results(f"{name}_history_h200")["rows"]
+    return min(row["microseconds"] for row in rows if wanted.items() <= row.items())
+
+
 def of_eight_rows(model: str, context: int) -> list[str]:
     """µs per step by the megakernel and by the layers."""
-    rows = results("megakernel_rows_history_h200")["rows"]
-    eight = [r for r in rows if (r["model"], r["rows"], r["context"]) == (model, 8, context)]
-    found = {r["layers"]: r["microseconds"] for r in eight}
-    return [f"{found[layers]:.0f}" for layers in ("megakernel", "skinny GEMM")]
+    kinds = "megakernel", "skinny GEMM"
+    times = [earlier("megakernel_rows", model=model, rows=8, context=context, layers=kind) for kind in kinds]
+    return [f"{time:.0f}" for time in times]
 
 
 def qkv_bytes() -> float:
@@ -246,16 +251,8 @@ def eight_bit_gain(workload: str, figure: str) -> float:
 
 def prefetched(rows: int) -> list[str]:
     """µs per layer of Qwen2.5-7B with the best prefetches, and without."""
-    found = results("prefetch_history_h200")["rows"]
-    times = [r for r in found if (r["chain"], r["rows"]) == ("qwen2.5-7b, bfloat16", rows)]
-    today = next(r["microseconds"] for r in times if r["variant"] == "today")
-    return [f"{min(r['microseconds'] for r in times):.1f}", f"{today:.1f}"]
-
-
-def earlier(name: str, **wanted: object) -> float:
-    """µs of a variant that was measured before one was chosen; the fastest, if several fit."""
-    rows = results(f"{name}_history_h200")["rows"]
-    return min(row["microseconds"] for row in rows if wanted.items() <= row.items())
+    wanted = {"chain": "qwen2.5-7b, bfloat16", "rows": rows}
+    return [f"{earlier('prefetch', **wanted):.1f}", f"{earlier('prefetch', **wanted, variant='today'):.1f}"]
 
 
 def many_tokens(kernel: str, per_program: int) -> str:
@@ -263,19 +260,15 @@ def many_tokens(kernel: str, per_program: int) -> str:
     return f"{earlier('elementwise', kernel=kernel, model='qwen2.5-7b', tokens=8192, per_program=per_program):.0f}"
 
 
-def sum_us(rows: int, library: bool) -> float:
-    """µs of an all-reduce of two ranks, ours or NCCL's."""
+def all_reduce_us(rows: int, **wanted: object) -> float:
+    """µs of a sum over two ranks, or of a rank's half of Qwen3-0.6B's `down`."""
     found = results("all_reduce-h200-qwen3-0.6b")["rows"]
-    found = [row for row in found if row["rows"] == rows and row.get("library") == library]
-    return 1e6 * statistics.median(found[0]["samples"])
+    [row] = [row for row in found if row["rows"] == rows and wanted.items() <= row.items()]
+    return 1e6 * statistics.median(row["samples"])
 
 
-def down_us(rows: int, way: str) -> float:
-    """µs of a rank's half of Qwen3-0.6B's `down`."""
-    found = results("all_reduce-h200-qwen3-0.6b")["rows"]
-    return next(
-        1e6 * statistics.median(row["samples"]) for row in found if (row["rows"], row.get("product")) == (rows, way)
-    )
+def down_us(rows: int, product: str) -> float:
+    return all_reduce_us(rows, product=product)
 
 
 def launches_against_one(rows: int) -> float:
@@ -285,9 +278,7 @@ def launches_against_one(rows: int) -> float:
 
 def with_loads(rows: int, stages: str) -> float:
     """µs per layer of half of Qwen2.5-7B, by how many loads its products have in flight."""
-    wanted = {"chain": "half of qwen2.5-7b", "rows": rows, "sums": "behind", "stages": stages}
-    found = results("loads_in_flight_history_h200")["rows"]
-    return next(row["microseconds"] for row in found if wanted.items() <= row.items())
+    return earlier("loads_in_flight", chain="half of qwen2.5-7b", rows=rows, sums="behind", stages=stages)
 
 
 def engine_with_loads(stages: str) -> float:
@@ -489,7 +480,7 @@ EXACT = {
     ),
     "ranks: a long sum": (
         RANKS, "add up 8192 rows in {} µs, and NCCL takes {}",
-        lambda: [f"{sum_us(8192, library):.0f}" for library in (False, True)],
+        lambda: [f"{all_reduce_us(8192, library=library):.0f}" for library in (False, True)],
     ),
     "ranks: the own part": (
         RANKS, "256 rows took {} µs and not {}",

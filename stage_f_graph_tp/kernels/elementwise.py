@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
-MANY = 2048  # tokens; from here on a program does more, because there are more programs than run at once
+MANY = 2048  # tokens; from here on there are far more programs than run at once
 
 
 class Rows(NamedTuple):
@@ -114,6 +114,11 @@ def _rotate_and_store_kernel(
     tl.store(v_cache + value_offset + HALF, y2, mask=is_value)
 
 
+def rotation_warps(tokens: int) -> int:
+    """Warps for the heads of a token: more while few programs run, fewer where that lets more programs run at once."""
+    return 8 if tokens < MANY else 4
+
+
 def rotate_and_store(
     qkv: Tensor,
     num_heads: int,
@@ -155,7 +160,7 @@ def rotate_and_store(
         HALF_PAD=triton.next_power_of_2(head_dim // 2), HEADS_PAD=triton.next_power_of_2(all_heads),
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
         ROWS=width, ROWS_PAD=triton.next_power_of_2(max(1, width)),
-        num_warps=8 if tokens < MANY else 4, **pdl_settings(qkv.device),
+        num_warps=rotation_warps(tokens), **pdl_settings(qkv.device),
     )  # fmt: skip
     return query
 

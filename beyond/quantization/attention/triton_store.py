@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from beyond.quantization.formats import LARGEST, Quantized
-from stage_f_graph_tp.kernels.elementwise import MANY
+from stage_f_graph_tp.kernels.elementwise import rotation_warps
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def rotate_and_store(
         HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, BLOCK_SIZE=k_cache.values.shape[1],
         HALF=head_dim // 2, HALF_PAD=triton.next_power_of_2(head_dim // 2),
         HEADS_PAD=triton.next_power_of_2(all_heads), HAS_NORM=norm is not None, LARGEST=LARGEST[k_cache.values.dtype],
-        num_warps=8 if tokens < MANY else 4,
+        num_warps=rotation_warps(tokens),
     )  # fmt: skip
     return query
 
