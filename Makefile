@@ -108,7 +108,8 @@ ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 test: $(READY) ## run the tests, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
 	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(ARGS)
 
-lint: $(READY) ## check style and the direction of imports
+lint: $(READY) ## check format, style and the direction of imports
+	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 

@@ -238,16 +238,24 @@ def advice(machine: Machine) -> list[str]:
         (lambda m: not m.tutor, "the default model: `python models/tutor/train.py` (some minutes)"),
         (lambda m: not m.compiler, "a C++ compiler for stage C and torch.compile: `apt install g++` or Xcode's tools"),
         (lambda m: not m.ninja, "ninja, which builds stage C's extension: `pip install ninja`"),
-        (lambda m: m.driver is not None and not m.gpus,
-         "a PyTorch built for CUDA (see pytorch.org): there is an NVIDIA driver, but this PyTorch sees no GPU"),
-        (lambda m: bool(m.gpus) and not has_kernels(m),
-         "a PyTorch built for this GPU (see pytorch.org, older CUDA versions): this one has no kernels for it"),
-        (lambda m: bool(m.gpus) and not m.nvcc,
-         f"the CUDA toolkit {torch.version.cuda} (nvcc) for stage C's and F's CUDA kernels"),
+        (
+            lambda m: m.driver is not None and not m.gpus,
+            "a PyTorch built for CUDA (see pytorch.org): there is an NVIDIA driver, but this PyTorch sees no GPU",
+        ),
+        (
+            lambda m: bool(m.gpus) and not has_kernels(m),
+            "a PyTorch built for this GPU (see pytorch.org, older CUDA versions): this one has no kernels for it",
+        ),
+        (
+            lambda m: bool(m.gpus) and not m.nvcc,
+            f"the CUDA toolkit {torch.version.cuda} (nvcc) for stage C's and F's CUDA kernels",
+        ),
         (lambda m: m.can(TRITON) and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
-        (lambda m: m.can(FLASH_ATTN) and not m.flash_attn,
-         "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`"),
-    ]  # fmt: skip
+        (
+            lambda m: m.can(FLASH_ATTN) and not m.flash_attn,
+            "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`",
+        ),
+    ]
     return [text for applies, text in rules if applies(machine)]
 
 

@@ -82,9 +82,12 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 # A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
 # it is, as on the command line.
 _B_IDEAS = {
-    "late checks": "async_eos", "buffers": "buffers", "pinned memory": "pinned", "SDPA": "sdpa",
+    "late checks": "async_eos",
+    "buffers": "buffers",
+    "pinned memory": "pinned",
+    "SDPA": "sdpa",
     "last logits only": "last_logits_only",
-}  # fmt: skip
+}
 _NO_KERNELS = "fused=False,fused_mlp=off"
 _LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
 STUDIES: dict[str, dict[str, str]] = {
@@ -108,10 +111,10 @@ STUDIES: dict[str, dict[str, str]] = {
     "quantization": {
         "F": f"F[{_LONGEST}]",
         "int8": f"int8=beyond.quantization:LLM[quantization=int8,quantize_lm_head=True,{_LONGEST}]",
-        "int8, KV int8":
-            f"int8=beyond.quantization:LLM[quantization=int8,quantize_lm_head=True,kv_cache_dtype=int8,{_LONGEST}]",
+        "int8, KV int8": "int8=beyond.quantization:LLM"
+        f"[quantization=int8,quantize_lm_head=True,kv_cache_dtype=int8,{_LONGEST}]",
     },
-}  # fmt: skip
+}
 
 
 def installed_engines() -> dict[str, Engine]:

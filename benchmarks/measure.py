@@ -25,8 +25,11 @@ from stage_a_naive.outputs import synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
 PARITY_QUESTIONS = (
-    "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "Who are you?", "What is a KV cache?", "What is prefill?",
-)  # fmt: skip
+    "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？",
+    "Who are you?",
+    "What is a KV cache?",
+    "What is prefill?",
+)
 PARITY_PARAMS = SamplingParams(temperature=0.0, max_tokens=48)
 SHORT_TOKENS = 5  # of the short run that tells a workload's pace
 SHORT_REQUESTS = 2  # of the short run of an engine that serves one request after another

@@ -99,9 +99,14 @@ class MiniSGLEngine:
     """mini-sglang."""
 
     def __init__(
-        self, model: str, *, device: str = "auto", dtype: str = "auto", max_model_len: int = 4096,
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int = 4096,
         gpu_memory_utilization: float = 0.9,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from minisgl.core import SamplingParams as Params
         from minisgl.llm import LLM as MiniSGL
 
@@ -114,9 +119,12 @@ class MiniSGLEngine:
 
         self._params_class = Params
         self._llm = WithLastToken(
-            model_directory(model), pick_dtype(dtype, pick_device(device)), max_seq_len_override=max_model_len,
-            memory_ratio=gpu_memory_utilization, cuda_graph_max_bs=256,
-        )  # fmt: skip
+            model_directory(model),
+            pick_dtype(dtype, pick_device(device)),
+            max_seq_len_override=max_model_len,
+            memory_ratio=gpu_memory_utilization,
+            cuda_graph_max_bs=256,
+        )
 
     def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
         made = self._llm.generate([list(prompt) for prompt in prompts], _converted(params, self._params_class))

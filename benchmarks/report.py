@@ -118,8 +118,9 @@ def soak_tables(files: list[dict]) -> dict[str, list[str]]:
         first, last = samples[len(samples) // 4], samples[-1]
         grown = "; ".join(
             f"{name} {first[key] / 2**20:.1f} → {last[key] / 2**20:.1f}"
-            for name, key in (("host", "resident_bytes"), ("device", "device_allocated_bytes")) if last[key]
-        )  # fmt: skip
+            for name, key in (("host", "resident_bytes"), ("device", "device_allocated_bytes"))
+            if last[key]
+        )
         if options.get("http"):
             ends = "{finished} answered, {aborted} left by their client, {refused} refused"
         else:

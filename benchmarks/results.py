@@ -65,9 +65,13 @@ def device_description() -> dict[str, object]:
         return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), **cpu}
     gpu = torch.cuda.get_device_properties(0)
     return {
-        "type": "cuda", "name": gpu.name, "count": torch.cuda.device_count(), "memory_bytes": gpu.total_memory,
-        "capability": f"{gpu.major}.{gpu.minor}", **cpu,
-    }  # fmt: skip
+        "type": "cuda",
+        "name": gpu.name,
+        "count": torch.cuda.device_count(),
+        "memory_bytes": gpu.total_memory,
+        "capability": f"{gpu.major}.{gpu.minor}",
+        **cpu,
+    }
 
 
 def cpu_name() -> str:

@@ -52,8 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
-    parser.add_argument("--max-seconds", type=float, default=60.0,
-                        help="a round that would take longer is not run (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=60.0,
+        help="a round that would take longer is not run (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
     parser.add_argument("--publish", metavar="NAME", help="also write benchmarks/results/NAME.json")
     return parser
@@ -124,8 +128,9 @@ class Measurement:
         self.equal: list[str] = []  # engines that passed the parity gate
         self.rows: dict[tuple[str, str], dict] = {
             (e.name, name): {"engine": e.name, "package": e.package, "options": dict(e.options), "workload": name}
-            for name in args.workloads for e in self.engines
-        }  # fmt: skip
+            for name in args.workloads
+            for e in self.engines
+        }
 
     @property
     def has_failed(self) -> bool:
@@ -198,9 +203,14 @@ class Measurement:
             names = [n for n in self.workloads if not {"not_run", "error"} & self.rows[engine.name, n].keys()]
             if names:
                 found = self.job(
-                    "timing", engine=asdict(engine), workloads=names, model=self.model, size=args.size,
-                    max_model_len=self.max_model_len, limits=limits | {"count": repeat == 0},
-                )  # fmt: skip
+                    "timing",
+                    engine=asdict(engine),
+                    workloads=names,
+                    model=self.model,
+                    size=args.size,
+                    max_model_len=self.max_model_len,
+                    limits=limits | {"count": repeat == 0},
+                )
                 self._keep(engine, repeat, names, found)
             write(self.payload(), self.path)
 
@@ -226,18 +236,24 @@ class Measurement:
             "kind": "engines",
             "environment": found["environment"],
             "options": {
-                "size": args.size, "model": self.model, "study": args.study, "repeats": args.repeats,
-                "round_seconds": ROUND_SECONDS[args.size], "max_seconds": args.max_seconds, "dtype": found["dtype"],
+                "size": args.size,
+                "model": self.model,
+                "study": args.study,
+                "repeats": args.repeats,
+                "round_seconds": ROUND_SECONDS[args.size],
+                "max_seconds": args.max_seconds,
+                "dtype": found["dtype"],
                 "max_model_len": self.max_model_len,
             },
-            "ceilings": found["ceilings"], "launch_seconds": found["launch_seconds"],
+            "ceilings": found["ceilings"],
+            "launch_seconds": found["launch_seconds"],
             "workloads": {
                 name: {"hash": w.hash, "description": w.description, "floor": floors(w, cost, found["ceilings"])}
                 for name, w in self.workloads.items()
             },
             "parity": {"model": args.parity_model, "reference": REFERENCE.name, "equal": self.equal},
             "rows": [row for row in self.rows.values() if {"samples", "not_run", "error"} & row.keys()],
-        }  # fmt: skip
+        }
 
 
 def difference(expected: list[list[int]], found: list[list[int]]) -> str:

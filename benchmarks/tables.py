@@ -56,10 +56,13 @@ LOAD_SHARE = Column("of the floor's tokens/s", "mixed", "output_tokens_per_s", o
 PREFIX = Column("shared prefix: s", "prefix", "seconds")
 # What a stage's lesson is about; at most five columns with the engine's.
 STAGE_COLUMNS = {
-    "stage_a_naive": (STEP, FAR, LAUNCHES), "stage_b_decode_step": (STEP, FAR, LAUNCHES, START),
-    "stage_c_fused_mlp": (STEP, FAR, LAUNCHES, START), "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
-    "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE), "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
-}  # fmt: skip
+    "stage_a_naive": (STEP, FAR, LAUNCHES),
+    "stage_b_decode_step": (STEP, FAR, LAUNCHES, START),
+    "stage_c_fused_mlp": (STEP, FAR, LAUNCHES, START),
+    "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
+    "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE),
+    "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
+}
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
 STUDY_MARKERS = {"stage-b": "ablation", "stage-f": "ablation-f", "ranks": "tp", "quantization": "quantized-engine"}
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
@@ -93,9 +96,10 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     """
     packages = {engine: row["package"] for (engine, _), row in group.rows.items() if "package" in row}
     engines = [
-        engine for engine in group.engines
+        engine
+        for engine in group.engines
         if packages.get(engine) == package or (before and packages.get(engine) == before and "[" not in engine)
-    ]  # fmt: skip
+    ]
     if not {package, before} - {None} <= {packages.get(engine) for engine in engines}:
         return []
     counted = any(LAUNCHES.median(group, engine) is not None for engine in engines)  # on a GPU
@@ -122,8 +126,11 @@ def launch_cost(group: Group) -> list[str]:
     if not costs:
         return []
     alone, in_graph = 1e6 * costs["alone"], 1e6 * costs["in_graph"]
-    return ["", f"On this machine a kernel that does nothing takes {alone:.2f} µs when Python launches it, and "
-                f"{in_graph:.2f} µs inside a CUDA graph."]  # fmt: skip
+    return [
+        "",
+        f"On this machine a kernel that does nothing takes {alone:.2f} µs when Python launches it, and "
+        f"{in_graph:.2f} µs inside a CUDA graph.",
+    ]
 
 
 def study_table(group: Group) -> list[str]:

@@ -79,10 +79,19 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
     return {name: min(graph_seconds(launches, 6, capture=capture)) for name, capture in captured.items()}
 
 
-_LAUNCHES = frozenset({
-    "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchKernelEx",
-    "cuLaunchCooperativeKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync",
-})  # fmt: skip
+_LAUNCHES = frozenset(
+    {
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cudaLaunchCooperativeKernel",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cuLaunchCooperativeKernel",
+        "cudaGraphLaunch",
+        "cudaMemcpyAsync",
+        "cudaMemsetAsync",
+    }
+)
 COUNTED_STEPS = 8
 
 

@@ -14,23 +14,80 @@ from typing import NamedTuple
 
 from labs.exercises import Exercise
 
-MODULES = frozenset({
-    "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
-    "numpy", "operator", "random", "re", "time", "torch", "transformers", "triton", "typing",
-})  # fmt: skip
+MODULES = frozenset(
+    {
+        "bisect",
+        "collections",
+        "contextlib",
+        "copy",
+        "dataclasses",
+        "enum",
+        "functools",
+        "heapq",
+        "itertools",
+        "math",
+        "numpy",
+        "operator",
+        "random",
+        "re",
+        "time",
+        "torch",
+        "transformers",
+        "triton",
+        "typing",
+    }
+)
 STAGES = (
-    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching",
-    "stage_f_graph_tp", "beyond",
-)  # fmt: skip
-NAMES = frozenset({
-    "__builtins__", "__import__", "breakpoint", "builtins", "compile", "delattr", "eval", "exec", "exit", "gc",
-    "globals", "importlib", "input", "inspect", "locals", "open", "os", "pathlib", "quit", "setattr", "shutil",
-    "subprocess", "sys", "vars",
-})  # fmt: skip
+    "stage_a_naive",
+    "stage_b_decode_step",
+    "stage_c_fused_mlp",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+    "beyond",
+)
+NAMES = frozenset(
+    {
+        "__builtins__",
+        "__import__",
+        "breakpoint",
+        "builtins",
+        "compile",
+        "delattr",
+        "eval",
+        "exec",
+        "exit",
+        "gc",
+        "globals",
+        "importlib",
+        "input",
+        "inspect",
+        "locals",
+        "open",
+        "os",
+        "pathlib",
+        "quit",
+        "setattr",
+        "shutil",
+        "subprocess",
+        "sys",
+        "vars",
+    }
+)
 ATTRIBUTES = (NAMES - {"compile", "eval"}) | {  # a model has .eval()
-    "_getframe", "f_back", "f_globals", "f_locals", "gi_frame", "modules", "monkeypatch", "read_bytes", "read_text",
-    "tb_frame", "write_bytes", "write_text",
-}  # fmt: skip
+    "_getframe",
+    "f_back",
+    "f_globals",
+    "f_locals",
+    "gi_frame",
+    "modules",
+    "monkeypatch",
+    "read_bytes",
+    "read_text",
+    "tb_frame",
+    "write_bytes",
+    "write_text",
+}
 HARMLESS = ("__init__", "__name__")
 NATIVE = re.compile(
     r"#|\b(asm|__asm__|system|popen|exec[lv]p?e?|fork|vfork|kill|raise|signal|ptrace|syscall|dlopen|dlsym|mmap|mprotect|"
@@ -56,8 +113,12 @@ def _in_python(source: str, exercise: Exercise) -> Forbidden | None:
     indented = source[:1] in (" ", "\t")
     tree = ast.parse(f"if True:\n{source}" if indented else source)
     function = tree.body[0].body[0] if indented else tree.body[0]
-    imported = {name.asname or name.name.split(".")[0] for node in ast.walk(function)
-                if isinstance(node, ast.Import | ast.ImportFrom) for name in node.names}  # fmt: skip
+    imported = {
+        name.asname or name.name.split(".")[0]
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
     local = {arg.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for arg in _all_arguments(node)}
     local |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for statement in function.body:

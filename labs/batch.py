@@ -67,8 +67,9 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     if args.secret:
         environment[SEED_VARIABLE] = str(student_seed(student, args.secret))
     try:
-        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True,
-                             timeout=STUDENT_SECONDS, check=False)  # fmt: skip
+        run = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=STUDENT_SECONDS, check=False
+        )
         problem = "" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no reason given"])[-1]
     except subprocess.TimeoutExpired:
         problem = f"not done after {STUDENT_SECONDS:.0f} s"

@@ -33,8 +33,13 @@ PUBLIC_TESTS = LABS / "tests"
 START = "import sys; sys.path.insert(0, {root!r}); from labs import judge; {call}"
 
 
-def grade(lab: Lab, work: Path = WORK, only: list[str] | None = None, extra_tests: Path | None = None,
-          seconds: float = TEST_SECONDS) -> Report:  # fmt: skip
+def grade(
+    lab: Lab,
+    work: Path = WORK,
+    only: list[str] | None = None,
+    extra_tests: Path | None = None,
+    seconds: float = TEST_SECONDS,
+) -> Report:
     """Judge the exercises of a lab.
 
     Args:
@@ -82,9 +87,14 @@ def judge(jobs: list[Job]) -> list[list[dict]]:
         return []
     with tempfile.TemporaryDirectory(prefix="six-engines-grade-") as folder:
         run = subprocess.run(
-            _isolated("judge.main()"), env=_environment(), cwd=folder, text=True, capture_output=True,
-            input=json.dumps([asdict(job) for job in jobs]), check=False,
-        )  # fmt: skip
+            _isolated("judge.main()"),
+            env=_environment(),
+            cwd=folder,
+            text=True,
+            capture_output=True,
+            input=json.dumps([asdict(job) for job in jobs]),
+            check=False,
+        )
     found: list[list[dict]] = [[]]
     for line in map(json.loads, run.stdout.splitlines()):
         found[-1].append(line)
@@ -102,8 +112,11 @@ def _isolated(call: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     return os.environ | {
-        "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }  # fmt: skip
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
 
 
 def enter(lines: list[dict], mark: Mark) -> None:
@@ -158,8 +171,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="with --only and one exercise: prints, tracebacks, pdb")
     parser.add_argument("--tests", type=Path, help="a directory with more tests (test_lab_d.py …); both must pass")
     parser.add_argument("--work", type=Path, default=WORK, help="where the learner's copies are")
-    parser.add_argument("--json", type=Path, help="where to write the marks (default: grade-d.json beside the copies, "
-                        "and nothing with --only)")  # fmt: skip
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="where to write the marks (default: grade-d.json beside the copies, and nothing with --only)",
+    )
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
     args = parser.parse_args(argv)

@@ -65,8 +65,11 @@ def _compiled(answer: Answer, module: ModuleType) -> object:
     future = importlib.import_module("__future__").annotations.compiler_flag
     flags = future if "annotations" in vars(module) else 0
     found: dict[str, object] = {}
-    exec(compile(padding + outer + answer.source, str(answer.file), "exec", flags, dont_inherit=True),
-         vars(module), found)  # fmt: skip
+    exec(
+        compile(padding + outer + answer.source, str(answer.file), "exec", flags, dont_inherit=True),
+        vars(module),
+        found,
+    )
     value: object = None
     for part in answer.exercise.name.split("."):
         value = found[part] if value is None else vars(value)[part]

@@ -107,8 +107,9 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
             unfinished = Path(sources, library.name)
             run = subprocess.run(
                 [*command, f"-I{sources}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
-                capture_output=True, text=True,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+            )
             if run.returncode:
                 errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr[-300:]]
                 raise NativeError(errors[0].replace(f"{sources}/", "csrc/"))

@@ -22,7 +22,7 @@ from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
 
 FOLDER = LABS / "notebooks"
-SETUP = '''REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it
+SETUP = """REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ except (ImportError, AssertionError):
 
 from labs.notebook import answer, grade, hint, run, start
 
-start("{letter}")'''
+start("{letter}")"""
 
 
 def start(letter: str) -> None:
@@ -86,8 +86,9 @@ def run(module: str, *arguments: str) -> None:
 
 def _python(*arguments: str, path: tuple[Path, ...] | list[Path] = (ROOT,)) -> None:
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     print(done.stdout + done.stderr)
 
 
@@ -108,7 +109,7 @@ def cells_of(lab: Lab) -> list[tuple[str, str]]:
             note = f'# Repair the function in labs/work/slow with the editor; hint("{exercise.id}") helps.'
             cells.append(("code", f'{note}\ngrade("{exercise.id}")'))
         else:
-            cells.append(("code", f'answer("{exercise.id}", r\'\'\'\n{_stub(exercise)}\'\'\')\ngrade("{exercise.id}")'))
+            cells.append(("code", f"answer(\"{exercise.id}\", r'''\n{_stub(exercise)}''')\ngrade(\"{exercise.id}\")"))
         cells += [("markdown", block.strip()) for block in rest]
     cells.append(("code", f'grade("{lab.letter}")'))
     if lab.package.startswith("stage_"):
@@ -129,11 +130,18 @@ def notebook(lab: Lab) -> str:
     cells = []
     for number, (kind, text) in enumerate(cells_of(lab)):
         cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
-        cells.append(cell | {"source": text.splitlines(keepends=True)}
-                     | ({"execution_count": None, "outputs": []} if kind == "code" else {}))  # fmt: skip
+        cells.append(
+            cell
+            | {"source": text.splitlines(keepends=True)}
+            | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+        )
     metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}, indent=1,
-                      ensure_ascii=False) + "\n"  # fmt: skip
+    return (
+        json.dumps(
+            {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,8 +45,10 @@ def answers(lab: Lab) -> str:
         parts += [f"Slow in the starter: `{put}` instead of `{find}`." for find, put in exercise.slow]
     mutation = load_mutations().get(lab.letter)
     if mutation is not None:
-        parts.append(f"## The bug\n\n`{mutation.file}`\n\n```\n{mutation.find.strip()}\n```\n\nbecomes\n\n```\n"
-                     f"{mutation.put.strip() or '(nothing)'}\n```")  # fmt: skip
+        parts.append(
+            f"## The bug\n\n`{mutation.file}`\n\n```\n{mutation.find.strip()}\n```\n\nbecomes\n\n```\n"
+            f"{mutation.put.strip() or '(nothing)'}\n```"
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -18,13 +18,33 @@ from labs.job import Job
 # What a test's verdict rests on: an answer that has changed any of these fails.
 GUARDED: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("torch", torch, ("allclose", "equal", "isclose", "isnan", "tensor", "randn", "Tensor")),
-    ("torch.Tensor", torch.Tensor, ("__eq__", "__ne__", "__bool__", "abs", "all", "allclose", "any", "argmax", "double",
-                                    "equal", "float", "isnan", "item", "max", "sum", "tolist")),
+    (
+        "torch.Tensor",
+        torch.Tensor,
+        (
+            "__eq__",
+            "__ne__",
+            "__bool__",
+            "abs",
+            "all",
+            "allclose",
+            "any",
+            "argmax",
+            "double",
+            "equal",
+            "float",
+            "isnan",
+            "item",
+            "max",
+            "sum",
+            "tolist",
+        ),
+    ),
     ("numpy", numpy, ("allclose", "array_equal", "asarray")),
     ("math", math, ("isclose", "ceil")),
     ("builtins", builtins, tuple(name for name in vars(builtins) if name != "_")),
     ("pytest", pytest, ("raises", "fail", "skip")),
-)  # fmt: skip
+)
 
 
 class Recorder:

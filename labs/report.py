@@ -68,43 +68,74 @@ class Report:
         """Everything, under the names of the attributes."""
         exercises = [asdict(mark) | {"points": mark.points} for mark in self.marks]
         return {
-            "lab": self.lab, "title": self.title, "points": self.points, "max_points": self.max_points,
-            "exercises": exercises, "whole_stage": self.whole, "notes": self.notes, "graded_at": self.graded_at,
-            "tests": self.tests, "commit": commit(), "python": sys.version.split()[0], "torch": torch.__version__,
-        }  # fmt: skip
+            "lab": self.lab,
+            "title": self.title,
+            "points": self.points,
+            "max_points": self.max_points,
+            "exercises": exercises,
+            "whole_stage": self.whole,
+            "notes": self.notes,
+            "graded_at": self.graded_at,
+            "tests": self.tests,
+            "commit": commit(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+        }
 
     def as_gradescope(self) -> dict[str, object]:
         """What Gradescope's autograder expects in `/autograder/results/results.json`."""
         tests = [
             {
-                "number": mark.id, "name": f"{mark.id} {mark.title}", "score": mark.points,
-                "max_score": mark.max_points, "status": "passed" if mark.state == "passed" else "failed",
-                "output": mark.reason or mark.state, "visibility": "after_published" if mark.hidden else "visible",
+                "number": mark.id,
+                "name": f"{mark.id} {mark.title}",
+                "score": mark.points,
+                "max_score": mark.max_points,
+                "status": "passed" if mark.state == "passed" else "failed",
+                "output": mark.reason or mark.state,
+                "visibility": "after_published" if mark.hidden else "visible",
             }
             for mark in self.marks
-        ]  # fmt: skip
+        ]
         notes = [f"whole stage: {self.whole}"] if self.whole else []
         return {
-            "score": self.points, "output": "\n".join(notes + self.notes), "output_format": "text",
-            "execution_time": round(sum(mark.seconds for mark in self.marks)), "tests": tests,
+            "score": self.points,
+            "output": "\n".join(notes + self.notes),
+            "output_format": "text",
+            "execution_time": round(sum(mark.seconds for mark in self.marks)),
+            "tests": tests,
             "extra_data": {"commit": commit(), "tests": self.tests},
-        }  # fmt: skip
+        }
 
     def as_otter(self) -> dict[str, object]:
         """The form of otter-grader's results: one entry per question with score, possible points and visibility."""
         questions = {
             mark.id: {
-                "name": mark.id, "path": mark.task, "score": mark.points, "possible": mark.max_points,
-                "hidden": mark.hidden, "incorrect": mark.state != "passed",
-                "test_cases": [{"name": mark.title, "message": mark.reason, "passed": mark.state == "passed",
-                                "hidden": mark.hidden}],
+                "name": mark.id,
+                "path": mark.task,
+                "score": mark.points,
+                "possible": mark.max_points,
+                "hidden": mark.hidden,
+                "incorrect": mark.state != "passed",
+                "test_cases": [
+                    {
+                        "name": mark.title,
+                        "message": mark.reason,
+                        "passed": mark.state == "passed",
+                        "hidden": mark.hidden,
+                    }
+                ],
             }
             for mark in self.marks
-        }  # fmt: skip
+        }
         return {
-            "assignment": f"lab-{self.lab}", "total": self.points, "possible": self.max_points, "results": questions,
-            "commit": commit(), "tests_hash": self.tests, "output": "\n".join(self.notes),
-        }  # fmt: skip
+            "assignment": f"lab-{self.lab}",
+            "total": self.points,
+            "possible": self.max_points,
+            "results": questions,
+            "commit": commit(),
+            "tests_hash": self.tests,
+            "output": "\n".join(self.notes),
+        }
 
     def __str__(self) -> str:
         width = max(len(mark.title) for mark in self.marks)

@@ -85,5 +85,6 @@ def report_of(plain: dict) -> Report:
     """The report that a plain JSON was written from."""
     names = Mark.__dataclass_fields__
     marks = [Mark(**{key: value for key, value in mark.items() if key in names}) for mark in plain["exercises"]]
-    return Report(plain["lab"], plain["title"], marks, plain["whole_stage"], plain["notes"], plain["tests"],
-                  plain["graded_at"])  # fmt: skip
+    return Report(
+        plain["lab"], plain["title"], marks, plain["whole_stage"], plain["notes"], plain["tests"], plain["graded_at"]
+    )

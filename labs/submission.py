@@ -64,9 +64,13 @@ def read_answer(exercise: Exercise, work: Path, audited: bool = True) -> Answer 
     if exercise.is_stub(text[span.body_start : span.body_end]):
         return None
     answer = Answer(
-        exercise, file, text[span.start : span.end], _line(text, span.start),
-        text[span.body_start : span.body_end], _line(text, span.body_start),
-    )  # fmt: skip
+        exercise,
+        file,
+        text[span.start : span.end],
+        _line(text, span.start),
+        text[span.body_start : span.body_end],
+        _line(text, span.body_start),
+    )
     reference = exercise.reference.read_text(encoding="utf-8")
     if exercise.is_python:
         _check_signature(answer, bodies.definition(reference, exercise.name, exercise.path), shown)
@@ -102,8 +106,9 @@ def _span(text: str, exercise: Exercise, shown: Path) -> bodies.Span:
 def _check_signature(answer: Answer, reference: str, shown: Path) -> None:
     theirs, ours = (_signature(source) for source in (answer.source, reference))
     if theirs != ours:
-        raise Unusable(f"the signature must stay as it is given: expected `{ours}`, got `{theirs}` "
-                       f"({shown}:{answer.line})")  # fmt: skip
+        raise Unusable(
+            f"the signature must stay as it is given: expected `{ours}`, got `{theirs}` ({shown}:{answer.line})"
+        )
 
 
 def _signature(source: str) -> str:
@@ -155,9 +160,11 @@ def changes_in_given_code(lab: Lab, work: Path) -> list[str]:
 
 def _files_of(lab: Lab) -> list[str]:
     files = [
-        path for folder in lab.folders for path in sorted((lab.root / folder).rglob("*"))
+        path
+        for folder in lab.folders
+        for path in sorted((lab.root / folder).rglob("*"))
         if path.suffix in SOURCES and "__pycache__" not in path.parts
-    ]  # fmt: skip
+    ]
     return [str(path.relative_to(lab.root)) for path in files]
 
 

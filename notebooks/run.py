@@ -70,10 +70,14 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
         # The kernel has socket files and no ports, which another process may take between their choice and their use.
         sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}
         client = NotebookClient(
-            notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False,
-            config=Config(KernelManager=sockets), resources={"metadata": {"path": str(FOLDER)}},
+            notebook,
+            timeout=CELL_SECONDS,
+            kernel_name="python3",
+            record_timing=False,
+            config=Config(KernelManager=sockets),
+            resources={"metadata": {"path": str(FOLDER)}},
             on_cell_start=on_cell and (lambda **_: on_cell()),
-        )  # fmt: skip
+        )
         client.execute(env=environment)
     tidy(notebook)
     notebook.metadata = {

@@ -227,9 +227,7 @@ def _random_hf_model(
     return model.eval()
 
 
-def random_tensor(
-    name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The weight of a `random:` preset for the parameter of that Hugging Face name.
 
     It depends on the name and the seed alone (and on the kind of device, whose generators differ), so that every stage

@@ -63,9 +63,14 @@ def check_config(config: PretrainedConfig) -> None:
         ModelError: the message names the field.
     """
     for field in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "max_position_embeddings",
-    ):  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
         value = getattr(config, field)
         if value is None or value < 1:
             raise ModelError(f"{field} must be 1 or more, got {shown(value)}")

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from stage_a_naive.outputs import Completion
 
 
-def choose_tokens(
-    logits: Tensor, completions: Sequence[Completion], steps: Sequence[int] | None = None
-) -> Tensor:
+def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequence[int] | None = None) -> Tensor:
     """Choose the next token of each request of one call.
 
     Args:

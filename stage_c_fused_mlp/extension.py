@@ -46,12 +46,17 @@ CSRC = ROOT / "csrc"
 # Extension -> its sources in csrc/; those that end in .cu are compiled where there is nvcc and a GPU.
 SOURCES: dict[str, tuple[str, ...]] = {
     "fused_mlp": (
-        "stage_c/operators.cpp", "stage_c/mlp_cpu.cpp", "stage_c/layernorm_mlp.cpp", "stage_c/mlp_naive.cu",
-        "stage_c/mlp_warp.cu", "stage_c/mlp_fused.cu", "stage_c/layernorm_mlp.cu",
+        "stage_c/operators.cpp",
+        "stage_c/mlp_cpu.cpp",
+        "stage_c/layernorm_mlp.cpp",
+        "stage_c/mlp_naive.cu",
+        "stage_c/mlp_warp.cu",
+        "stage_c/mlp_fused.cu",
+        "stage_c/layernorm_mlp.cu",
     ),
     "megakernel": ("stage_f/decode_step.cpp",),
     "megakernel_of_shape": ("stage_f/launch.cu",),
-}  # fmt: skip
+}
 # Extensions that are compiled for one model, which the caller describes with `defines`.
 PER_MODEL = {"megakernel_of_shape"}
 # Extension -> the lowest compute capability that its CUDA part can be compiled for.

@@ -87,9 +87,14 @@ def _loaded() -> Extension:
 
     @torch.library.register_fake("six_engines::fused_swiglu_mlp")
     def _(
-        x: Tensor, rms_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, residual: Tensor, eps: float,
+        x: Tensor,
+        rms_weight: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        residual: Tensor,
+        eps: float,
         variant: str = "auto",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return torch.empty_like(x)
 
     return extension

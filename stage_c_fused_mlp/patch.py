@@ -165,7 +165,5 @@ def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, **kwa
     rows = (hidden_states + attended).view(batch * tokens, hidden)
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     operator = torch.ops.six_engines.fused_swiglu_mlp
-    out = operator(
-        rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, mlp.kernel
-    )
+    out = operator(rows, norm.weight, mlp.gate_up_proj, mlp.down_proj.weight, rows, norm.variance_epsilon, mlp.kernel)
     return out.view(batch, tokens, hidden)

@@ -19,9 +19,7 @@ from torch import Tensor
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.sequence import Sequence
 
-TORCH_DTYPES = {
-    np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32
-}  # fmt: skip
+TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class Chunk(NamedTuple):

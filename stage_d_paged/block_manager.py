@@ -232,8 +232,9 @@ class BlockManager:
         """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all that hold blocks, to check counts."""
         wrong = [
             f"block {block} has {count} users but {'is' if block in self._free else 'is not'} free"
-            for block, count in enumerate(self._ref_counts) if (count == 0) != (block in self._free)
-        ]  # fmt: skip
+            for block, count in enumerate(self._ref_counts)
+            if (count == 0) != (block in self._free)
+        ]
         entries = [entry for bucket in self._index.values() for entry in bucket]
         indexed = sorted(block for entry in entries for block in entry.blocks)
         if indexed != [block for block, content in enumerate(self._contents) if content is not None]:
@@ -244,7 +245,8 @@ class BlockManager:
             found = Counter(block for sequence in sequences for block in sequence.block_table)
             wrong += [
                 f"block {block}: {have} users counted, {found[block]} found"
-                for block, have in enumerate(self._ref_counts) if have != found[block]
+                for block, have in enumerate(self._ref_counts)
+                if have != found[block]
             ]
         if wrong:
             raise RuntimeError("block manager: " + "; ".join(wrong[:5]))

@@ -161,4 +161,3 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
-

@@ -40,9 +40,14 @@ class Runtime:
     def make_pool(self, num_blocks: int) -> KVCache:
         config = self.model.config
         return KVCache(
-            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.dtype,
+            config.num_layers,
+            num_blocks,
+            self.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
             self.device,
-        )  # fmt: skip
+        )
 
 
 def build_model(

@@ -171,9 +171,7 @@ class Engine(LiveRequests):
         if not self.scheduler.has_unfinished():
             self._check_idle()
 
-    def _append(
-        self, sequence: BatchSequence, token_id: int, logprob: dict[int, float] | None, now: float
-    ) -> bool:
+    def _append(self, sequence: BatchSequence, token_id: int, logprob: dict[int, float] | None, now: float) -> bool:
         """Give a sequence its next token. Returns whether that ended it."""
         if sequence.first_token_time == 0.0:
             sequence.first_token_time = now

@@ -113,9 +113,7 @@ class Sampler:
             log_min_p = math.log(params.min_p) if params.min_p else -math.inf
             self._filters[slot] = top_k, max(params.top_p, SMALLEST), log_min_p
 
-    def fill(
-        self, batch_slots: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray
-    ) -> int:
+    def fill(self, batch_slots: np.ndarray, steps: np.ndarray, temperatures: np.ndarray, noise_keys: np.ndarray) -> int:
         """Write the temperature and the noise key (`noise_key(seed, step)`) of each row into a step's input.
 
         Where every row is greedy, no noise key is read, and none is made. Returns `needs(batch_slots)`.

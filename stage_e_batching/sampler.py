@@ -56,9 +56,7 @@ class RowLogprobs:
         return result
 
 
-def filter_rows(
-    scores: Tensor, temperatures: Tensor, rows: np.ndarray, filters: np.ndarray
-) -> tuple[Tensor, Tensor]:
+def filter_rows(scores: Tensor, temperatures: Tensor, rows: np.ndarray, filters: np.ndarray) -> tuple[Tensor, Tensor]:
     """Filter some rows of `scores [rows, vocab]`; returns new scores and temperatures.
 
     The filtered rows come back divided by their temperature, which then counts as 1.

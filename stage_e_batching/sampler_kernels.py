@@ -162,7 +162,12 @@ def sample_rows(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, out: T
         num_warps=8,
     )
     _best_of_row_kernel[(rows,)](
-        ids, temperatures, winners, winner_ids, stretches,
-        STRETCHES_PAD=triton.next_power_of_2(stretches), num_warps=1,
-    )  # fmt: skip
+        ids,
+        temperatures,
+        winners,
+        winner_ids,
+        stretches,
+        STRETCHES_PAD=triton.next_power_of_2(stretches),
+        num_warps=1,
+    )
     return ids

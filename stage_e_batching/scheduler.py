@@ -152,9 +152,7 @@ class Scheduler(Queues):
         return True
 
     def _preempt(self, sequence: BatchSequence, step: ScheduledStep, reason: str) -> None:
-        step.preempted.append(
-            Preemption(sequence, len(sequence.block_table), sequence.num_computed_tokens, reason)
-        )
+        step.preempted.append(Preemption(sequence, len(sequence.block_table), sequence.num_computed_tokens, reason))
         (self.decoding if sequence.state is State.DECODING else self.prefilling).pop()
         sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
         sequence.num_preemptions += 1

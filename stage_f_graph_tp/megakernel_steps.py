@@ -66,10 +66,18 @@ class MegakernelSteps:
         self._outputs.reverse()
         output = self._outputs[0][rows]
         self.kernel.step(
-            self._last_tokens, inputs.batch_slots, inputs.positions, inputs.slot_mapping, inputs.block_tables,
-            inputs.context_lens, inputs.temperatures, inputs.noise_keys, self._kv_cache.tensor, output.logits,
+            self._last_tokens,
+            inputs.batch_slots,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.block_tables,
+            inputs.context_lens,
+            inputs.temperatures,
+            inputs.noise_keys,
+            self._kv_cache.tensor,
+            output.logits,
             output.result,
-        )  # fmt: skip
+        )
         if output.arrived is not None:
             output.arrived.record()
         return output

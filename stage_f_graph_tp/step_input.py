@@ -179,9 +179,11 @@ class StepBuffers:
                 self._views.clear()
             size = shape.num_bytes
             self._views[key] = InputViews(
-                host_views(self._arrays[self._turn], shape), device_views(self._device, shape),
-                self._host[self._turn][:size], self._device[:size],
-            )  # fmt: skip
+                host_views(self._arrays[self._turn], shape),
+                device_views(self._device, shape),
+                self._host[self._turn][:size],
+                self._device[:size],
+            )
         return self._views[key]
 
 

@@ -80,19 +80,37 @@ def make_step(
     for row, own in enumerate(order[: sum(pages)].split(pages)):
         tables[row, : pages[row]] = own
     last = [max(0, context - 1) for context in contexts]
-    slots = [int(tables[row, p // block_size]) * block_size + p % block_size if c else -1
-             for row, (c, p) in enumerate(zip(contexts, last, strict=True))]  # fmt: skip
-    pool = torch.randn(2, shape.num_layers, sum(pages) + 1, block_size, shape.num_kv_heads, shape.head_dim,
-                       generator=generator, device=device).to(dtype)  # fmt: skip
+    slots = [
+        int(tables[row, p // block_size]) * block_size + p % block_size if c else -1
+        for row, (c, p) in enumerate(zip(contexts, last, strict=True))
+    ]
+    pool = torch.randn(
+        2,
+        shape.num_layers,
+        sum(pages) + 1,
+        block_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+        generator=generator,
+        device=device,
+    ).to(dtype)
     for row, context in enumerate(contexts):  # what has not been written yet must not matter
         for p in range(max(0, context - 1), pages[row] * block_size):
             pool[:, :, int(tables[row, p // block_size]), p % block_size] = float("nan")
     rows = len(contexts)
     tokens = torch.randint(shape.vocab_size, (rows + 3,), generator=generator, device=device)
     batch_slots = torch.randperm(rows + 3, generator=generator, device=device)[:rows]
-    return Step(tokens, batch_slots, torch.tensor(last, device=device), torch.tensor(slots, device=device), tables,
-                torch.tensor(contexts, dtype=torch.int32, device=device), torch.zeros(rows, device=device),
-                torch.zeros(rows, dtype=torch.int32, device=device), pool)  # fmt: skip
+    return Step(
+        tokens,
+        batch_slots,
+        torch.tensor(last, device=device),
+        torch.tensor(slots, device=device),
+        tables,
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+        torch.zeros(rows, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+        pool,
+    )
 
 
 def reference(model: DecoderModel, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,24 +66,69 @@ class Launch:
         self.library, self.seed, self.held = library, 0, -1
 
     def __call__(
-        self, table: Tensor, embedding: Tensor, final_norm: Tensor, lm_head: Tensor, cos: Tensor, sin: Tensor,
-        kv_cache: Tensor, last_tokens: Tensor, batch_slots: Tensor, positions: Tensor, slot_mapping: Tensor,
-        block_tables: Tensor, context_lens: Tensor, temperatures: Tensor, noise_keys: Tensor, logits: Tensor,
-        result: Tensor, workspace: Tensor, trace: None, heads: int, intermediate: int, eps: float, flags: int,
-        timeout: int, address: int,
-    ) -> None:  # fmt: skip
+        self,
+        table: Tensor,
+        embedding: Tensor,
+        final_norm: Tensor,
+        lm_head: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        last_tokens: Tensor,
+        batch_slots: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        temperatures: Tensor,
+        noise_keys: Tensor,
+        logits: Tensor,
+        result: Tensor,
+        workspace: Tensor,
+        trace: None,
+        heads: int,
+        intermediate: int,
+        eps: float,
+        flags: int,
+        timeout: int,
+        address: int,
+    ) -> None:
         """Run a step; `timeout` counts turns of the scheduler."""
         tensors = (
-            table, embedding, final_norm, lm_head, cos, sin, kv_cache, block_tables, context_lens, slot_mapping,
-            positions, batch_slots, last_tokens, temperatures, noise_keys, logits, result, workspace,
-        )  # fmt: skip
+            table,
+            embedding,
+            final_norm,
+            lm_head,
+            cos,
+            sin,
+            kv_cache,
+            block_tables,
+            context_lens,
+            slot_mapping,
+            positions,
+            batch_slots,
+            last_tokens,
+            temperatures,
+            noise_keys,
+            logits,
+            result,
+            workspace,
+        )
         assert all(tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         self.seed += 1
         wrong = self.library.launch_decode_step(
-            pointers, len(batch_slots), kv_cache.shape[2], kv_cache.shape[3], block_tables.shape[1],
-            ctypes.c_float(eps), flags, ctypes.c_int64(timeout), ctypes.c_uint64(self.seed), self.held,
-        )  # fmt: skip
+            pointers,
+            len(batch_slots),
+            kv_cache.shape[2],
+            kv_cache.shape[3],
+            block_tables.shape[1],
+            ctypes.c_float(eps),
+            flags,
+            ctypes.c_int64(timeout),
+            ctypes.c_uint64(self.seed),
+            self.held,
+        )
         assert wrong is None, f"{wrong.decode()} (seed {self.seed})"
 
 

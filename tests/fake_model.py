@@ -37,9 +37,7 @@ class FakeTokenizer:
     )
 
 
-def completion_of(
-    prompt: Iterable[int], params: SamplingParams = DEFAULT_PARAMS, seed: int = 0
-) -> Completion:
+def completion_of(prompt: Iterable[int], params: SamplingParams = DEFAULT_PARAMS, seed: int = 0) -> Completion:
     """A completion of a prompt, for sequences that no engine makes."""
     request = Request(0, list(prompt), params, seed)
     return Completion(request, FakeTokenizer(), frozenset({EOS}), max_total_len=4096, text_at_end=True)

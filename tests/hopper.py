@@ -24,7 +24,9 @@ def compiled_for_hopper(
     types = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = [name for name in names if types[name].startswith("*") or name in strides]
     source = ASTSource(
-        kernel, types, {(names.index(name),): value for name, value in constants.items()},
+        kernel,
+        types,
+        {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -1,9 +1,9 @@
 """A stand-in for the Hugging Face hub: one HTTP server on the loopback address with a few repositories.
 
-    course/tutor    the tutor's files, its chat template in a file of its own, and weights in a format that is not read
-    course/broken   the same, but the connection ends in the middle of the weights
-    course/gated    refused: the token has no access
-    any other       not found
+course/tutor    the tutor's files, its chat template in a file of its own, and weights in a format that is not read
+course/broken   the same, but the connection ends in the middle of the weights
+course/gated    refused: the token has no access
+any other       not found
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from stage_a_naive.tutor import TUTOR_PATH
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = (
-    "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
     "tokenizer_config.json",
-)  # fmt: skip
+)
 FILES = (*READ, "pytorch_model.bin")
 
 

@@ -16,9 +16,12 @@ from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
-    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef",
-    "dirty": False, "date": "2030-01-01T00:00:00",
-}  # fmt: skip
+    "versions": {"python": "3.12", "torch": "9.9"},
+    "device": {"name": "a GPU"},
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "date": "2030-01-01T00:00:00",
+}
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
 FUSED_LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "swiglu_mlp"]
 

@@ -23,9 +23,12 @@ from benchmarks.micro import batching, http_cost, ttft_rate  # noqa: E402
 from benchmarks.serve import make_prompts  # noqa: E402
 
 ENVIRONMENT = {
-    "device": {"name": "a machine", "type": "cpu"}, "versions": {"torch": "2"}, "commit": "0" * 40, "dirty": False,
+    "device": {"name": "a machine", "type": "cpu"},
+    "versions": {"torch": "2"},
+    "commit": "0" * 40,
+    "dirty": False,
     "date": "2026-01-01",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +131,21 @@ def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device
 
 def test_ratios_of_the_cost_are_taken_within_a_repeat():
     rates = {
-        "generate": [100.0, 200.0, 300.0], "stream": [90.0, 180.0, 270.0], "HTTP, one process": [50.0, 100.0, 150.0],
+        "generate": [100.0, 200.0, 300.0],
+        "stream": [90.0, 180.0, 270.0],
+        "HTTP, one process": [50.0, 100.0, 150.0],
         "HTTP": [80.0, 100.0, 240.0],
-    }  # fmt: skip
+    }
     result = {
-        "kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e", "streams": 64, "input_len": 8,
-        "output_len": 8, "rows": [{"way": way, "tokens_per_s": found} for way, found in rates.items()],
-    }  # fmt: skip
+        "kind": "http_cost",
+        "environment": ENVIRONMENT,
+        "model": "tutor",
+        "stage": "e",
+        "streams": 64,
+        "input_len": 8,
+        "output_len": 8,
+        "rows": [{"way": way, "tokens_per_s": found} for way, found in rates.items()],
+    }
     lines = http_cost.table([result])["http-cost"]
     assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) | – |", "| HTTP | 100 | 0.80 (0.50–0.80) | – |"]
     assert "64 requests at once, 8 in, 8 out" in lines[-2]
@@ -149,12 +160,20 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
 def test_the_times_of_all_repeats_make_one_percentile():
     rows = [
         {"engine": name, "rate": 5.0, "repeat": repeat, "ttft_ms": [factor * 10.0, factor * 20.0], "tpot_ms": [2.0]}
-        for repeat in range(2) for name, factor in (("E", 1), ("static", 3))
-    ]  # fmt: skip
+        for repeat in range(2)
+        for name, factor in (("E", 1), ("static", 3))
+    ]
     result = {
-        "kind": "ttft_rate", "environment": ENVIRONMENT, "model": "tutor", "slots": 8, "requests": 2, "input_len": 8,
-        "longest": 8, "capacity": 10.0, "rows": rows,
-    }  # fmt: skip
+        "kind": "ttft_rate",
+        "environment": ENVIRONMENT,
+        "model": "tutor",
+        "slots": 8,
+        "requests": 2,
+        "input_len": 8,
+        "longest": 8,
+        "capacity": 10.0,
+        "rows": rows,
+    }
     assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
     assert list(ttft_rate.draw([result])) == ["beyond/serving/figures/ttft_rate.png"]
@@ -162,8 +181,10 @@ def test_the_times_of_all_repeats_make_one_percentile():
     faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
     both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
     assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(both)
-    at_8 = [row | {"rate": 8.0, "ttft_ms": [t * (2 if row["engine"] == "F" else 1) for t in row["ttft_ms"]]}
-            for row in both["rows"]]  # fmt: skip
+    at_8 = [
+        row | {"rate": 8.0, "ttft_ms": [t * (2 if row["engine"] == "F" else 1) for t in row["ttft_ms"]]}
+        for row in both["rows"]
+    ]
     assert "is 2.0 to 4.0 × as long" in ttft_rate.title(both | {"rows": both["rows"] + at_8})
     names = {"beyond/serving/figures/ttft_rate.png", "beyond/serving/figures/ttft_rate_f.png"}
     assert set(ttft_rate.draw([both, result])) == names

@@ -34,9 +34,12 @@ from stage_f_graph_tp import LLM
 
 CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
 ENVIRONMENT = {
-    "versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "a GPU", "type": "cuda"},
-    "commit": "0123456789abcdef", "dirty": False, "date": "2030-01-01T00:00:00",
-}  # fmt: skip
+    "versions": {"python": "3.12", "torch": "9.9"},
+    "device": {"name": "a GPU", "type": "cuda"},
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "date": "2030-01-01T00:00:00",
+}
 CEILINGS = {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14}
 
 
@@ -56,10 +59,13 @@ def test_every_study_has_what_the_report_asks_for() -> None:
         (["nothing"], "there is no study 'nothing'; there are: all_reduce"),
         (["block_waste", "sise=cpu"], "block_waste has the options size, and not sise"),
         (["block_waste", "size"], "not of the form name=value"),
-        pytest.param(["mlp"], "mlp needs an NVIDIA GPU",
-                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+        pytest.param(
+            ["mlp"],
+            "mlp needs an NVIDIA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_line_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,8 +129,11 @@ def test_a_grid_has_its_columns_in_the_order_and_the_words_that_are_asked_for() 
     cells = {("x", 2): "b", ("x", 1): "a", ("y", 1): "c"}
     assert grid("", cells)[2:] == ["| x | b | a |", "| y | – | c |"]
     assert grid("line", cells, {1: "one", 2: "two"}) == [
-        "| line | one | two |", "|---|---:|---:|", "| x | a | b |", "| y | c | – |"
-    ]  # fmt: skip
+        "| line | one | two |",
+        "|---|---:|---:|",
+        "| x | a | b |",
+        "| y | c | – |",
+    ]
 
 
 def test_slots_held_grow_with_the_block_up_to_the_contiguous_reservation() -> None:
@@ -254,9 +263,15 @@ def test_stage_cs_operator_counts_as_the_mlp_and_a_flip_as_rotation() -> None:
 
 
 def test_what_lies_between_two_steps_is_told_by_kind() -> None:
-    step = [("Memcpy HtoD", 40.0, 1.0), ("gather_kernel", 44.0, 2.0), ("qkv_rotate_kernel", 46.5, 3.0),
-            ("gather_kernel", 50.0, 5.0), ("nvjet_lm_head", 56.0, 60.0), ("_best_of_row_kernel", 116.5, 2.0),
-            ("Memcpy DtoH", 123.0, 3.0)]  # fmt: skip
+    step = [
+        ("Memcpy HtoD", 40.0, 1.0),
+        ("gather_kernel", 44.0, 2.0),
+        ("qkv_rotate_kernel", 46.5, 3.0),
+        ("gather_kernel", 50.0, 5.0),
+        ("nvjet_lm_head", 56.0, 60.0),
+        ("_best_of_row_kernel", 116.5, 2.0),
+        ("Memcpy DtoH", 123.0, 3.0),
+    ]
     spans = [Span(name, start + 100.0 * i, length) for i in range(3) for name, start, length in step]
     spans[0] = Span("Memcpy HtoD", 0.0, 1.0)  # the CPU was late
     found = kernel_spans.between_steps(Recording("three steps", 3, spans))

@@ -21,9 +21,12 @@ from benchmarks.workloads import make_workload, workload_names
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {
-    "versions": {"python": "3.12.1", "torch": "2.11.0"}, "device": {"type": "cpu", "name": "Test CPU"},
-    "commit": COMMIT, "dirty": False, "date": "2026-01-02T03:04:05+00:00",
-}  # fmt: skip
+    "versions": {"python": "3.12.1", "torch": "2.11.0"},
+    "device": {"type": "cpu", "name": "Test CPU"},
+    "commit": COMMIT,
+    "dirty": False,
+    "date": "2026-01-02T03:04:05+00:00",
+}
 OPTIONS = {"size": "cpu", "model": "tutor", "dtype": "float32", "study": None}
 
 
@@ -54,9 +57,13 @@ def payload(pace: float = 0.01, repeats: range = range(3), engines: tuple[str, .
                 row |= {"samples": samples, "startup_seconds": [2.0]}
             rows.append(row)
     return {
-        "kind": "engines", "environment": dict(ENVIRONMENT), "options": dict(OPTIONS), "workloads": workloads,
-        "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11}, "rows": rows,
-    }  # fmt: skip
+        "kind": "engines",
+        "environment": dict(ENVIRONMENT),
+        "options": dict(OPTIONS),
+        "workloads": workloads,
+        "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11},
+        "rows": rows,
+    }
 
 
 def named(*payloads: dict) -> list[dict]:
@@ -177,16 +184,22 @@ def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
     parts = [payload(0.01 * (i + 1), range(1)) for i in range(3)]
     [group] = group_results(named(*parts))
     assert group.problem == ""
-    assert group.values("A", "single", "tpot_ms") == pytest.approx([timed_round("single", p)["tpot_ms"] for p in
-                                                                    (0.01, 0.02, 0.03)])  # fmt: skip
+    assert group.values("A", "single", "tpot_ms") == pytest.approx(
+        [timed_round("single", p)["tpot_ms"] for p in (0.01, 0.02, 0.03)]
+    )
     assert group.median("A", "single", "startup_seconds") == 2.0
     assert "fewer than 3 repeats" in group_results(named(*parts[:2]))[0].problem
 
 
 def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
-    elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "source": "somewhere else",
-                 "source_zh": "别的机器",
-                 "rows": [{"engine": "vLLM", "workload": "single", "samples": [{"tpot_ms": 3.21}]}]}  # fmt: skip
+    elsewhere = {
+        "kind": "elsewhere",
+        "environment": ENVIRONMENT,
+        "options": OPTIONS,
+        "source": "somewhere else",
+        "source_zh": "别的机器",
+        "rows": [{"engine": "vLLM", "workload": "single", "samples": [{"tpot_ms": 3.21}]}],
+    }
     [group] = group_results(named(payload(), elsewhere))
     lines = front_table(group, "en")
     assert all(line.count("|") == 6 for line in lines if line.startswith("|")), "five columns"

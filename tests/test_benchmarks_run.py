@@ -207,11 +207,17 @@ def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_comm
 
 
 MACHINE = {
-    "environment": {"versions": {"python": "3.12", "torch": "9.9"}, "device": {"name": "Test CPU"}, "commit": "0" * 40,
-                    "dirty": False, "date": "2026-01-02T03:04:05+00:00"},
-    "dtype": "float32", "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11},
+    "environment": {
+        "versions": {"python": "3.12", "torch": "9.9"},
+        "device": {"name": "Test CPU"},
+        "commit": "0" * 40,
+        "dirty": False,
+        "date": "2026-01-02T03:04:05+00:00",
+    },
+    "dtype": "float32",
+    "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11},
     "launch_seconds": None,
-}  # fmt: skip
+}
 SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
 
 

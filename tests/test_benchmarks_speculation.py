@@ -14,9 +14,12 @@ from beyond.speculation import LLM
 from stage_a_naive.sampling import SamplingParams
 
 ENVIRONMENT = {
-    "versions": {"torch": "9.9"}, "device": {"name": "a GPU"}, "commit": "0123456789abcdef", "dirty": False,
+    "versions": {"torch": "9.9"},
+    "device": {"name": "a GPU"},
+    "commit": "0123456789abcdef",
+    "dirty": False,
     "date": "2030-01-01T00:00:00",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("rate", "drafted"), [(0.0, 4), (0.5, 4), (0.83, 8), (1.0, 5)])
@@ -29,9 +32,12 @@ def test_a_script_calls_the_share_right_that_it_was_given(rate, drafted, monkeyp
 @pytest.mark.parametrize(("rate", "drafted"), [(0.5, 4), (0.83, 8), (1.0, 5)])
 def test_a_script_calls_the_share_of_a_small_models_guesses_right_that_it_was_given(rate, drafted):
     llm = ScriptedModelLLM(
-        "random:qwen2-tiny", draft_model="random:qwen3-tiny", device="cpu", num_kvcache_blocks=64,
+        "random:qwen2-tiny",
+        draft_model="random:qwen3-tiny",
+        device="cpu",
+        num_kvcache_blocks=64,
         num_speculative_tokens=drafted,
-    )  # fmt: skip
+    )
     check_rate(llm, rate, drafted)
 
 
@@ -63,20 +69,48 @@ def result_of(step_seconds: dict[int, float], plain: float) -> dict:
     for batch, seconds in step_seconds.items():
         more = 0.01 if batch > 1 else 0.0  # of the time per token
         for way, per_token, per_step in (
-            ("plain", plain, 1.0), ("accepted", seconds / 4, 4.0), ("wrong", (1 + more) * plain, 1.0),
-            ("plain, noisy", plain, 1.0), ("looking", (1 + 2 * more) * plain, 1.0),
-        ):  # fmt: skip
-            rows.append({"draft": 4, "batch": batch, "prompt": speculation.PROMPT, "way": way,
-                         "samples": [per_token] * 3, "tokens_per_step": per_step})  # fmt: skip
+            ("plain", plain, 1.0),
+            ("accepted", seconds / 4, 4.0),
+            ("wrong", (1 + more) * plain, 1.0),
+            ("plain, noisy", plain, 1.0),
+            ("looking", (1 + 2 * more) * plain, 1.0),
+        ):
+            rows.append(
+                {
+                    "draft": 4,
+                    "batch": batch,
+                    "prompt": speculation.PROMPT,
+                    "way": way,
+                    "samples": [per_token] * 3,
+                    "tokens_per_step": per_step,
+                }
+            )
     text = [
-        {"speculation": kind, "asked": "again", "requests": 2, "same_answers": True, "seconds_per_token": 1e-4,
-         "num_steps": 20, "num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 70}
+        {
+            "speculation": kind,
+            "asked": "again",
+            "requests": 2,
+            "same_answers": True,
+            "seconds_per_token": 1e-4,
+            "num_steps": 20,
+            "num_generated_tokens": 90,
+            "num_draft_tokens": 80,
+            "num_accepted_tokens": 70,
+        }
         for kind in ("ngram", "model")
-    ]  # fmt: skip
-    return {"kind": "speculation", "environment": ENVIRONMENT, "model": "random:qwen2.5-0.5b", "rate": 0.75,
-            "tokens": 128, "repeats": 3, "rows": rows, "text": text,
-            "tutor": {"off": [2e-4] * 3, "ngram": [2.1e-4] * 3},
-            "ceilings": {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14}}  # fmt: skip
+    ]
+    return {
+        "kind": "speculation",
+        "environment": ENVIRONMENT,
+        "model": "random:qwen2.5-0.5b",
+        "rate": 0.75,
+        "tokens": 128,
+        "repeats": 3,
+        "rows": rows,
+        "text": text,
+        "tutor": {"off": [2e-4] * 3, "ngram": [2.1e-4] * 3},
+        "ceilings": {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14},
+    }
 
 
 def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
@@ -94,8 +128,10 @@ def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
 def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
     result = result_of({1: 1e-3}, plain=1e-3)
     assert speculation.table([result])["speculation-pair"] == []
-    rows = [{"rate": rate, "samples": [seconds] * 3, "tokens_per_step": tokens} for rate, seconds, tokens in
-            ((None, 2e-3, 1.0), (speculation.RATE, 1e-3, 4.0), (speculation.HALF, 1.5e-3, 2.5))]  # fmt: skip
+    rows = [
+        {"rate": rate, "samples": [seconds] * 3, "tokens_per_step": tokens}
+        for rate, seconds, tokens in ((None, 2e-3, 1.0), (speculation.RATE, 1e-3, 4.0), (speculation.HALF, 1.5e-3, 2.5))
+    ]
     slower = [row | {"samples": [1.2 * seconds for seconds in row["samples"]]} if row["rate"] else row for row in rows]
     drafts = {"ngram": {"rows": rows}, "model": {"rows": slower}}
     result["pair"] = {"model": "random:large", "draft_model": "random:small", "drafts": drafts}

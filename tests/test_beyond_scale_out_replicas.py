@@ -80,8 +80,12 @@ def server(model: Path) -> Iterator[tuple[str, subprocess.Popen]]:
     command = [sys.executable, "-m", "beyond.scale_out.serve_replicas", "--replicas", "2", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--model", str(model), "--port", str(port), "--max-num-seqs", "16", "--max-queue", "4"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -60,8 +60,10 @@ class StagesRunner(FakeRunner):
         self.in_flight: deque[Returning] = deque()
 
     def launch(self, step: ScheduledStep) -> Returning:
-        assert not any(not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
-                       for other in self.in_flight), "a sequence ran before its last token was sampled"  # fmt: skip
+        assert not any(
+            not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
+            for other in self.in_flight
+        ), "a sequence ran before its last token was sampled"
         self.occupants |= {sequence.batch_slot: sequence for sequence in step.admitted}
         known = list(self.last_tokens)
         late = super().launch(step)

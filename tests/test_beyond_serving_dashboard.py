@@ -79,9 +79,7 @@ def ask(prometheus, path: str, **parameters: str) -> list:
     return answer["data"]["result"] if isinstance(answer["data"], dict) else answer["data"]
 
 
-@pytest.mark.parametrize(
-    "expression", [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-)
+@pytest.mark.parametrize("expression", [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]])
 def test_every_panel_has_data_while_the_server_answers(prometheus, expression):
     filled_in = expression.replace("$model", ".*").replace("$__rate_interval", "1m")
     assert "$" not in filled_in

@@ -84,8 +84,10 @@ NEARLY_RIGHT = {
 def bodies(known: set[str], wanted: str) -> st.SearchStrategy[dict]:
     """Requests that are right in most fields, wrong in some, and have some that do not exist."""
     names = sorted(known | set(ASKS_FOR_NOTHING))
-    fields = {name: NEARLY_RIGHT.get(name, JUNK) | JUNK if i % 3 == 0 else NEARLY_RIGHT.get(name, JUNK)
-              for i, name in enumerate(names)}  # fmt: skip
+    fields = {
+        name: NEARLY_RIGHT.get(name, JUNK) | JUNK if i % 3 == 0 else NEARLY_RIGHT.get(name, JUNK)
+        for i, name in enumerate(names)
+    }
     right = st.fixed_dictionaries({wanted: NEARLY_RIGHT[wanted]}, optional={n: fields[n] for n in names if n != wanted})
     return right | st.dictionaries(st.sampled_from(names) | TEXT, JUNK, max_size=6)
 

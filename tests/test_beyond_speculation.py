@@ -20,7 +20,7 @@ from fake_model import (
     completion_of,
     make_request,
     next_token,
-)  # fmt: skip
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -149,22 +149,35 @@ class DraftRunner(FakeRunner):
 
 
 def make_engine(
-    *, drafter: object, overlap: bool = True, draft_tokens: int = 6, max_model_len: int = 4096,
-    fail_at: frozenset[int] = frozenset(), **options: object,
-) -> SpeculativeEngine:  # fmt: skip
+    *,
+    drafter: object,
+    overlap: bool = True,
+    draft_tokens: int = 6,
+    max_model_len: int = 4096,
+    fail_at: frozenset[int] = frozenset(),
+    **options: object,
+) -> SpeculativeEngine:
     max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
     scheduler = DraftScheduler(max_rows=max_rows, **options)
     return SpeculativeEngine(
-        scheduler, DraftRunner(scheduler, max_rows, fail_at), drafter=drafter, overlap=overlap,
-        tokenizer=FakeTokenizer(), eos_token_ids=frozenset({EOS}), max_model_len=max_model_len,
-    )  # fmt: skip
+        scheduler,
+        DraftRunner(scheduler, max_rows, fail_at),
+        drafter=drafter,
+        overlap=overlap,
+        tokenizer=FakeTokenizer(),
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=max_model_len,
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(arrivals, min_size=1, max_size=20), settings_of_engine(), st.integers(0, 2**16),
-    st.sampled_from([0.0, 0.2, 0.6, 1.0]), st.booleans(),
-)  # fmt: skip
+    st.lists(arrivals, min_size=1, max_size=20),
+    settings_of_engine(),
+    st.integers(0, 2**16),
+    st.sampled_from([0.0, 0.2, 0.6, 1.0]),
+    st.booleans(),
+)
 def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
     requests, options, seed, error_rate, overlap
 ):
@@ -650,8 +663,13 @@ def test_a_small_model_may_lack_padding_tokens_of_the_large_ones_vocabulary(monk
     monkeypatch.setitem(PRESETS, "qwen2-tiny-padded", PRESETS["qwen2-tiny"] | {"vocab_size": 4224})
     prompts = [[4100, 4223, 1, 2], *PROMPTS[:2]]
     padded = stage_f_graph_tp.LLM("random:qwen2-tiny-padded", device="cpu", num_kvcache_blocks=64)
-    llm = LLM("random:qwen2-tiny-padded", device="cpu", speculation="model", draft_model="random:qwen2-tiny",
-              num_kvcache_blocks=64)  # fmt: skip
+    llm = LLM(
+        "random:qwen2-tiny-padded",
+        device="cpu",
+        speculation="model",
+        draft_model="random:qwen2-tiny",
+        num_kvcache_blocks=64,
+    )
     answers = ids(llm.generate(prompts, GREEDY, False))
     assert answers == ids(padded.generate(prompts, GREEDY, False))
     assert max(map(max, answers)) >= 4096, "answers have tokens that the small model lacks, too"

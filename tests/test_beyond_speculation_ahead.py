@@ -21,7 +21,7 @@ from fake_model import (
     completion_of,
     make_request,
     next_token,
-)  # fmt: skip
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
@@ -79,9 +79,12 @@ class HashRunner(AheadRunner):
         block_size = scheduler.block_manager.block_size
         cpu, longest = torch.device("cpu"), scheduler.capacity + 1
         runtime = SimpleNamespace(
-            model=HashModel(scheduler.capacity, block_size), device=cpu, config=SimpleNamespace(vocab_size=VOCAB),
-            max_model_len=longest, block_size=block_size,
-        )  # fmt: skip
+            model=HashModel(scheduler.capacity, block_size),
+            device=cpu,
+            config=SimpleNamespace(vocab_size=VOCAB),
+            max_model_len=longest,
+            block_size=block_size,
+        )
         options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
         super().__init__(runtime, None, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
         self.table.guess = partial(guess, self.table)
@@ -119,23 +122,33 @@ def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor) -> None:
 
 
 def make_engine(
-    *, error_rate: float = 0.0, seed: int = 0, max_model_len: int = 4096, fail_at: frozenset[int] = frozenset(),
+    *,
+    error_rate: float = 0.0,
+    seed: int = 0,
+    max_model_len: int = 4096,
+    fail_at: frozenset[int] = frozenset(),
     **options: object,
-) -> AheadEngine:  # fmt: skip
+) -> AheadEngine:
     max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
     scheduler = DraftScheduler(max_rows=max_rows, **options)
     return AheadEngine(
-        scheduler, HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at),
-        drafter=Sometimes(seed), draft_tokens=DRAFT,
-        tokenizer=FakeTokenizer(), eos_token_ids=frozenset({EOS}), max_model_len=max_model_len,
-    )  # fmt: skip
+        scheduler,
+        HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at),
+        drafter=Sometimes(seed),
+        draft_tokens=DRAFT,
+        tokenizer=FakeTokenizer(),
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=max_model_len,
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(arrivals, min_size=1, max_size=12), settings_of_engine(), st.integers(0, 2**16),
+    st.lists(arrivals, min_size=1, max_size=12),
+    settings_of_engine(),
+    st.integers(0, 2**16),
     st.sampled_from([0.0, 0.2, 0.6, 1.0]),
-)  # fmt: skip
+)
 def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
     requests, options, seed, error_rate
 ):

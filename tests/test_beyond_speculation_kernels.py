@@ -51,8 +51,14 @@ def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device
     """A step's input as the host sends it: rows that the device completes, and two tokens of a prompt that samples."""
     count, zeros = len(slots), [0] * len(slots)
     tables = [rng.sample(range(100), 18) if slot < SLOTS else [-1] * 18 for slot in slots]
-    long = {"batch_slots": slots, "positions": [*numbers, 30, 31], "input_ids": [*zeros, 7, 8],
-            "slot_mapping": [*zeros, 50, 51], "sample_slots": slots, "sample_tokens": list(range(count))}  # fmt: skip
+    long = {
+        "batch_slots": slots,
+        "positions": [*numbers, 30, 31],
+        "input_ids": [*zeros, 7, 8],
+        "slot_mapping": [*zeros, 50, 51],
+        "sample_slots": slots,
+        "sample_tokens": list(range(count)),
+    }
     short = {"context_lens": zeros, "noise_keys": zeros, "block_tables": tables}
     return SimpleNamespace(
         **{name: torch.tensor(values, device=device) for name, values in long.items()},

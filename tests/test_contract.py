@@ -17,8 +17,13 @@ from stage_a_naive.outputs import Metrics
 MODEL = "random:qwen2-tiny"
 POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
 STAGES = [
-    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
-]  # fmt: skip
+    "stage_a_naive",
+    "stage_b_decode_step",
+    "stage_c_fused_mlp",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+]
 PAGED = [*STAGES[3:], "beyond.quantization", "beyond.speculation", "beyond.scale_out"]
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 48)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -12,9 +12,13 @@ from stage_a_naive import SamplingParams
 
 MODEL = "random:qwen2-tiny"
 PAGED = [
-    "stage_d_paged", "stage_e_batching", "stage_f_graph_tp", "beyond.quantization", "beyond.speculation",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+    "beyond.quantization",
+    "beyond.speculation",
     "beyond.scale_out",
-]  # fmt: skip
+]
 EVERY_PACKAGE = ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", *PAGED]
 
 
@@ -35,12 +39,17 @@ def test_options_are_by_name_and_an_unknown_one_is_a_type_error(package: str) ->
 @pytest.mark.parametrize(
     ("package", "option"),
     [
-        ("stage_a_naive", "compile"), ("stage_b_decode_step", "mlp_kernel"), ("stage_c_fused_mlp", "max_num_seqs"),
-        ("stage_d_paged", "enable_chunked_prefill"), ("stage_e_batching", "overlap"),
-        ("stage_f_graph_tp", "quantization"), ("beyond.quantization", "speculation"),
-        ("beyond.speculation", "quantization"), ("beyond.scale_out", "kv_cache_dtype"),
+        ("stage_a_naive", "compile"),
+        ("stage_b_decode_step", "mlp_kernel"),
+        ("stage_c_fused_mlp", "max_num_seqs"),
+        ("stage_d_paged", "enable_chunked_prefill"),
+        ("stage_e_batching", "overlap"),
+        ("stage_f_graph_tp", "quantization"),
+        ("beyond.quantization", "speculation"),
+        ("beyond.speculation", "quantization"),
+        ("beyond.scale_out", "kv_cache_dtype"),
     ],
-)  # fmt: skip
+)
 def test_an_option_that_an_engine_does_not_have_is_unknown_to_it(package: str, option: str) -> None:
     with pytest.raises(TypeError, match=f"'{option}'"):
         importlib.import_module(package).LLM(MODEL, device="cpu", **{option: True})
@@ -48,24 +57,42 @@ def test_an_option_that_an_engine_does_not_have_is_unknown_to_it(package: str, o
 
 def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
     assert {f.name: f.default for f in fields(SamplingParams)} == {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "max_tokens": 64, "stop": (), "stop_token_ids": (), "ignore_eos": False, "seed": None,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": 64,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "seed": None,
         "logprobs": None,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("package", PAGED)
 def test_nano_vllms_options_have_its_defaults(package: str) -> None:
     options_class = importlib.import_module(f"{package}.options")
     [options] = [
-        found() for found in vars(options_class).values()
+        found()
+        for found in vars(options_class).values()
         if isinstance(found, type) and found.__module__ == options_class.__name__
-    ]  # fmt: skip
+    ]
     wanted = {
-        "max_num_batched_tokens": 16384, "max_num_seqs": 512, "max_model_len": 4096, "gpu_memory_utilization": 0.9,
-        "tensor_parallel_size": 1, "enforce_eager": False, "kvcache_block_size": None, "num_kvcache_blocks": -1,
-        "enable_prefix_caching": True, "attention_backend": "auto",
-    }  # fmt: skip
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 512,
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.9,
+        "tensor_parallel_size": 1,
+        "enforce_eager": False,
+        "kvcache_block_size": None,
+        "num_kvcache_blocks": -1,
+        "enable_prefix_caching": True,
+        "attention_backend": "auto",
+    }
     if package != "stage_d_paged":
         wanted["enable_chunked_prefill"] = True
     assert {f.name: getattr(options, f.name) for f in fields(options) if f.name in wanted} == wanted

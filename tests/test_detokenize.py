@@ -56,9 +56,11 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 TOKENIZERS = {
-    "byte fallback": byte_fallback(), "metaspace": metaspace(), "byte level": byte_level(),
+    "byte fallback": byte_fallback(),
+    "metaspace": metaspace(),
+    "byte level": byte_level(),
     "tutor": load_tokenizer(resolve("tutor")),
-}  # fmt: skip
+}
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 

@@ -14,8 +14,9 @@ from labs import bodies, notebook
 from labs.exercises import ROOT, load_labs
 
 # Hidden folders too: in one of them other tests write and remove files at the same time.
-LEFT_OUT = shutil.ignore_patterns(".*", "build", "work", "pack", "results", "local", "*.png", "__pycache__",
-                                  "*.egg-info")  # fmt: skip
+LEFT_OUT = shutil.ignore_patterns(
+    ".*", "build", "work", "pack", "results", "local", "*.png", "__pycache__", "*.egg-info"
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 AWKWARD = [
     "costs $5 and $(HOME) and ${HOME}",
     "$(shell touch was-run) `touch was-run` $$(touch was-run)",
-    "it's \"quoted\" and back\\slashed",
+    'it\'s "quoted" and back\\slashed',
     "--raw",
     "two\nlines",
     "a # comment, a = b; c | d & e",

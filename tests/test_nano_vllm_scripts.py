@@ -14,9 +14,13 @@ import pytest
 from stage_a_naive.loading import TUTOR_PATH
 
 STAGES = (
-    "stage_d_paged", "stage_e_batching", "stage_f_graph_tp", "beyond.quantization", "beyond.speculation",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+    "beyond.quantization",
+    "beyond.speculation",
     "beyond.scale_out",
-)  # fmt: skip
+)
 OPTIONS = "enforce_eager=True, tensor_parallel_size=1, max_model_len=512, max_num_seqs=4, gpu_memory_utilization=0.8"
 
 OFFLINE = f"""

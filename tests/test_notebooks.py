@@ -26,11 +26,17 @@ import run  # noqa: E402  (notebooks/run.py: the folder is no package)
 from try_it import check, check_digest, digest  # noqa: E402
 
 STAGES = {
-    "0_overview": "stage_a_naive", "a_naive": "stage_a_naive", "b_decode_step": "stage_b_decode_step",
-    "c_fused_mlp": "stage_c_fused_mlp", "d_paged": "stage_d_paged", "e_batching": "stage_e_batching",
-    "f_graph_tp": "stage_f_graph_tp", "g_serving": "beyond.serving", "quantization": "beyond.quantization",
+    "0_overview": "stage_a_naive",
+    "a_naive": "stage_a_naive",
+    "b_decode_step": "stage_b_decode_step",
+    "c_fused_mlp": "stage_c_fused_mlp",
+    "d_paged": "stage_d_paged",
+    "e_batching": "stage_e_batching",
+    "f_graph_tp": "stage_f_graph_tp",
+    "g_serving": "beyond.serving",
+    "quantization": "beyond.quantization",
     "speculation": "beyond.speculation",
-}  # fmt: skip
+}
 MOST_BYTES = 600_000
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=])(/[\w.-]+/|[A-Z]:\\)""")
 

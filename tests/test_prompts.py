@@ -42,9 +42,16 @@ def prompt_ids(llm: LLM, prompts: object) -> list[list[int]]:
 def test_every_spelling_of_a_prompt_means_the_same(tiny: LLM) -> None:
     ids = tiny.tokenizer.encode("abc def")
     spellings = [
-        "abc def", ids, tuple(ids), np.array(ids), [np.int64(i) for i in ids], torch.tensor(ids),
-        {"prompt": "abc def"}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids), "prompt": "abc def"},
-    ]  # fmt: skip
+        "abc def",
+        ids,
+        tuple(ids),
+        np.array(ids),
+        [np.int64(i) for i in ids],
+        torch.tensor(ids),
+        {"prompt": "abc def"},
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": np.array(ids), "prompt": "abc def"},
+    ]
     got = prompt_ids(tiny, spellings)
     assert got == [ids] * len(spellings)
     assert all(type(i) is int for row in got for i in row)

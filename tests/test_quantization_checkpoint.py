@@ -36,8 +36,11 @@ def write(directory: Path, form: str, group: int | None = None, **changes: objec
         values, scales = quantize_matrix(tensor * 1.004, torch.int8, group)  # not what we would do
         if form == "torchao":
             stem = name.removesuffix("weight")
-            tensors |= {f"{stem}_weight_qdata": values, f"{stem}_weight_scale": scales,
-                        f"{stem}_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8)}  # fmt: skip
+            tensors |= {
+                f"{stem}_weight_qdata": values,
+                f"{stem}_weight_scale": scales,
+                f"{stem}_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8),
+            }
             continue
         tensors[f"{name}_scale"] = scales
         if form == "int-quantized":
@@ -53,18 +56,23 @@ def compressed(form: str, group: int | None) -> dict:
     weights = WEIGHTS | ({"strategy": "group", "group_size": group} if group else {})
     scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
     return {
-        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"], "transform_config": {},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+        "transform_config": {},
+    }
 
 
 def torchao_config(group: int | None, kind: str = "Int8WeightOnlyConfig") -> dict:
     per = {"_type": "PerGroup", "_data": {"group_size": group}} if group else {"_type": "PerRow", "_data": {"dim": -1}}
     how = {"_type": kind, "_version": 2, "_data": {"granularity": per, "group_size": None}}
     return {
-        "quant_method": "torchao", "quant_type": {"default": how}, "modules_to_not_convert": None,
+        "quant_method": "torchao",
+        "quant_type": {"default": how},
+        "modules_to_not_convert": None,
         "include_input_output_embeddings": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("group", [None, 128])
@@ -130,9 +138,7 @@ def test_another_scheme_is_refused_by_name(tmp_path, field, value):
         beyond.quantization.LLM(path, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "options", [{"quantization": "fp8"}, {"quantization": "int8", "quantization_group_size": 128}]
-)
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"quantization": "int8", "quantization_group_size": 128}])
 def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path, options):
     with pytest.raises(ValueError, match="is int8 with quantization_group_size=None; leave them out"):
         beyond.quantization.LLM(write(tmp_path, "int-quantized"), device="cpu", **options)

@@ -146,9 +146,7 @@ def check_attention(batch, heads, kv_heads, head_dim, name, block_size, device, 
     from beyond.quantization.attention import triton_prefill
     from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
-    query, k_cache, v_cache, metadata = make_batch(
-        *batch, heads, kv_heads, head_dim, name, block_size, device, dtype
-    )
+    query, k_cache, v_cache, metadata = make_batch(*batch, heads, kv_heads, head_dim, name, block_size, device, dtype)
     expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
     backend = QuantizedTritonAttention(device, dtype, head_dim)
     k_cache, v_cache = behind(blocks_before, k_cache), behind(blocks_before, v_cache)
@@ -269,9 +267,7 @@ def test_interpreted_products_of_many_tokens_are_made_with_the_dequantised_matri
         ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False),
     ],
 )
-def test_interpreted_whole_models_give_the_references_tokens(
-    preset, options, is_share, monkeypatch, draw_norm_weights
-):
+def test_interpreted_whole_models_give_the_references_tokens(preset, options, is_share, monkeypatch, draw_norm_weights):
     """`is_share`: as a rank's share whose sum over the ranks is its own part."""
     import beyond.quantization
     from beyond.quantization import SamplingParams, fused_layers

@@ -21,13 +21,21 @@ from stage_f_graph_tp.tensor_parallel import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = [
-    "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged", "stage_e_batching", "stage_f_graph_tp"
-]  # fmt: skip
+    "stage_a_naive",
+    "stage_b_decode_step",
+    "stage_c_fused_mlp",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+]
 BEYOND = ["beyond.quantization", "beyond.speculation", "beyond.scale_out", "beyond.serving"]
 TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]
 SLOW_MODULES = [
-    "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "transformers.generation.utils"
-]  # fmt: skip
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+]
 
 
 def ask(*argv: str) -> int:
@@ -215,9 +223,7 @@ def test_an_interrupt_during_the_imports_ends_quietly(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
-def test_a_progress_bar_fills_no_log_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_fills_no_log_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     for _ in progress_bar(range(1000), desc="steps"):

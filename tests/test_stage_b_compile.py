@@ -112,9 +112,17 @@ def test_on_a_gpu_every_switch_gives_the_tutors_tokens() -> None:
     params = SamplingParams(0.0, max_tokens=128)
     expected = NaiveLLM("tutor", device="cpu").chat(question, params, use_tqdm=False)[0]
     for options in (
-        {}, {"static_cache": False}, {"last_logits_only": False}, {"pinned": False}, {"buffers": False},
-        {"async_eos": False}, {"sync_every": 3}, {"sdpa": False}, {"warmup": False}, {"dtype": "float32"},
-    ):  # fmt: skip
+        {},
+        {"static_cache": False},
+        {"last_logits_only": False},
+        {"pinned": False},
+        {"buffers": False},
+        {"async_eos": False},
+        {"sync_every": 3},
+        {"sdpa": False},
+        {"warmup": False},
+        {"dtype": "float32"},
+    ):
         [output] = LLM("tutor", device="cuda", **options).chat(question, params, use_tqdm=False)
         assert (output["token_ids"], output["text"]) == (expected["token_ids"], expected["text"]), options
 

@@ -69,12 +69,18 @@ def test_outputs_are_those_of_stage_a(model: str) -> None:
         {"matmul_precision": "highest"},
         {"warmup": False},
         {
-            "static_cache": False, "last_logits_only": False, "pinned": False, "buffers": False, "async_eos": False,
-            "sdpa": False, "matmul_precision": "highest", "warmup": False,
+            "static_cache": False,
+            "last_logits_only": False,
+            "pinned": False,
+            "buffers": False,
+            "async_eos": False,
+            "sdpa": False,
+            "matmul_precision": "highest",
+            "warmup": False,
         },
     ],
     ids=lambda options: "-".join(options),
-)  # fmt: skip
+)
 def test_every_idea_can_be_switched_off_alone_and_together(naive: NaiveLLM, options: dict[str, object]) -> None:
     llm = LLM("random:qwen2-tiny", device="cpu", **options)
     params = [GREEDY, REQUESTS["seeded"], REQUESTS["penalties"]]
@@ -84,9 +90,7 @@ def test_every_idea_can_be_switched_off_alone_and_together(naive: NaiveLLM, opti
 def test_the_tutor_answers_as_in_stage_a() -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     params = SamplingParams(0.0, max_tokens=96)
-    answers = [
-        engine("tutor", device="cpu").chat(question, params, use_tqdm=False)[0] for engine in (NaiveLLM, LLM)
-    ]
+    answers = [engine("tutor", device="cpu").chat(question, params, use_tqdm=False)[0] for engine in (NaiveLLM, LLM)]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] and answers[1]["text"] == answers[0]["text"]
 
 

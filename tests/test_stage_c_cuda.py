@@ -24,8 +24,20 @@ pytestmark = pytest.mark.compiler
 ALL_KERNELS = ("naive", "warp", "fused", "library", "auto")
 KERNELS = ALL_KERNELS[:3]
 # rows, hidden, intermediate: one element a vector, ragged tiles, many slabs, more rows than a launch, a real model.
-SIZES = [(1, 8, 8), (2, 64, 176), (3, 104, 328), (16, 256, 136), (17, 72, 200), (37, 1032, 2056), (1, 896, 4864),
-         (8, 896, 4864), (16, 896, 4864), (9, 2048, 8192), (16, 4104, 1544), (3, 24576, 264)]  # fmt: skip
+SIZES = [
+    (1, 8, 8),
+    (2, 64, 176),
+    (3, 104, 328),
+    (16, 256, 136),
+    (17, 72, 200),
+    (37, 1032, 2056),
+    (1, 896, 4864),
+    (8, 896, 4864),
+    (16, 896, 4864),
+    (9, 2048, 8192),
+    (16, 4104, 1544),
+    (3, 24576, 264),
+]
 
 
 KERNEL_SOURCES = [source for sources in SOURCES.values() for source in sources if source.endswith(".cu")]
@@ -189,8 +201,12 @@ def sanitize(tool, *command):
     paths = os.pathsep.join([str(CSRC.parent), str(CSRC.parent / "tests")])
     result = subprocess.run(
         ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command],
-        capture_output=True, text=True, timeout=300, cwd=CSRC.parent, env=os.environ | {"PYTHONPATH": paths},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=CSRC.parent,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 

@@ -123,10 +123,14 @@ def test_a_compiler_that_compiles_nothing_is_one_line(csrc, monkeypatch):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("said", "shown"), [
-    ("1 warning\nx.cpp:1: error: first\nx.cpp:2: error: second\nstopped", "x.cpp:1: error: first"),
-    ("1 of 2\nstopped", "stopped"), ("", "the compiler said nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("1 warning\nx.cpp:1: error: first\nx.cpp:2: error: second\nstopped", "x.cpp:1: error: first"),
+        ("1 of 2\nstopped", "stopped"),
+        ("", "the compiler said nothing"),
+    ],
+)
 def test_of_all_that_a_failed_build_said_the_first_error_is_shown_or_the_end(csrc, said, shown, monkeypatch):
     def fail(**options):
         raise RuntimeError(said)
@@ -188,12 +192,16 @@ def test_a_gpu_that_is_too_old_for_a_kernel_is_named_before_anything_is_compiled
     assert plan("megakernel").architectures == ("9.0a", "10.0")
 
 
-@pytest.mark.parametrize(("version", "toolkit", "gpu", "listed", "reason"), [
-    (None, True, True, "", "this PyTorch is a build for the CPU"),
-    ("13.0", False, True, "", "nvcc was not found; install the CUDA toolkit 13.0"),
-    ("13.0", True, False, "", "there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST"),
-    ("13.0", True, False, "9.0", ""), ("13.0", True, True, "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "toolkit", "gpu", "listed", "reason"),
+    [
+        (None, True, True, "", "this PyTorch is a build for the CPU"),
+        ("13.0", False, True, "", "nvcc was not found; install the CUDA toolkit 13.0"),
+        ("13.0", True, False, "", "there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST"),
+        ("13.0", True, False, "9.0", ""),
+        ("13.0", True, True, "", ""),
+    ],
+)
 def test_the_first_thing_that_cuda_sources_lack_is_named(version, toolkit, gpu, listed, reason, tmp_path, monkeypatch):
     if toolkit:
         (tmp_path / "bin").mkdir()

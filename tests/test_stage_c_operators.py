@@ -41,8 +41,13 @@ def make_inputs(operator, rows, hidden, inter, dtype, device="cpu", seed=0, mean
     x = normal(rows, hidden) + mean
     norm = 1 + normal(hidden, scale=0.1)
     if operator is fused_ln_mlp:
-        return [x, norm, normal(hidden, scale=0.1), normal(inter, hidden, scale=hidden**-0.5),
-                normal(hidden, inter, scale=inter**-0.5)]  # fmt: skip
+        return [
+            x,
+            norm,
+            normal(hidden, scale=0.1),
+            normal(inter, hidden, scale=hidden**-0.5),
+            normal(hidden, inter, scale=inter**-0.5),
+        ]
     return [
         x,
         norm,

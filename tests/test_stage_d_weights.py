@@ -18,9 +18,14 @@ from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
 
 SHAPE = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TIED = Qwen2Config(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True)
 UNTIED = LlamaConfig(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=False)

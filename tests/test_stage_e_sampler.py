@@ -257,9 +257,10 @@ def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_rand
 @pytest.mark.parametrize("alone", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.8}])
 def test_each_filter_works_without_the_others(alone):
     row = {"prompt": [1], "output": [], "logits": [7.0 * i % VOCAB / 20 for i in range(VOCAB)]}
-    free, filtered = ([row | {"params": p, "seed": seed} for seed in range(20)] for p in (
-        SamplingParams(temperature=3.0), SamplingParams(temperature=3.0, **alone)
-    ))  # fmt: skip
+    free, filtered = (
+        [row | {"params": p, "seed": seed} for seed in range(20)]
+        for p in (SamplingParams(temperature=3.0), SamplingParams(temperature=3.0, **alone))
+    )
     assert chosen_for(filtered) == choose_one_by_one(filtered) != chosen_for(free)
 
 
@@ -349,8 +350,12 @@ def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stdout.split() == ["equal"] * 2, done.stderr[-2000:]
 
 

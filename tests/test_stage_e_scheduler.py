@@ -353,9 +353,12 @@ def test_large_blocks_cost_little_concurrency(num_blocks, block_size, most_steps
     """The watermark is in tokens: in blocks of 256 it would keep two thirds of this pool empty."""
     lengths = random.Random(4)
     engine = make_engine(
-        runner=CountingRunner(), num_blocks=num_blocks, block_size=block_size, max_num_seqs=256,
+        runner=CountingRunner(),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=256,
         max_num_batched_tokens=2048,
-    )  # fmt: skip
+    )
     for i in range(300):
         prompt_len, max_tokens = lengths.randint(20, 200), lengths.randint(100, 600)
         engine.add_request(make_request(i, [i % 60, i // 60, *[1] * (prompt_len - 2)], max_tokens, True), streams=False)

@@ -249,9 +249,13 @@ def test_a_replaced_sampler_sees_the_live_rows_only(stage_e, monkeypatch):
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_tight_pool_preempts_and_still_gives_the_tokens(stage_e, prefix_caching):
     llm, replays = build(
-        [1, 2, 6], max_num_seqs=6, max_num_batched_tokens=20, kvcache_block_size=2, num_kvcache_blocks=34,
+        [1, 2, 6],
+        max_num_seqs=6,
+        max_num_batched_tokens=20,
+        kvcache_block_size=2,
+        num_kvcache_blocks=34,
         enable_prefix_caching=prefix_caching,
-    )  # fmt: skip
+    )
     llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     expected = ids(stage_e.generate(PROMPTS, GREEDY, False))
     for _ in range(2):
@@ -276,9 +280,19 @@ class FakeMegakernel(Megakernel):
         self.sizes: set[int] = set()
 
     def step(
-        self, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens, temperatures, noise_keys,
-        pool, logits, result,
-    ) -> None:  # fmt: skip
+        self,
+        last_tokens,
+        batch_slots,
+        positions,
+        slot_mapping,
+        block_tables,
+        context_lens,
+        temperatures,
+        noise_keys,
+        pool,
+        logits,
+        result,
+    ) -> None:
         rows, token_ids = len(batch_slots), last_tokens[batch_slots]
         starts = torch.arange(rows + 1, dtype=torch.int32)
         metadata = AttentionMetadata(starts, context_lens, slot_mapping, block_tables, 1, self.longest)

@@ -64,9 +64,14 @@ def test_padding_is_one_more_sequence_with_the_tokens_that_are_left_and_then_emp
 @pytest.mark.parametrize("budget", [7, 16, 50, 512])
 def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
     llm, replays = build(
-        [1, 2, 4, 8], prefills=prefill_sizes(budget), max_num_seqs=8, max_num_batched_tokens=max(budget, 8),
-        kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap,
-    )  # fmt: skip
+        [1, 2, 4, 8],
+        prefills=prefill_sizes(budget),
+        max_num_seqs=8,
+        max_num_batched_tokens=max(budget, 8),
+        kvcache_block_size=4,
+        num_kvcache_blocks=512,
+        overlap=overlap,
+    )
     for _ in range(2):  # the second time with a prefix cache
         assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
     assert ids([llm.generate([prompt], GREEDY, False)[0] for prompt in PROMPTS]) == expected
@@ -93,9 +98,14 @@ def test_more_decodes_than_the_largest_decode_graph_run_in_one_of_prefill():
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_sequences_come_back_through_graphs(expected, prefix_caching):
     llm, replays = build(
-        [1, 2, 6], prefills=(4, 16, 20), max_num_seqs=6, max_num_batched_tokens=20, kvcache_block_size=2,
-        num_kvcache_blocks=34, enable_prefix_caching=prefix_caching,
-    )  # fmt: skip
+        [1, 2, 6],
+        prefills=(4, 16, 20),
+        max_num_seqs=6,
+        max_num_batched_tokens=20,
+        kvcache_block_size=2,
+        num_kvcache_blocks=34,
+        enable_prefix_caching=prefix_caching,
+    )
     llm.engine.scheduler.watermark = lambda sequence: 0  # admits whatever fits, so that some is preempted
     for _ in range(2):
         assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
@@ -163,7 +173,7 @@ def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
             overlap=overlap,
             enable_prefix_caching=prefix_caching,
             prefill_graphs=graphs,
-        )  # fmt: skip
+        )
         for graphs in (True, False)
     )
     assert llm.runner.prefill_graphs is not None and plain.runner.prefill_graphs is None

@@ -109,8 +109,12 @@ def test_the_kernels_choose_the_same_tokens_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stdout.split() == ["equal"], done.stderr[-2000:]
 
 

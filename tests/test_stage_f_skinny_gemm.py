@@ -80,9 +80,18 @@ def check_qkv(tokens, hidden, heads, kv_heads, head_dim, bias, head_norm, device
     expected, key = rotate(qk, cos.double(), sin.double()).split((heads, kv_heads), dim=1)
     store(key.to(dtype), value.to(dtype).contiguous(), *pools[0], slots)
     found = qkv_rotate(
-        sum_squares(x), EPS, weight, b, heads, (rotary.cos, rotary.sin), positions, tuple(pools[1]), slots,
-        (norm.weight, HEAD_EPS) if head_norm else None, tiles,
-    )  # fmt: skip
+        sum_squares(x),
+        EPS,
+        weight,
+        b,
+        heads,
+        (rotary.cos, rotary.sin),
+        positions,
+        tuple(pools[1]),
+        slots,
+        (norm.weight, HEAD_EPS) if head_norm else None,
+        tiles,
+    )
 
     assert found.shape == (tokens, heads, head_dim) and found.dtype == dtype
     close(found, expected, dtype)

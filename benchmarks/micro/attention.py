@@ -71,11 +71,14 @@ def make_case(shape: str, heads: str) -> Case:
 CASES = {
     case.name: case
     for case in (
-        make_case("decode 1 × 1024", "14/2 × 64"), make_case("decode 1 × 32768", "16/8 × 128"),
-        make_case("decode 32 × 640", "16/8 × 128"), make_case("decode 32 × 4096", "14/2 × 64"),
-        make_case("decode 32 × 4096", "16/8 × 128"), make_case("prefill 1 × 8192", "16/8 × 128"),
+        make_case("decode 1 × 1024", "14/2 × 64"),
+        make_case("decode 1 × 32768", "16/8 × 128"),
+        make_case("decode 32 × 640", "16/8 × 128"),
+        make_case("decode 32 × 4096", "14/2 × 64"),
+        make_case("decode 32 × 4096", "16/8 × 128"),
+        make_case("prefill 1 × 8192", "16/8 × 128"),
     )
-}  # fmt: skip
+}
 
 
 def measure() -> dict:

@@ -61,8 +61,13 @@ def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots:
             if repeat:
                 row["samples"].append(found.pop("seconds"))
                 row |= found
-    return {"model": model, "workload": workload.description, "tokens": call.output_tokens, "slots": slots,
-            "rows": rows}  # fmt: skip
+    return {
+        "model": model,
+        "workload": workload.description,
+        "tokens": call.output_tokens,
+        "slots": slots,
+        "rows": rows,
+    }
 
 
 def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float]:

@@ -65,9 +65,15 @@ def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int
     """Token ids, positions, slots, block tables, context lengths and the pool: each row on blocks of its own."""
     blocks = -(-context // block_size)
     pool = torch.empty(
-        2, config.num_layers, rows * blocks, block_size, config.num_kv_heads, config.head_dim,
-        dtype=torch.bfloat16, device="cuda",
-    ).normal_()  # fmt: skip
+        2,
+        config.num_layers,
+        rows * blocks,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    ).normal_()
     tables = torch.randperm(rows * blocks, device="cuda").int().view(rows, blocks)
     last = torch.full((rows,), context - 1, device="cuda")
     slots = tables[:, -1].long() * block_size + (context - 1) % block_size
@@ -82,9 +88,19 @@ def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None
     temperatures = torch.zeros(rows, device="cuda")
     noise_keys = torch.zeros(rows, dtype=torch.int32, device="cuda")
     return partial(
-        kernel.step, ids, torch.arange(rows, device="cuda"), positions, slots, tables, lengths, temperatures,
-        noise_keys, pool, kernel.make_logits(rows), kernel.make_result(rows),
-    )  # fmt: skip
+        kernel.step,
+        ids,
+        torch.arange(rows, device="cuda"),
+        positions,
+        slots,
+        tables,
+        lengths,
+        temperatures,
+        noise_keys,
+        pool,
+        kernel.make_logits(rows),
+        kernel.make_result(rows),
+    )
 
 
 def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, longest: int) -> Callable[[], Tensor]:
@@ -131,8 +147,11 @@ def trace_step(kernel: Megakernel) -> dict:
 
 def _spread(seconds: Tensor) -> dict[str, float]:
     """Of `[multiprocessors, layers]`."""
-    return {"median": seconds.median().item(), "p95": seconds.flatten().quantile(0.95).item(),
-            "slowest": seconds.amax(dim=0).mean().item()}  # fmt: skip
+    return {
+        "median": seconds.median().item(),
+        "p95": seconds.flatten().quantile(0.95).item(),
+        "slowest": seconds.amax(dim=0).mean().item(),
+    }
 
 
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:

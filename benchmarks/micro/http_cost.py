@@ -38,9 +38,11 @@ from stage_e_batching import LLM
 
 SERVERS = {"HTTP, one process": "benchmarks.one_process", "HTTP": "beyond.serving"}
 WAYS = {  # name and colour in the figure
-    "generate": ("generate: text at the end", GREY), "stream": ("stream: text per token", BLUE),
-    "HTTP, one process": ("HTTP, one process", GREY), "HTTP": ("HTTP, two processes", ORANGE),
-}  # fmt: skip
+    "generate": ("generate: text at the end", GREY),
+    "stream": ("stream: text per token", BLUE),
+    "HTTP, one process": ("HTTP, one process", GREY),
+    "HTTP": ("HTTP, two processes", ORANGE),
+}
 STREAMS, REPEATS = 64, 5
 SHARE = 0.25  # of the GPU's memory for each of three engines
 CONNECT_SECONDS = 0.3  # for all connections
@@ -57,9 +59,14 @@ class Seconds(NamedTuple):
 
 @one_thread()
 def measure(
-    model: str = "tutor", device: str = "cpu", stage: str = "e", input_len: int = 32, output_len: int = 64,
-    readers: int = 4, rounds: int = 1,
-) -> dict:  # fmt: skip
+    model: str = "tutor",
+    device: str = "cpu",
+    stage: str = "e",
+    input_len: int = 32,
+    output_len: int = 64,
+    readers: int = 4,
+    rounds: int = 1,
+) -> dict:
     """Output tokens per second of each way, prefill included; the ways take turns.
 
     Args:
@@ -93,8 +100,15 @@ def measure(
                     if rounds == 1:  # else the last requests begin near the end
                         row["first_tokens_ms"].append(1e3 * took.to_first_tokens)
                     row["reading"].append(took.reading / took.on_clock)
-    return {"model": model, "stage": stage, "streams": STREAMS, "input_len": input_len, "output_len": output_len,
-            "rounds": rounds, "rows": list(rows.values())}  # fmt: skip
+    return {
+        "model": model,
+        "stage": stage,
+        "streams": STREAMS,
+        "input_len": input_len,
+        "output_len": output_len,
+        "rounds": rounds,
+        "rows": list(rows.values()),
+    }
 
 
 def offline(llm: LLM, way: str, prompts: list[list[int]], params: list[SamplingParams]) -> Seconds:

@@ -65,9 +65,20 @@ def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
 
 
 PARTS = (
-    "QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "all-reduce", "LM head", "sampling",
-    "copies", "megakernel", "between kernels", "waiting for the CPU",
-)  # fmt: skip
+    "QKV",
+    "attention",
+    "output",
+    "gate-up",
+    "down",
+    "norm, rotation, SiLU",
+    "all-reduce",
+    "LM head",
+    "sampling",
+    "copies",
+    "megakernel",
+    "between kernels",
+    "waiting for the CPU",
+)
 # How the figure groups them; the last group is time in which no kernel runs.
 GROUPS = {
     "attention, its products": ("QKV", "attention", "output"),
@@ -175,9 +186,16 @@ def measure(model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> 
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     for name, engine, switches, kinds in (*ENGINES, *several):
         recordings += with_engine(
-            partial(record_all, name, kinds), engine, model, device="cuda", num_kvcache_blocks=16 * max(REQUESTS) + 64,
-            max_num_seqs=max(REQUESTS), max_model_len=2048, enable_prefix_caching=False, **switches,
-        )  # fmt: skip
+            partial(record_all, name, kinds),
+            engine,
+            model,
+            device="cuda",
+            num_kvcache_blocks=16 * max(REQUESTS) + 64,
+            max_num_seqs=max(REQUESTS),
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            **switches,
+        )
     return {"model": model, "rows": to_rows(recordings)}
 
 

@@ -109,10 +109,13 @@ def draw(results: list[dict]) -> dict[str, Picture]:
     figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
     figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
     colours = (ORANGE, GREEN, BLUE, PINK, "black")
-    draw_lines(axes, [
-        (COLUMNS[kind], {rows: time for (rows, own), time in found.items() if own == kind}, colour, look)
-        for kind, colour, look in zip(DRAWN, colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
-    ])  # fmt: skip
+    draw_lines(
+        axes,
+        [
+            (COLUMNS[kind], {rows: time for (rows, own), time in found.items() if own == kind}, colour, look)
+            for kind, colour, look in zip(DRAWN, colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
+        ],
+    )
     axes.set_ylim(0)
     axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     text = "the time of a decode step over its rows, by the kind of its layers"

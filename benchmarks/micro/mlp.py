@@ -102,9 +102,13 @@ def draw(results: list[dict]) -> dict[str, Picture]:
 
 
 def draw_block(
-    ways: dict[str, Callable[..., Tensor]], hidden: int, inter: int, rows: Sequence[int], device: torch.device,
+    ways: dict[str, Callable[..., Tensor]],
+    hidden: int,
+    inter: int,
+    rows: Sequence[int],
+    device: torch.device,
     dtype: torch.dtype,
-) -> Picture:  # fmt: skip
+) -> Picture:
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
 
     The floor is the time of reading the weights once at the speed of a copy, measured here too.

@@ -83,8 +83,9 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     least = {(r["rows"], r["model"], r["dtype"], r["way"]): min(r["samples"]) for r in results[0]["rows"]}
     cells = {
         (rows, f"{model}, {dtype}"): f"{seconds / least[rows, model, dtype, 'pytorch']:.2f} ×"
-        for (rows, model, dtype, way), seconds in least.items() if way == "operator"
-    }  # fmt: skip
+        for (rows, model, dtype, way), seconds in least.items()
+        if way == "operator"
+    }
     note = (
         "the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of "
         f"{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows"

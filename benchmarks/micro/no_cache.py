@@ -106,9 +106,12 @@ def draw_phases(llm: LLM, lengths: Sequence[int]) -> Picture:
         {n: 1e3 * statistics.median(times[i] for times in found) for n, found in samples.items()} for i in (0, 1)
     )
     figure, (whole, per_token) = new_panels(
-        10, 3.8, {"ylabel": "ms", "title": "time of a forward pass"},
-        {"ylabel": "ms per token", "title": "time for each token in it"}, grid="both",
-    )  # fmt: skip
+        10,
+        3.8,
+        {"ylabel": "ms", "title": "time of a forward pass"},
+        {"ylabel": "ms per token", "title": "time for each token in it"},
+        grid="both",
+    )
     each = {n: ms / n for n, ms in prefill.items()}
     words = ("prefill: all prompt tokens", "decode: one token")
     for axes, prefills, labels in ((whole, prefill, words), (per_token, each, ("prefill", "decode"))):

@@ -74,8 +74,13 @@ def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
         trace = f"{folder}/trace.jsonl"
         options = {"pipeline_parallel_size": STAGES, "num_micro_batches": batches, "trace": trace}
         samples = with_engine(partial(idle_shares, trace), make_llm, model, device, **options)
-    return {"study": "measured", "work": "decode", "batches": batches, "samples": samples,
-            "theory": idle_in_theory("decode", batches, STAGES)}  # fmt: skip
+    return {
+        "study": "measured",
+        "work": "decode",
+        "batches": batches,
+        "samples": samples,
+        "theory": idle_in_theory("decode", batches, STAGES),
+    }
 
 
 def idle_shares(trace: str, llm: LLM) -> list[float]:
@@ -162,9 +167,10 @@ def draw(results: list[dict]) -> dict[str, Picture]:
     panels = {
         f"one batch in flight: the stages are idle for {idle:.0%} of their time": counted_spans("decode", 1, stages=3),
         "three batches in flight: they are idle only until all have begun": counted_spans("decode", 3, stages=3),
-        f"a prompt in four chunks: they are idle for {at_the_ends:.0%}, at its beginning and its end":
-            counted_spans("prefill", 4, stages=3),
-    }  # fmt: skip
+        f"a prompt in four chunks: they are idle for {at_the_ends:.0%}, at its beginning and its end": counted_spans(
+            "prefill", 4, stages=3
+        ),
+    }
     title = "As many batches as stages keep all stages busy"
     figure = new_figure(9, 1.75 * len(panels) + 0.4)
     for axes, (label, stages) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):

@@ -37,8 +37,9 @@ def record(llm: LLM) -> dict:
     [steps] = [a for a in averages if a.key == "step"]
     rows = [
         {"name": a.key.removeprefix("aten::"), "calls": a.count / STEPS, "self_us": a.self_cpu_time_total / STEPS}
-        for a in averages if a.key.startswith(("aten::", "six_engines::"))
-    ]  # fmt: skip
+        for a in averages
+        if a.key.startswith(("aten::", "six_engines::"))
+    ]
     return {"step_us": steps.cpu_time_total / STEPS, "rows": rows}
 
 

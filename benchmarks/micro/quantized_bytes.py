@@ -43,12 +43,26 @@ def measure() -> dict:
             cost = QuantizedBytes(preset_config(model), 2, QuantizationOptions(**options))
             for batch, (requests, context) in BATCHES.items():
                 kv_bytes = requests * context * cost.kv_bytes_per_token
-                rows.append({"model": model, "batch": batch, "kind": kind, "weight_bytes": cost.weight_bytes,
-                             "kv_bytes": kv_bytes})  # fmt: skip
+                rows.append(
+                    {
+                        "model": model,
+                        "batch": batch,
+                        "kind": kind,
+                        "weight_bytes": cost.weight_bytes,
+                        "kv_bytes": kv_bytes,
+                    }
+                )
             runtime = load_shapes(f"random:{model}", options)
             sequences = {name: sequences_that_fit(runtime, size) for name, size in MEMORIES.items()}
-            fits.append({"model": model, "kind": kind, "weight_bytes": weight_bytes(runtime),
-                         "kv_bytes_per_token": runtime.bytes_per_token, "sequences": sequences})  # fmt: skip
+            fits.append(
+                {
+                    "model": model,
+                    "kind": kind,
+                    "weight_bytes": weight_bytes(runtime),
+                    "kv_bytes_per_token": runtime.bytes_per_token,
+                    "sequences": sequences,
+                }
+            )
     return {"rows": rows, "fits": fits}
 
 
@@ -88,10 +102,15 @@ def table(results: list[dict]) -> dict[str, list[str]]:
             whole = by_kind["bfloat16"]
             body.append([model, batch, f"{whole / 1e9:.2f} GB", *(f"{by_kind[kind] / whole:.0%}" for kind in SHOWN)])
     fits = [
-        [f"{row['model']}, {row['kind']}", f"{row['weight_bytes'] / 1e9:.2f} GB", f"{row['kv_bytes_per_token']:,} B",
-         *(f"{row['sequences'][name]:,}" for name in MEMORIES)]
-        for row in result["fits"] if row["model"] in MODELS and row["kind"] in ("bfloat16", *SHOWN)
-    ]  # fmt: skip
+        [
+            f"{row['model']}, {row['kind']}",
+            f"{row['weight_bytes'] / 1e9:.2f} GB",
+            f"{row['kv_bytes_per_token']:,} B",
+            *(f"{row['sequences'][name]:,}" for name in MEMORIES),
+        ]
+        for row in result["fits"]
+        if row["model"] in MODELS and row["kind"] in ("bfloat16", *SHOWN)
+    ]
     heads = ["model", "requests × context", "bfloat16", *(f"int8: {kind}" for kind in SHOWN)]
     fits_heads = ["model, int8 of", "weights", "KV per token", *(f"sequences in {name}" for name in MEMORIES)]
     counted = ["", "Counted by `python -m benchmarks.micro quantized_bytes`."]

@@ -70,8 +70,10 @@ def make_weights(matrix: Matrix, name: str) -> list[torch.Tensor] | list[Quantiz
     if name != "bfloat16":
         weight = quantize_matrix(weight, FORMATS[name])
     copies = max(2, CYCLE_BYTES // num_bytes(weight))
-    return [Quantized(*(t.clone() for t in weight)) if isinstance(weight, Quantized) else weight.clone()
-            for _ in range(copies)]  # fmt: skip
+    return [
+        Quantized(*(t.clone() for t in weight)) if isinstance(weight, Quantized) else weight.clone()
+        for _ in range(copies)
+    ]
 
 
 def num_bytes(weight: torch.Tensor | Quantized) -> int:
@@ -129,17 +131,21 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     """Products, then attention: microseconds in bfloat16, int8 and fp8, and how many times bfloat16's speed int8 is."""
     result = results[0]
     note = caption(
-        result, f"µs, medians of {REPEATS} samples in a CUDA graph; every launch reads memory of its own; "
-        f"a copy moves {result['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s"
-    )  # fmt: skip
+        result,
+        f"µs, medians of {REPEATS} samples in a CUDA graph; every launch reads memory of its own; "
+        f"a copy moves {result['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s",
+    )
 
     def lines(what: str, **heads: str) -> list[str]:
         found = medians([row for row in result["rows"] if row["what"] == what], *heads, "format")
         body = [
-            [*case, *(f"{found[*case, name] * 1e6:.1f}" for name in COLUMNS),
-             f"{found[*case, 'bfloat16'] / found[*case, 'int8']:.2f} ×"]
+            [
+                *case,
+                *(f"{found[*case, name] * 1e6:.1f}" for name in COLUMNS),
+                f"{found[*case, 'bfloat16'] / found[*case, 'int8']:.2f} ×",
+            ]
             for case in dict.fromkeys(key[:-1] for key in found)
-        ]  # fmt: skip
+        ]
         return [*markdown([*heads.values(), *COLUMNS, "gain of int8"], body), "", note]
 
     products = lines("product", case="matrix", tokens="tokens")

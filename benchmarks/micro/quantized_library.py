@@ -76,10 +76,15 @@ def compare_values(theirs: dict[str, Tensor], form: str, group: int | None) -> d
 def table(results: list[dict]) -> dict[str, list[str]]:
     """One line per format."""
     body = [
-        [row["format"], f"{row['matrix_bytes'] / 1e6:.1f} MB", f"{row['differ'] / row['values']:.2%}",
-         f"{row['differ_at_their_scale'] / row['values']:.2%}", f"{row['kl']:.1e}"]
+        [
+            row["format"],
+            f"{row['matrix_bytes'] / 1e6:.1f} MB",
+            f"{row['differ'] / row['values']:.2%}",
+            f"{row['differ_at_their_scale'] / row['values']:.2%}",
+            f"{row['kl']:.1e}",
+        ]
         for row in results[0]["rows"]
-    ]  # fmt: skip
+    ]
     heads = ["torchao's weights", "matrices", "values unlike ours", "unlike ours at its scales", "KL, nats"]
     note = f"torchao {results[0]['libraries']['torchao']}"
     return {"quantized-library": [*markdown(heads, body), "", caption(results[0], note)]}

@@ -41,9 +41,11 @@ POOLS = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that d
 
 
 def traced(
-    lengths: Sequence[tuple[int, int]], scheduler_class: type[rules.Scheduler], later: int | None = None,
+    lengths: Sequence[tuple[int, int]],
+    scheduler_class: type[rules.Scheduler],
+    later: int | None = None,
     **options: object,
-) -> list[dict]:  # fmt: skip
+) -> list[dict]:
     """Serve requests of these (prompt, answer) lengths; returns the record of every step.
 
     Args:
@@ -71,30 +73,47 @@ def traced(
 def tight_pool(scheduler_class: type[rules.Scheduler]) -> list[dict]:
     """The steps of 16 requests of 8 in / 60 out in 40 blocks of 4."""
     return traced(
-        [(8, 60)] * 16, scheduler_class, num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64,
+        [(8, 60)] * 16,
+        scheduler_class,
+        num_blocks=40,
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
 
 
 def counts(records: list[dict]) -> dict[str, int]:
     """Preemptions, and tokens that were computed again."""
-    return {"preemptions": sum(len(record["preempted"]) for record in records),
-            "recomputed": sum(record["num_recomputed"] for record in records)}  # fmt: skip
+    return {
+        "preemptions": sum(len(record["preempted"]) for record in records),
+        "recomputed": sum(record["num_recomputed"] for record in records),
+    }
 
 
 def measure() -> dict:
     """Counts; no sample differs from another."""
     steps = {name: tight_pool(rule) for name, rule in POOLS.items()}
-    return {"rows": [{"rule": name, **counts(records), "useful": 16 * (8 + 59), "steps": len(records)}
-                     for name, records in steps.items()]}  # fmt: skip
+    return {
+        "rows": [
+            {"rule": name, **counts(records), "useful": 16 * (8 + 59), "steps": len(records)}
+            for name, records in steps.items()
+        ]
+    }
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
     rows = results[0]["rows"]
     body = [
-        [r["rule"], r["preemptions"], f"{r['recomputed']:,}", f"{r['recomputed'] / r['useful']:.0%}",
-         f"{r['steps']}, {times(r['steps'] / rows[0]['steps'])}"] for r in rows
-    ]  # fmt: skip
+        [
+            r["rule"],
+            r["preemptions"],
+            f"{r['recomputed']:,}",
+            f"{r['recomputed'] / r['useful']:.0%}",
+            f"{r['steps']}, {times(r['steps'] / rows[0]['steps'])}",
+        ]
+        for r in rows
+    ]
     heads = ["admission", "preemptions", "tokens computed again", "share of the useful tokens"]
     heads.append("steps, × the first row")
     work = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs"
@@ -111,13 +130,20 @@ def draw_chunks(chunked: bool) -> Picture:
     """A long prompt comes while others decode: in chunks, or whole in a step of its own."""
     lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
     title, tokens = (
-        ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them", 24) if chunked
+        ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them", 24)
+        if chunked
         else ("Whole prompts in steps of their own: every decode waits for them", 96)
-    )  # fmt: skip
+    )
     records = traced(
-        lengths, rules.Scheduler, later=5, num_blocks=44, block_size=8, max_num_seqs=6, max_num_batched_tokens=tokens,
+        lengths,
+        rules.Scheduler,
+        later=5,
+        num_blocks=44,
+        block_size=8,
+        max_num_seqs=6,
+        max_num_batched_tokens=tokens,
         enable_chunked_prefill=chunked,
-    )  # fmt: skip
+    )
     return timeline.draw(records, title)
 
 

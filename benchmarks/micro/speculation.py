@@ -35,11 +35,24 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     rows = []
     for draft in DRAFTS:
         rows += with_engine(
-            partial(measure_draft, draft), ScriptedLLM, model, num_speculative_tokens=draft, max_model_len=4096,
-            max_num_seqs=max(BATCHES), enable_prefix_caching=False, max_num_batched_tokens=4096,
-        )  # fmt: skip
-    found = {"model": model, "rate": RATE, "tokens": TOKENS, "repeats": REPEATS, "rows": rows, "text": measure_text(),
-             "tutor": measure_tutor()}  # fmt: skip
+            partial(measure_draft, draft),
+            ScriptedLLM,
+            model,
+            num_speculative_tokens=draft,
+            max_model_len=4096,
+            max_num_seqs=max(BATCHES),
+            enable_prefix_caching=False,
+            max_num_batched_tokens=4096,
+        )
+    found = {
+        "model": model,
+        "rate": RATE,
+        "tokens": TOKENS,
+        "repeats": REPEATS,
+        "rows": rows,
+        "text": measure_text(),
+        "tutor": measure_tutor(),
+    }
     return found | ({"pair": measure_pair()} if torch.cuda.is_available() else {})
 
 
@@ -56,9 +69,12 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
         llm.engine.drafter = ngram
 
     ways = {
-        "plain": (plain, greedy), "accepted": (partial(llm.script, RATE), greedy),
-        "wrong": (partial(llm.script, 0.0), greedy), "plain, noisy": (plain, noisy), "looking": (look, noisy),
-    }  # fmt: skip
+        "plain": (plain, greedy),
+        "accepted": (partial(llm.script, RATE), greedy),
+        "wrong": (partial(llm.script, 0.0), greedy),
+        "plain, noisy": (plain, noisy),
+        "looking": (look, noisy),
+    }
     rows = []
     for batch in BATCHES:
         rows += take_turns(llm, batch, REPEATS, ways, draft=draft, batch=batch, prompt=PROMPT)
@@ -67,8 +83,13 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
 
 def measure_pair() -> dict:
     """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
-    limits = {"num_speculative_tokens": DRAFTED, "max_model_len": 2048, "max_num_seqs": 1,
-              "max_num_batched_tokens": 512, "enable_prefix_caching": False}  # fmt: skip
+    limits = {
+        "num_speculative_tokens": DRAFTED,
+        "max_model_len": 2048,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+    }
     greedy, (model, draft_model) = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), PAIR
 
     def work(llm: ScriptedLLM | ScriptedModelLLM) -> dict:
@@ -162,23 +183,31 @@ def table(results: list[dict]) -> dict[str, list[str]]:
         f"({100 * (looking / off - 1):+.1f} %)."
     )
     text = [
-        [f"{NAMES[row['speculation']]}, asked {row['asked']}", row["num_generated_tokens"], row["num_steps"],
-         f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
-         f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}"]
+        [
+            f"{NAMES[row['speculation']]}, asked {row['asked']}",
+            row["num_generated_tokens"],
+            row["num_steps"],
+            f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
+            f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}",
+        ]
         for row in result["text"]
-    ]  # fmt: skip
+    ]
     return {
         "speculation": [
-            *markdown(heads, body), "", cost, "",
+            *markdown(heads, body),
+            "",
+            cost,
+            "",
             caption(result, f"{note}; {100 * result['rate']:.0f} % of the drafted tokens are called right"),
         ],
         "speculation-text": [
-            *markdown(["drafts from", "tokens", "steps", "tokens per step", "drafted tokens right"], text), "",
+            *markdown(["drafts from", "tokens", "steps", "tokens per step", "drafted tokens right"], text),
+            "",
             caption(result, f"the tutor, {result['text'][0]['requests']} questions, one request at a time"),
         ],
         "speculation-floor": floor_table(result) if "ceilings" in result else [],
         "speculation-pair": pair_table(result, **result["pair"]) if "pair" in result else [],
-    }  # fmt: skip
+    }
 
 
 def floor_table(result: dict) -> list[str]:
@@ -212,10 +241,12 @@ def draw(results: list[dict]) -> dict[str, Picture]:
     result = results[0]
     device = device_name(result)
     figure, (gain, need) = new_panels(
-        9, 3.6, {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
+        9,
+        3.6,
+        {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
         {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
         title=f"What drafts gain, and how many must be right ({device})",
-    )  # fmt: skip
+    )
     found = medians_of(result)
     for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
         even = break_even(result, k)

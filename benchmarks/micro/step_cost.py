@@ -36,9 +36,12 @@ class NullRunner(AsyncModelRunner):
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
         runtime = SimpleNamespace(
-            model=None, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB_SIZE),
-            max_model_len=MAX_MODEL_LEN, block_size=block_size,
-        )  # fmt: skip
+            model=None,
+            device=torch.device("cpu"),
+            config=SimpleNamespace(vocab_size=VOCAB_SIZE),
+            max_model_len=MAX_MODEL_LEN,
+            block_size=block_size,
+        )
         super().__init__(runtime, None, max_num_seqs, max_num_batched_tokens)
         self.ids = torch.arange(max_num_seqs) + 100
 
@@ -52,17 +55,23 @@ def null_engine(scheduler: Scheduler, trace: Trace | None = None) -> Engine:
     """Stage E's engine with this scheduler, and a runner without a model."""
     limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size
     return Engine(
-        scheduler, NullRunner(*limits), tokenizer=load_tokenizer(resolve("tutor")), eos_token_ids=frozenset(),
-        max_model_len=MAX_MODEL_LEN, trace=trace,
-    )  # fmt: skip
+        scheduler,
+        NullRunner(*limits),
+        tokenizer=load_tokenizer(resolve("tutor")),
+        eos_token_ids=frozenset(),
+        max_model_len=MAX_MODEL_LEN,
+        trace=trace,
+    )
 
 
 def make_engine(num_sequences: int) -> Engine:
     """An engine with `num_sequences` decoding sequences, past prompts of 300 tokens and more."""
     scheduler = Scheduler(
-        num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE, max_num_seqs=512,
+        num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=512,
         max_num_batched_tokens=16384,
-    )  # fmt: skip
+    )
     engine = null_engine(scheduler)
     params = SamplingParams(temperature=0.6, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     rng = np.random.default_rng(0)

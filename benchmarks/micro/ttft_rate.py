@@ -20,17 +20,25 @@ from benchmarks.serve import latencies, make_prompts, offer, percentile, schedul
 from benchmarks.text import grid, number
 
 ENGINES = {
-    "E": ("--stage", "e"), "static": ("--engine", "benchmarks.micro.batching:StaticStageE"), "F": ("--stage", "f")
-}  # fmt: skip
+    "E": ("--stage", "e"),
+    "static": ("--engine", "benchmarks.micro.batching:StaticStageE"),
+    "F": ("--stage", "f"),
+}
 NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
 FIGURES = {"static": "beyond/serving/figures/ttft_rate.png", "F": "beyond/serving/figures/ttft_rate_f.png"}
 REPEATS = 3
 
 
 def measure(
-    model: str = "tutor", device: str = "cpu", other: str = "static", slots: int = 8, requests: int = 48,
-    input_len: int = 32, longest: int = 64, shares: tuple[float, ...] = (0.25, 0.5, 0.75),
-) -> dict:  # fmt: skip
+    model: str = "tutor",
+    device: str = "cpu",
+    other: str = "static",
+    slots: int = 8,
+    requests: int = 48,
+    input_len: int = 32,
+    longest: int = 64,
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75),
+) -> dict:
     """TTFT and TPOT of every request, by engine and rate.
 
     Args:
@@ -52,8 +60,15 @@ def measure(
                 for name, url in urls.items():
                     row = {"engine": name, "share": share, "rate": share * capacity, "repeat": repeat}
                     rows.append(row | load(url, *work, share * capacity, repeat))
-    return {"model": model, "slots": slots, "requests": requests, "input_len": input_len, "longest": longest,
-            "capacity": capacity, "rows": rows}  # fmt: skip
+    return {
+        "model": model,
+        "slots": slots,
+        "requests": requests,
+        "input_len": input_len,
+        "longest": longest,
+        "capacity": capacity,
+        "rows": rows,
+    }
 
 
 def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: int) -> dict:

@@ -36,9 +36,11 @@ def draw_pool(sequences: Mapping[str, Sequence], manager: BlockManager, title: s
     colour = {name: COLOURS[ord(name) - ord("A")] for name in sequences}  # the same in one picture as in the next
     columns, below = min(manager.num_blocks, BLOCKS_PER_ROW), -(-manager.num_blocks // BLOCKS_PER_ROW) * 1.7
     figure, axes = new_canvas(
-        1.35 * columns, below * 0.8 / 1.7 + 0.25 * len(sequences) + 0.4,
-        xlim=(-0.2, columns * (size + 0.6)), ylim=(below + 0.55 * len(sequences), -0.6),
-    )  # fmt: skip
+        1.35 * columns,
+        below * 0.8 / 1.7 + 0.25 * len(sequences) + 0.4,
+        xlim=(-0.2, columns * (size + 0.6)),
+        ylim=(below + 0.55 * len(sequences), -0.6),
+    )
     for block in range(manager.num_blocks):
         x, y = block % BLOCKS_PER_ROW * (size + 0.6), block // BLOCKS_PER_ROW * 1.7
         owners = {name: s.block_table.index(block) * size for name, s in sequences.items() if block in s.block_table}

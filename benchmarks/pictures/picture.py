@@ -98,9 +98,15 @@ def new_canvas(width: float, height: float, **limits: object) -> tuple[Figure, A
 
 
 def draw_box(
-    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", size: float | None = None,
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",
+    size: float | None = None,
     **look: object,
-) -> None:  # fmt: skip
+) -> None:
     """A rectangle with a text in its middle; `look` is what `Rectangle` is given."""
     axes.add_patch(Rectangle((x, y), width, height, **look))
     red, green, blue = to_rgb(look.get("facecolor", "white"))

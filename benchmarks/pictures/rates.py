@@ -93,10 +93,14 @@ def draw_roofline(group: Group) -> Picture | None:
     intensity, decode = phases["decode"]
     worst, *_, best = decode
     figure, axes = new_panel(
-        9, 4.8, "operations per byte that must move", "TFLOP/s achieved",
+        9,
+        4.8,
+        "operations per byte that must move",
+        "TFLOP/s achieved",
         f"Memory bandwidth limits decode: {worst} reaches {decode[worst] / (intensity * bandwidth):.1%} of it, "
-        f"{best} {decode[best] / (intensity * bandwidth):.0%} ({group.device})", grid="both",
-    )  # fmt: skip
+        f"{best} {decode[best] / (intensity * bandwidth):.0%} ({group.device})",
+        grid="both",
+    )
     axes.plot([left, ridge, right], [left * bandwidth, arithmetic, arithmetic], color="black", linewidth=1.5)
     lowest = min(rate for _, reached in phases.values() for rate in reached.values())
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(lowest / 4, 3 * arithmetic))

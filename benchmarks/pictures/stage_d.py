@@ -87,17 +87,30 @@ def draw_rope() -> Picture:
     ones = torch.cat([torch.ones(half), torch.zeros(half)]).expand(64, 1, -1)
     turned = rotate(ones, *rotary(torch.arange(64)))[:, 0]  # [positions, head_dim]
     figure, (pairs, scores) = new_panels(
-        11, 4,
-        {"xlim": (-0.6, 8.6), "ylim": (-0.6, 2.6), "aspect": "equal", "xlabel": "position", "xticks": range(9),
-         "title": "each pair turns by its own angle per position"},
+        11,
+        4,
+        {
+            "xlim": (-0.6, 8.6),
+            "ylim": (-0.6, 2.6),
+            "aspect": "equal",
+            "xlabel": "position",
+            "xticks": range(9),
+            "title": "each pair turns by its own angle per position",
+        },
         {"xlabel": "position of the key", "ylabel": "position of the query", "title": "equal q·k along every diagonal"},
-        title="RoPE: turned by its position, a query sees how far away a key is", grid="", width_ratios=[1.7, 1],
-    )  # fmt: skip
+        title="RoPE: turned by its position, a query sees how far away a key is",
+        grid="",
+        width_ratios=[1.7, 1],
+    )
     for i, (pair, colour) in enumerate(((0, BLUE), (4, ORANGE), (8, GREEN))):
         for position in range(9):
             tip = turned[position, pair].item(), turned[position, pair + half].item()
-            pairs.annotate("", (position + 0.42 * tip[0], 2 - i + 0.42 * tip[1]), (position, 2 - i),
-                           arrowprops={"arrowstyle": "->", "color": colour, "lw": 2})  # fmt: skip
+            pairs.annotate(
+                "",
+                (position + 0.42 * tip[0], 2 - i + 0.42 * tip[1]),
+                (position, 2 - i),
+                arrowprops={"arrowstyle": "->", "color": colour, "lw": 2},
+            )
     pairs.set_yticks([2, 1, 0], ["pair 0\n(fastest)", "pair 4", "pair 8"])
     pairs.spines[:].set_visible(False)
     vector = torch.randn(config.head_dim, generator=torch.Generator().manual_seed(0))
@@ -111,10 +124,14 @@ def draw_gqa() -> Picture:
     config = ModelConfig.from_hf(resolve(MODEL).config)
     heads, kv_heads = config.num_heads, config.num_kv_heads
     figure, (groups, sizes) = new_panels(
-        11, 3.2, {"title": f"{heads} query heads share {kv_heads} key/value heads", "ylim": (-0.45, 1.3)},
-        {"xlabel": "KV cache per token, bfloat16"}, grid="x", width_ratios=[1.6, 1],
+        11,
+        3.2,
+        {"title": f"{heads} query heads share {kv_heads} key/value heads", "ylim": (-0.45, 1.3)},
+        {"xlabel": "KV cache per token, bfloat16"},
+        grid="x",
+        width_ratios=[1.6, 1],
         title=f"GQA makes the KV cache of Qwen2.5-0.5B {heads // kv_heads} times smaller",
-    )  # fmt: skip
+    )
     for head in range(heads):
         kv = head // (heads // kv_heads)
         colour, x = (BLUE, ORANGE)[kv], (kv + 0.5) * heads / kv_heads - 0.5
@@ -136,10 +153,12 @@ def draw_swiglu() -> Picture:
     """silu next to relu, and the gate's effect on three values of `up`."""
     gate = torch.linspace(-6, 6, 241)
     figure, (curve, product) = new_panels(
-        11, 3.4, {"xlabel": "g, an element of gate", "title": "silu is a smooth switch"},
+        11,
+        3.4,
+        {"xlabel": "g, an element of gate", "title": "silu is a smooth switch"},
         {"xlabel": "g, an element of gate", "title": "silu(g) · up: the gate decides how much of up passes"},
         title="SwiGLU: a negative gate shuts, a positive one lets its element of up through",
-    )  # fmt: skip
+    )
     curve.plot(gate, F.silu(gate), color=BLUE, linewidth=2, label="silu(g) = g · sigmoid(g)")
     curve.plot(gate, F.relu(gate), color=GREY, linestyle="--", label="relu(g)")
     curve.legend(frameon=False)
@@ -154,12 +173,16 @@ def draw_online_softmax() -> Picture:
     scores = 2 * torch.randn(16, generator=torch.Generator().manual_seed(5))
     scores[9] = 4.5  # the largest comes late: everything before it is scaled down
     figure, (raw, weights) = new_panels(
-        11, 3.8,
+        11,
+        3.8,
         {"ylim": (-5.2, 5.8), "xlabel": "key", "ylabel": "score", "title": "black: the running maximum"},
-        {"ylim": (0, 1.1), "ylabel": "share of each tile in the output",
-         "title": "above: the factor on what was added up before"},
+        {
+            "ylim": (0, 1.1),
+            "ylabel": "share of each tile in the output",
+            "title": "above: the factor on what was added up before",
+        },
         title="Online softmax: after every tile the output is right for the keys read so far",
-    )  # fmt: skip
+    )
     highest = -torch.inf
     for i, start in enumerate(range(0, 16, TILE)):
         before, highest = highest, scores[: start + TILE].max().item()

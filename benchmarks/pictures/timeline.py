@@ -81,9 +81,11 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
         running = [entry["id"] for entry in record["sequences"]]
         count = record["num_decodes"]
         for colour, requests in (
-            (WAIT, record["waiting"]), (DECODE, running[:count]), (PREFILL, running[count:]),
+            (WAIT, record["waiting"]),
+            (DECODE, running[:count]),
+            (PREFILL, running[count:]),
             (PADDING, record.get("padding", ())),
-        ):  # fmt: skip
+        ):
             for request in requests:
                 bars.setdefault((lane_of[request], colour), []).append((x, 1))
         for preemption in record["preempted"]:
@@ -127,9 +129,10 @@ def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
     figure, axes = new_panel(9, 3.4, f"ms since the first token of request {request}", ms)
     for (name, records), colour, look in zip(runs.items(), (ORANGE, BLUE), ("s-", "o-"), strict=False):
         ends = [
-            1e3 * record["end"] for record in records
+            1e3 * record["end"]
+            for record in records
             if any(entry["id"] == request and entry["samples"] for entry in record["sequences"])
-        ]  # fmt: skip
+        ]
         gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
         when, label = [end - ends[0] for end in ends[1:]], f"{name}: longest {max(gaps):.0f} ms"
         axes.plot(when, gaps, look, color=colour, linewidth=1, markersize=4, label=label)
@@ -140,9 +143,10 @@ def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pictures.timeline", description=__doc__,
+        prog="python -m benchmarks.pictures.timeline",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("trace", help="what `--trace FILE` wrote")
     parser.add_argument("picture", help="the file to draw, e.g. timeline.png")
     arguments = parser.parse_args()

@@ -35,8 +35,12 @@ def to_16_bits(x, dtype: tl.constexpr):
             fma.rn.bf16x2 $0, low0, power, zero;
             fma.rn.bf16x2 $1, low1, power, zero;
             }""",
-            "=r,=r,r", [x.to(tl.int8, bitcast=True)], tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     return x.to(dtype)
 
 

@@ -42,9 +42,7 @@ class EightBitCacheLayer(FusedLayer):
         qkv = self.self_attn.qkv_proj(rms_norm(x, norm.weight, norm.eps))
         return self._rotate_and_store(qkv, rotation, layer_cache, slots)
 
-    def _skinny_queries(
-        self, stream: Stream, rotation: Rotation, layer_cache: LayerCache, slots: Tensor
-    ) -> Tensor:
+    def _skinny_queries(self, stream: Stream, rotation: Rotation, layer_cache: LayerCache, slots: Tensor) -> Tensor:
         return self._queries(stream.x, rotation, layer_cache, slots)
 
     def _rotate_and_store(self, qkv: Tensor, rotation: Rotation, layer_cache: LayerCache, slots: Tensor) -> Tensor:
@@ -66,9 +64,13 @@ class EightBitLayer(EightBitCacheLayer):
     """
 
     def __init__(
-        self, layer: DecoderLayer, backend: AttentionBackend, arrival_counters: Tensor, skinny_max_tokens: int,
+        self,
+        layer: DecoderLayer,
+        backend: AttentionBackend,
+        arrival_counters: Tensor,
+        skinny_max_tokens: int,
         next_norm: RMSNorm | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(layer, backend, arrival_counters, skinny_max_tokens, next_norm is None)
         self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
 

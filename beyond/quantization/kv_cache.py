@@ -67,6 +67,11 @@ class QuantizedRuntime(Runtime):
     def make_pool(self, num_blocks: int) -> QuantizedKVCache:
         config = self.model.config
         return QuantizedKVCache(
-            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.kv_cache_dtype,
+            config.num_layers,
+            num_blocks,
+            self.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.kv_cache_dtype,
             self.device,
-        )  # fmt: skip
+        )

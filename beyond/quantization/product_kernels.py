@@ -16,9 +16,23 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import load_squares, row_scale
 
 @triton.jit
 def dequantized_product(
-    acc, x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    x,
+    x_stride,
+    token,
+    token_inside,
+    values,
+    scales,
+    row,
+    row_inside,
+    first,
+    steps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply 8-bit weight rows by tokens over the columns first … first + steps * BLOCK_K - 1.
 
     A tile of weights is read in 8 bits and converted in registers: int8 and e4m3 are exact in bfloat16 and float16.
@@ -51,10 +65,23 @@ def dequantized_product(
 
 @triton.jit
 def sliced_product(
-    x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    x,
+    x_stride,
+    token,
+    token_inside,
+    values,
+    scales,
+    row,
+    row_inside,
+    first,
+    steps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """`dequantized_product` with a part of the columns for each of SLICES warps, whose sums are added up at the end.
 
     No two warps convert the same weight, however few rows a program has, and many warps work on few rows. With a scale
@@ -94,30 +121,88 @@ def sliced_product(
 
 @triton.jit
 def _product(
-    x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    x,
+    x_stride,
+    token,
+    token_inside,
+    values,
+    scales,
+    row,
+    row_inside,
+    first,
+    steps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Either of the two; returns float32 `[rows, tokens]`."""
     if SLICES > 1:
         return sliced_product(
-            x, x_stride, token, token_inside, values, scales, row, row_inside, first, steps,
-            SIZE, GROUP, EVEN, BLOCK_K, SLICES, PRECISION,
-        )  # fmt: skip
+            x,
+            x_stride,
+            token,
+            token_inside,
+            values,
+            scales,
+            row,
+            row_inside,
+            first,
+            steps,
+            SIZE,
+            GROUP,
+            EVEN,
+            BLOCK_K,
+            SLICES,
+            PRECISION,
+        )
     return dequantized_product(
-        tl.zeros([row.shape[0], token.shape[0]], tl.float32), x, x_stride, token, token_inside, values, scales, row,
-        row_inside, first, steps, SIZE, GROUP, EVEN, BLOCK_K, PRECISION,
-    )  # fmt: skip
+        tl.zeros([row.shape[0], token.shape[0]], tl.float32),
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        first,
+        steps,
+        SIZE,
+        GROUP,
+        EVEN,
+        BLOCK_K,
+        PRECISION,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def product_kernel(
-    x, x_stride, squares, parts, tokens, eps, values, scales, bias, out,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    x,
+    x_stride,
+    squares,
+    parts,
+    tokens,
+    eps,
+    values,
+    scales,
+    bias,
+    out,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply by BLOCK_N weight rows; then the second half of the norm before the product, and the bias."""
     # Neighbouring programs share weights: those are larger than the L2 cache, the tokens are not.
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -131,9 +216,23 @@ def product_kernel(
     if HAS_NORM:
         sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     acc = _product(
-        x, x_stride, token, token_inside, values, scales, row, row_inside, 0, tl.cdiv(SIZE, BLOCK_K),
-        SIZE, GROUP, SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
-    )  # fmt: skip
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        0,
+        tl.cdiv(SIZE, BLOCK_K),
+        SIZE,
+        GROUP,
+        SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
     if HAS_NORM:
         acc *= row_scale(sums, SIZE, eps)
     if HAS_BIAS:
@@ -144,11 +243,26 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def gate_up_silu_kernel(
-    x, x_stride, squares, parts, tokens, eps, values, scales, out,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    x,
+    x_stride,
+    squares,
+    parts,
+    tokens,
+    eps,
+    values,
+    scales,
+    out,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
@@ -160,9 +274,23 @@ def gate_up_silu_kernel(
     wait_for_previous(PDL)
     sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     acc = _product(
-        x, x_stride, token, token_inside, values, scales, row, row_inside, 0, tl.cdiv(SIZE, BLOCK_K),
-        SIZE, GROUP, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
-    )  # fmt: skip
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        0,
+        tl.cdiv(SIZE, BLOCK_K),
+        SIZE,
+        GROUP,
+        SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
     scale = row_scale(sums, SIZE, eps)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     row = first + tl.arange(0, BLOCK_N)
@@ -188,12 +316,30 @@ def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PA
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
-    x, x_stride, tokens, values, scales, residual, residual_stride, gain, scaled, squares, partial, arrival_counters,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, HAS_GAIN: tl.constexpr,
+    x,
+    x_stride,
+    tokens,
+    values,
+    scales,
+    residual,
+    residual_stride,
+    gain,
+    scaled,
+    squares,
+    partial,
+    arrival_counters,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; begin the norm."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
@@ -209,9 +355,23 @@ def product_add_kernel(
     target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
     before = tl.load(target, mask=inside, other=0.0)
     acc = _product(
-        x, x_stride, token, token_inside, values, scales, row, row_inside, split * steps * BLOCK_K, steps,
-        SIZE, GROUP, SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0, BLOCK_K, SLICES, PRECISION,
-    )  # fmt: skip
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        split * steps * BLOCK_K,
+        steps,
+        SIZE,
+        GROUP,
+        SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     last = True
     if SPLITS > 1:

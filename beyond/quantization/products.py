@@ -54,9 +54,16 @@ def scale_rows(x: Tensor, gain: Tensor) -> Stream:
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
     pad = triton.next_power_of_2(hidden)
     scale_kernel[(tokens,)](
-        x, x.stride(0), gain, scaled, squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
+        x,
+        x.stride(0),
+        gain,
+        scaled,
+        squares,
+        SIZE=hidden,
+        SIZE_PAD=pad,
+        num_warps=min(8, max(1, pad // 512)),
         **pdl_settings(x.device),
-    )  # fmt: skip
+    )
     return Stream(x, scaled, squares)
 
 
@@ -84,11 +91,24 @@ def _product(
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     parts = 1 if squares is None else len(squares)
     product_kernel[ceil_div(tokens, block_m), ceil_div(rows, tiles.rows)](
-        x, x.stride(0), out if squares is None else squares, parts, tokens, eps, *weight, out if bias is None else bias,
+        x,
+        x.stride(0),
+        out if squares is None else squares,
+        parts,
+        tokens,
+        eps,
+        *weight,
+        out if bias is None else bias,
         out,
-        SIZE=columns, OUT_SIZE=rows, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts),
-        HAS_NORM=squares is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, **_settings(tiles, x),
-    )  # fmt: skip
+        SIZE=columns,
+        OUT_SIZE=rows,
+        GROUP=_group(weight),
+        PARTS=triton.next_power_of_2(parts),
+        HAS_NORM=squares is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        **_settings(tiles, x),
+    )
     return out
 
 
@@ -100,17 +120,32 @@ def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | N
     block_m, parts = token_block(tokens), len(stream.squares)
     out = torch.empty(tokens, intermediate, dtype=x.dtype, device=x.device)
     gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, block_m)](
-        x, x.stride(0), stream.squares, parts, tokens, eps, *weight, out,
-        SIZE=hidden, GROUP=_group(weight), PARTS=triton.next_power_of_2(parts), INTERMEDIATE=intermediate,
-        BLOCK_M=block_m, **_settings(tiles, x),
-    )  # fmt: skip
+        x,
+        x.stride(0),
+        stream.squares,
+        parts,
+        tokens,
+        eps,
+        *weight,
+        out,
+        SIZE=hidden,
+        GROUP=_group(weight),
+        PARTS=triton.next_power_of_2(parts),
+        INTERMEDIATE=intermediate,
+        BLOCK_M=block_m,
+        **_settings(tiles, x),
+    )
     return out
 
 
 def product_add(
-    x: Tensor, weight: Quantized, residual: Tensor, gain: Tensor | None, arrival_counters: Tensor,
+    x: Tensor,
+    weight: Quantized,
+    residual: Tensor,
+    gain: Tensor | None,
+    arrival_counters: Tensor,
     tiles: Tiles | None = None,
-) -> Stream | Tensor:  # fmt: skip
+) -> Stream | Tensor:
     """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
 
     Args and errors are those of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight
@@ -132,11 +167,25 @@ def product_add(
     squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
     scaled = residual if gain is None else torch.empty_like(residual)
     product_add_kernel[*blocks, tiles.splits](
-        x, x.stride(0), tokens, *weight, residual, residual.stride(0), residual if gain is None else gain, scaled,
-        squares, partial, arrival_counters,
-        SIZE=columns, OUT_SIZE=rows, GROUP=_group(weight), SPLITS=tiles.splits, HAS_GAIN=gain is not None,
-        BLOCK_M=block_m, **_settings(tiles, x),
-    )  # fmt: skip
+        x,
+        x.stride(0),
+        tokens,
+        *weight,
+        residual,
+        residual.stride(0),
+        residual if gain is None else gain,
+        scaled,
+        squares,
+        partial,
+        arrival_counters,
+        SIZE=columns,
+        OUT_SIZE=rows,
+        GROUP=_group(weight),
+        SPLITS=tiles.splits,
+        HAS_GAIN=gain is not None,
+        BLOCK_M=block_m,
+        **_settings(tiles, x),
+    )
     return residual if gain is None else Stream(residual, scaled, squares)
 
 

@@ -45,9 +45,13 @@ def load_quantized_runtime(
     quantized_checkpoint = getattr(source.config, "quantization_config", None) is not None
 
     def build_model(
-        config: ModelConfig, backend: AttentionBackend, max_model_len: int, tensors: TensorSource,
-        dtype: torch.dtype, device: torch.device,
-    ) -> DecoderModel:  # fmt: skip
+        config: ModelConfig,
+        backend: AttentionBackend,
+        max_model_len: int,
+        tensors: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DecoderModel:
         if options.kv_cache_dtype != "auto":
             backend = use_eight_bits(backend, device, dtype, config.head_dim)
         if quantized_checkpoint:

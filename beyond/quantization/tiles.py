@@ -36,9 +36,15 @@ class Tiles:
 
 @lru_cache(maxsize=256)
 def choose_tiles(
-    rows: int, columns: int, tokens: int, element_size: int, group: int, device: torch.device, height: int = 1,
+    rows: int,
+    columns: int,
+    tokens: int,
+    element_size: int,
+    group: int,
+    device: torch.device,
+    height: int = 1,
     splits: bool = False,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
 
     Converting a weight takes two instructions, and every warp that multiplies it converts it for itself. With 4 warps
@@ -77,9 +83,7 @@ def choose_tiles(
     return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
 
 
-def _measured_tiles(
-    rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int
-) -> Tiles | None:  # fmt: skip
+def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int) -> Tiles | None:
     """The fastest tiles for a matrix with enough rows and even columns, if they were looked for.
 
     Measured on an H200. Up to 8 tokens, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind

@@ -122,7 +122,7 @@ class StageLinks:
 
         self._out, self._in = link(self.stage, SENDER), link(before, RECEIVER)
         # In the order of the links: if all ranks made the link to the next stage first, they would wait in a circle.
-        self.links = sorted((self._out, self._in), key=lambda own: (before if own is self._in else self.stage))
+        self.links = sorted((self._out, self._in), key=lambda own: before if own is self._in else self.stage)
 
     def connect(self) -> None:
         """Connect to both neighbours. All ranks call it, once each of them is known to be ready."""

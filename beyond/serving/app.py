@@ -174,8 +174,10 @@ class Api:
         fields = check_fields(body, {"model", "tokens"})
         self._check_model(fields.get("model"))
         ids, llm = fields.get("tokens"), self.llm.llm
-        if not isinstance(ids, list) or len(ids) > llm.max_model_len or not all(
-            as_integer(i) is not None and 0 <= i < llm.vocab_size for i in ids
+        if (
+            not isinstance(ids, list)
+            or len(ids) > llm.max_model_len
+            or not all(as_integer(i) is not None and 0 <= i < llm.vocab_size for i in ids)
         ):
             raise RequestError(
                 f"tokens must be a list of at most {llm.max_model_len} integers from 0 to {llm.vocab_size - 1}, "
@@ -247,13 +249,18 @@ class Api:
     def _card(self) -> dict[str, object]:
         length = self.llm.llm.max_model_len
         return {
-            "id": self.model, "object": "model", "created": self._created, "owned_by": "six-engines",
+            "id": self.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "six-engines",
             "max_model_len": length,
-        }  # fmt: skip
+        }
 
     def _check_model(self, name: object) -> None:
         if name is not None and name != self.model:
             raise RequestError(
                 f"there is no model {shown(name)} here; the one that is served is {self.model!r}",
-                status=404, param="model", code="model_not_found",
-            )  # fmt: skip
+                status=404,
+                param="model",
+                code="model_not_found",
+            )

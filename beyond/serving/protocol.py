@@ -82,9 +82,19 @@ class Ask:
 
 
 SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop", "stop_token_ids", "ignore_eos", "seed", "max_tokens",
-}  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "max_tokens",
+}
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of"}
@@ -166,9 +176,7 @@ def check_fields(body: object, known: set[str]) -> dict[str, object]:
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {shown(body)}")
     fields = {
-        name: value
-        for name, value in body.items()
-        if value is not None and value not in ASKS_FOR_NOTHING.get(name, ())
+        name: value for name, value in body.items() if value is not None and value not in ASKS_FOR_NOTHING.get(name, ())
     }
     for name in fields:
         if name not in known:

@@ -130,10 +130,13 @@ async def serve(
     api = Api(async_llm, model, limits or Limits(), api_key)
     view = LiveView(api) if page else None
     config = uvicorn.Config(
-        api.app(view.routes() if view else ()), log_level="warning", access_log=False, lifespan="off",
+        api.app(view.routes() if view else ()),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
         proxy_headers=False,  # nobody asks who a client is
         timeout_graceful_shutdown=CLOSING_SECONDS + HANDLER_SECONDS,
-    )  # fmt: skip
+    )
     server = Server(config, async_llm, deadline)
     if isinstance(async_llm.engine_loop, RemoteLoop):
         async_llm.engine_loop.on_death = server.end_now

@@ -44,13 +44,15 @@ class StepLog:
         if self.trace is not None:
             self.trace.end(step, ended, ran)
         if len(step):
-            self.steps.append({
-                "number": step.number,
-                "prefill": step.total_tokens - step.num_decodes,
-                "decode": step.num_decodes,
-                "preempted": len(step.preempted),
-                "ms": round(1e3 * (ran - step.time), 2),
-            })  # fmt: skip
+            self.steps.append(
+                {
+                    "number": step.number,
+                    "prefill": step.total_tokens - step.num_decodes,
+                    "decode": step.num_decodes,
+                    "preempted": len(step.preempted),
+                    "ms": round(1e3 * (ran - step.time), 2),
+                }
+            )
         self.ended.extend(_summary(sequence) for sequence in ended if sequence.output is not None)
 
     def forget(self) -> None:

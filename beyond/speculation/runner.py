@@ -127,8 +127,11 @@ class SpeculativeRunner(GraphModelRunner):
         super().capture(record, sizes, prefills)
         max_rows = len(self.last_tokens) - 1
         graphs = self.graphs_class(
-            self.graphs, verification_sizes(self._draft_tokens, max_rows), self.batch.max_blocks, self._max_model_len,
+            self.graphs,
+            verification_sizes(self._draft_tokens, max_rows),
+            self.batch.max_blocks,
+            self._max_model_len,
             max_rows,
-        )  # fmt: skip
+        )
         self._capture(record, graphs, "verification", lambda shape: self._decode_body(graphs, shape))
         self.graphs = graphs

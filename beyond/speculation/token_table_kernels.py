@@ -136,9 +136,16 @@ def _keep_kernel(
 def guess(tokens: Tensor, last: Tensor, slots: Tensor, draft_tokens: int) -> None:
     """See `TokenTable.guess`."""
     _guess_kernel[(len(slots),)](
-        tokens, last, slots, tokens.shape[1], DRAFT=draft_tokens, DRAFT_PAD=triton.next_power_of_2(draft_tokens),
-        SIZE=SIZE, STRETCH=STRETCH, num_warps=4,
-    )  # fmt: skip
+        tokens,
+        last,
+        slots,
+        tokens.shape[1],
+        DRAFT=draft_tokens,
+        DRAFT_PAD=triton.next_power_of_2(draft_tokens),
+        SIZE=SIZE,
+        STRETCH=STRETCH,
+        num_warps=4,
+    )
 
 
 def complete(
@@ -146,18 +153,40 @@ def complete(
 ) -> None:
     """See `TokenTable.complete`."""
     _complete_kernel[(triton.cdiv(num_rows, ROWS),)](
-        tokens, noise, last, limits, inputs.batch_slots, inputs.positions, inputs.input_ids, inputs.noise_keys,
-        inputs.context_lens, inputs.slot_mapping, inputs.block_tables,
-        num_rows, tokens.shape[1], inputs.block_tables.stride(0), block_size, ROWS=ROWS, num_warps=4,
-    )  # fmt: skip
+        tokens,
+        noise,
+        last,
+        limits,
+        inputs.batch_slots,
+        inputs.positions,
+        inputs.input_ids,
+        inputs.noise_keys,
+        inputs.context_lens,
+        inputs.slot_mapping,
+        inputs.block_tables,
+        num_rows,
+        tokens.shape[1],
+        inputs.block_tables.stride(0),
+        block_size,
+        ROWS=ROWS,
+        num_warps=4,
+    )
 
 
-def keep(
-    tokens: Tensor, last: Tensor, ids: Tensor, inputs: StepInput, last_tokens: Tensor, draft_tokens: int
-) -> None:
+def keep(tokens: Tensor, last: Tensor, ids: Tensor, inputs: StepInput, last_tokens: Tensor, draft_tokens: int) -> None:
     """See `TokenTable.keep`."""
     _keep_kernel[(len(ids),)](
-        tokens, last, last_tokens, ids, inputs.sample_slots, inputs.sample_tokens, inputs.positions,
-        inputs.input_ids, len(ids), tokens.shape[1],
-        WRONG=WRONG, MOST=triton.next_power_of_2(draft_tokens + 1), num_warps=1,
-    )  # fmt: skip
+        tokens,
+        last,
+        last_tokens,
+        ids,
+        inputs.sample_slots,
+        inputs.sample_tokens,
+        inputs.positions,
+        inputs.input_ids,
+        len(ids),
+        tokens.shape[1],
+        WRONG=WRONG,
+        MOST=triton.next_power_of_2(draft_tokens + 1),
+        num_warps=1,
+    )

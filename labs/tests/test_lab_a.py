@@ -220,9 +220,13 @@ class TestGenerateOne:
     def engine(self, **attributes: object) -> stage.LLM:
         engine = object.__new__(stage.LLM)
         vars(engine).update(
-            model=CountingModel(), device=torch.device("cpu"), tokenizer=DigitTokenizer(), max_model_len=50,
-            eos_token_ids=frozenset({20}), sampling_fn=None,
-        )  # fmt: skip
+            model=CountingModel(),
+            device=torch.device("cpu"),
+            tokenizer=DigitTokenizer(),
+            max_model_len=50,
+            eos_token_ids=frozenset({20}),
+            sampling_fn=None,
+        )
         vars(engine).update(attributes)
         next_token = engine._next_token
 
@@ -233,8 +237,15 @@ class TestGenerateOne:
         engine._next_token = checked
         return engine
 
-    def generate(self, engine: stage.LLM, prompt: list[int], max_tokens: int, arrival: float = 0.0,
-                 on_text: Callable[[int, str], object] | None = None, **params: object):  # fmt: skip
+    def generate(
+        self,
+        engine: stage.LLM,
+        prompt: list[int],
+        max_tokens: int,
+        arrival: float = 0.0,
+        on_text: Callable[[int, str], object] | None = None,
+        **params: object,
+    ):
         return engine._generate_one(request_of(prompt, max_tokens, **params), arrival, on_text)
 
     def test_one_prefill_then_one_token_per_step(self):

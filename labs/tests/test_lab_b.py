@@ -83,9 +83,12 @@ class RecordingModel:
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: object):
         self.calls.append(
-            kwargs | {"mask_then": None if kwargs.get("attention_mask") is None else kwargs["attention_mask"].clone(),
-                      "position_then": None if kwargs.get("position_ids") is None else kwargs["position_ids"].clone()}
-        )  # fmt: skip
+            kwargs
+            | {
+                "mask_then": None if kwargs.get("attention_mask") is None else kwargs["attention_mask"].clone(),
+                "position_then": None if kwargs.get("position_ids") is None else kwargs["position_ids"].clone(),
+            }
+        )
         logits = one_hot(input_ids + 1, 20).to(torch.bfloat16)
         return (logits,) if kwargs.get("return_dict") is False else SimpleNamespace(logits=logits)
 

@@ -303,17 +303,45 @@ class TestStoreKernel:
 
 @triton.jit
 def _softmax_of_one_program(
-    out, lse, query, k_cache, v_cache, table, first, step, context_len, slot_stride, scale_log2,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    query,
+    k_cache,
+    v_cache,
+    table,
+    first,
+    step,
+    context_len,
+    slot_stride,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Call `online_softmax` for one group of 16 query heads and one KV head."""
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, HEAD_PAD)[None, :]
     q = tl.load(query + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
     block = triton_decode.look_up(table, first, context_len, BLOCK_SIZE, BLOCK_N)
     values, log_sum = triton_decode.online_softmax(
-        q, k_cache, v_cache, table, block, first, step, context_len, column, slot_stride, scale_log2,
-        HEAD_DIM, HEAD_PAD, 16, BLOCK_SIZE, BLOCK_N, "ieee",
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        table,
+        block,
+        first,
+        step,
+        context_len,
+        column,
+        slot_stride,
+        scale_log2,
+        HEAD_DIM,
+        HEAD_PAD,
+        16,
+        BLOCK_SIZE,
+        BLOCK_N,
+        "ieee",
+    )
     tl.store(out + row * HEAD_PAD + column, values)
     tl.store(lse + tl.arange(0, 16), log_sum)
 
@@ -333,9 +361,22 @@ class TestOnlineSoftmax:
         pad = 8 if head_dim <= 8 else 16
         out, lse = torch.full((16, pad), torch.nan), torch.full((16,), torch.nan)
         _softmax_of_one_program[(1,)](
-            out, lse, query, k_cache, v_cache, table, first, step, context, head_dim, 0.4 * 1.4426950408889634,
-            HEAD_DIM=head_dim, HEAD_PAD=pad, BLOCK_SIZE=2, BLOCK_N=4,
-        )  # fmt: skip
+            out,
+            lse,
+            query,
+            k_cache,
+            v_cache,
+            table,
+            first,
+            step,
+            context,
+            head_dim,
+            0.4 * 1.4426950408889634,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=pad,
+            BLOCK_SIZE=2,
+            BLOCK_N=4,
+        )
         mine = [i for start in range(first, context, step) for i in range(start, min(start + 4, context))]
         scores = query.double() @ keys[mine].double().T * 0.4
         expected = scores.softmax(-1) @ values[mine].double() if mine else torch.zeros(16, head_dim).double()
@@ -385,10 +426,13 @@ class TestDecodeKernel:
         width = -(-max(contexts) // block)
         query, k_cache, v_cache, lens, tables = pool_and_query(contexts, block, heads, kv_heads, head_dim, width)
         meta = AttentionMetadata(
-            cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32), context_lens=lens,
-            slot_mapping=torch.zeros(len(contexts), dtype=torch.int64), block_tables=tables, max_query_len=1,
+            cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32),
+            context_lens=lens,
+            slot_mapping=torch.zeros(len(contexts), dtype=torch.int64),
+            block_tables=tables,
+            max_query_len=1,
             max_context_len=max(contexts),
-        )  # fmt: skip
+        )
         out, counters = torch.full_like(query, torch.nan), torch.zeros(64, dtype=torch.int32)
         config = triton_decode.DecodeConfig(16, num_warps=4, num_stages=1, programs_per_sm=programs, split_keys=16)
         triton_decode.decode(query, k_cache, v_cache, meta, 0.3, out, counters, sm_count=1, config=config)
@@ -459,9 +503,12 @@ class TestDecoderLayer:
         mlp = type("MLP", (), {"__call__": lambda self, x, residual: block("mlp", 5)(x, residual)})()
         mlp.gate_up_proj = mlp.down_proj = SimpleNamespace(weight="matrix")
         layer = SimpleNamespace(
-            input_layernorm=lambda x: 2 * x, self_attn=block("attention", 3), post_attention_layernorm=norm_call,
-            mlp=mlp, most_fused_rows=most_fused_rows,
-        )  # fmt: skip
+            input_layernorm=lambda x: 2 * x,
+            self_attn=block("attention", 3),
+            post_attention_layernorm=norm_call,
+            mlp=mlp,
+            most_fused_rows=most_fused_rows,
+        )
         out = model.DecoderLayer.forward(layer, torch.ones(tokens, 4), "rotation", "cache", "metadata")
         return out, calls
 
@@ -487,11 +534,13 @@ class TestPoolSize:
         """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes."""
         state = {"peak": before + 5_000}  # of something earlier: it must be reset
         fakes = {
-            "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+            "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: state.update(peak=before),
-            "memory_allocated": lambda device=None: before, "max_memory_allocated": lambda device=None: state["peak"],
+            "memory_allocated": lambda device=None: before,
+            "max_memory_allocated": lambda device=None: state["peak"],
             "mem_get_info": lambda device=None: (free, total),
-        }  # fmt: skip
+        }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(peak=peak))

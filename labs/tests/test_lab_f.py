@@ -256,9 +256,12 @@ class TestOverlap:
     def engine(self, fail_at: int = -1, eos: int = -1) -> OverlappedEngine:
         scheduler = Scheduler(num_blocks=50, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
         return OverlappedEngine(
-            scheduler, LoggingRunner(fail_at), tokenizer=DigitTokenizer(), eos_token_ids=frozenset({eos}),
+            scheduler,
+            LoggingRunner(fail_at),
+            tokenizer=DigitTokenizer(),
+            eos_token_ids=frozenset({eos}),
             max_model_len=100,
-        )  # fmt: skip
+        )
 
     def run(self, engine: OverlappedEngine, steps: int = 60) -> dict[int, dict]:
         outputs = {}
@@ -320,7 +323,6 @@ class TestSiluAndMultiply:
         assert out.shape == (3, inter), f"[tokens, intermediate] expected, got {list(out.shape)}"
         assert torch.allclose(out, expected, atol=1e-5), f"with {inter} columns: silu(first half) * second half, masked"
 
-
     def test_it_computes_in_float32(self):
         torch.manual_seed(0)
         gate_up = (torch.randn(4, 2 * 500) * 3).half()
@@ -328,7 +330,6 @@ class TestSiluAndMultiply:
         expected = (torch.nn.functional.silu(gate) * up).half()
         wrong = int((elementwise.silu_and_multiply(gate_up) != expected).sum())
         assert wrong <= 10, f"{wrong} of 2000 float16 results are not the rounded float32 result: convert before silu"
-
 
     def test_rows_that_were_not_normalised_are_scaled(self):
         torch.manual_seed(0)
@@ -404,9 +405,16 @@ class TestRankSum:
             x = self.values(rank, i, count).to(dtype)
             out = torch.ones(count, dtype=dtype) if onto else x
             all_reduce._all_reduce_kernel[(-(-x.nbytes // self.slice_bytes),)](
-                x, out, peers, count, RANK=rank, RANKS=2, BLOCK=self.slice_bytes // x.element_size(), ONTO=onto,
+                x,
+                out,
+                peers,
+                count,
+                RANK=rank,
+                RANKS=2,
+                BLOCK=self.slice_bytes // x.element_size(),
+                ONTO=onto,
                 PDL=False,
-            )  # fmt: skip
+            )
             shared[rank][size:].view(torch.float32).view(len(calls), 64)[i, :count] = out.float()
 
     @staticmethod
@@ -451,9 +459,7 @@ class TestRankSum:
         counts = torch.full((rank_sum.PROGRAMS.value,), 5, dtype=torch.int32)
         words = [torch.tensor([word], dtype=torch.int32) for word in (stop, note)]
         peers = torch.tensor([tensor.data_ptr() for tensor in (*mailboxes, counts, *words)])
-        all_reduce._all_reduce_kernel[(1,)](
-            x, x, peers, x.numel(), RANK=0, RANKS=ranks, BLOCK=8, ONTO=False, PDL=False
-        )  # fmt: skip
+        all_reduce._all_reduce_kernel[(1,)](x, x, peers, x.numel(), RANK=0, RANKS=ranks, BLOCK=8, ONTO=False, PDL=False)
         return len(looks), int(counts[0]), int(words[1])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -63,9 +63,16 @@ def choose_decode_config(head_dim: int, element_size: int, pairs: int, sm_count:
 
 @lru_cache(maxsize=64)
 def plan_decode(
-    seqs: int, max_context_len: int, heads: int, block_size: int, kv_heads: int, head_dim: int,
-    dtype: torch.dtype, sm_count: int, config: DecodeConfig | None = None,
-) -> DecodePlan:  # fmt: skip
+    seqs: int,
+    max_context_len: int,
+    heads: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    sm_count: int,
+    config: DecodeConfig | None = None,
+) -> DecodePlan:
     """Plan a launch for `seqs` sequences of up to `max_context_len` keys.
 
     Cached: all layers of a step ask for the same plan, and making it takes about half as long as a launch.

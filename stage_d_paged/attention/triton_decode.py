@@ -48,10 +48,24 @@ def slots_of(block, start, key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def online_softmax(
-    q, k_cache, v_cache, table, block, first, step, context_len, pool_column, slot_stride, scale_log2,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    table,
+    block,
+    first,
+    step,
+    context_len,
+    pool_column,
+    slot_stride,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
     `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile; `pool_column` [1, HEAD_PAD] is where a head's
@@ -85,10 +99,19 @@ def online_softmax(
 
 @triton.jit
 def combine(
-    out_rows, partial_out, partial_lse, first, splits, num_splits,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    out_rows,
+    partial_out,
+    partial_lse,
+    first,
+    splits,
+    num_splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the `splits` partial results of each of GROUP rows: one (sequence, KV head) pair.
 
     The cost is waiting for memory, so the loads of AHEAD splits are in flight together and nothing is stored before
@@ -126,10 +149,24 @@ def combine(
 
 @triton.jit
 def write_result(
-    acc, lse, out_rows, partial_out, partial_lse, counter, first, split, splits, num_splits,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-):  # fmt: skip
+    acc,
+    lse,
+    out_rows,
+    partial_out,
+    partial_lse,
+    counter,
+    first,
+    split,
+    splits,
+    num_splits,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+):
     """Store one split's result; the last of several splits to arrive at `counter` combines them all.
 
     `out_rows` points at the output of the group's first head; `first` is that head's row, counted over the batch.
@@ -147,9 +184,19 @@ def write_result(
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(counter, 0)  # ready for the next launch
             combine(
-                out_rows, partial_out, partial_lse, first, splits, num_splits,
-                GROUP, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
-            )  # fmt: skip
+                out_rows,
+                partial_out,
+                partial_lse,
+                first,
+                splits,
+                num_splits,
+                GROUP,
+                ROWS,
+                SPLITS_PAD,
+                AHEAD,
+                HEAD_DIM,
+                HEAD_PAD,
+            )
 
 
 # Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
@@ -207,15 +254,44 @@ def decode_kernel(
     if split >= splits:
         return
     acc, lse = online_softmax(
-        q, k_cache, v_cache, table, block, split * BLOCK_N, splits * BLOCK_N, context_len, kv_head * HEAD_DIM + column,
-        slot_stride, scale_log2, HEAD_DIM, HEAD_PAD, GROUP_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        table,
+        block,
+        split * BLOCK_N,
+        splits * BLOCK_N,
+        context_len,
+        kv_head * HEAD_DIM + column,
+        slot_stride,
+        scale_log2,
+        HEAD_DIM,
+        HEAD_PAD,
+        GROUP_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        PRECISION,
+    )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
-        acc, lse, out + (token * heads + head) * HEAD_DIM, partial_out, partial_lse,
-        arrival_counters + seq * KV_HEADS + kv_head, seq * heads + head, split, splits, num_splits,
-        GROUP, GROUP_PAD, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
-    )  # fmt: skip
+        acc,
+        lse,
+        out + (token * heads + head) * HEAD_DIM,
+        partial_out,
+        partial_lse,
+        arrival_counters + seq * KV_HEADS + kv_head,
+        seq * heads + head,
+        split,
+        splits,
+        num_splits,
+        GROUP,
+        GROUP_PAD,
+        ROWS,
+        SPLITS_PAD,
+        AHEAD,
+        HEAD_DIM,
+        HEAD_PAD,
+    )
 
 
 def decode(
@@ -236,7 +312,22 @@ def decode(
     )
     partial_out, partial_lse = plan.make_partials(query.device)
     decode_kernel[plan.programs,](
-        out, query, k_cache, v_cache, tables, lengths, metadata.cu_seqlens_q, partial_out, partial_lse,
-        arrival_counters, scale * LOG2_E, query.stride(0), k_cache.stride(1), tables.stride(0),
-        plan.num_splits, plan.split_keys, MIXED=metadata.max_query_len > 1, **plan.constants,
-    )  # fmt: skip
+        out,
+        query,
+        k_cache,
+        v_cache,
+        tables,
+        lengths,
+        metadata.cu_seqlens_q,
+        partial_out,
+        partial_lse,
+        arrival_counters,
+        scale * LOG2_E,
+        query.stride(0),
+        k_cache.stride(1),
+        tables.stride(0),
+        plan.num_splits,
+        plan.split_keys,
+        MIXED=metadata.max_query_len > 1,
+        **plan.constants,
+    )

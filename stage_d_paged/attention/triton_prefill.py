@@ -60,10 +60,28 @@ def find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
 
 @triton.jit
 def _attend_to_keys(
-    acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, first, last, position, kv_head, scale_log2,
-    slot_stride, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    highest,
+    q,
+    k_cache,
+    v_cache,
+    k_tiles,
+    v_tiles,
+    table,
+    first,
+    last,
+    position,
+    kv_head,
+    scale_log2,
+    slot_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Continue the online softmax of a query tile over the keys first … last - 1."""
     key = tl.arange(0, BLOCK_N)
     column = tl.arange(0, HEAD_PAD)
@@ -158,13 +176,51 @@ def _prefill_kernel(
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
     acc, total, highest = _attend_to_keys(
-        acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, 0, diagonal, position, kv_head,
-        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        highest,
+        q,
+        k_cache,
+        v_cache,
+        k_tiles,
+        v_tiles,
+        table,
+        0,
+        diagonal,
+        position,
+        kv_head,
+        scale_log2,
+        slot_stride,
+        HEAD_DIM,
+        HEAD_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        False,
+        PRECISION,
+    )
     acc, total, highest = _attend_to_keys(
-        acc, total, highest, q, k_cache, v_cache, k_tiles, v_tiles, table, diagonal, end, position, kv_head,
-        scale_log2, slot_stride, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        highest,
+        q,
+        k_cache,
+        v_cache,
+        k_tiles,
+        v_tiles,
+        table,
+        diagonal,
+        end,
+        position,
+        kv_head,
+        scale_log2,
+        slot_stride,
+        HEAD_DIM,
+        HEAD_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        True,
+        PRECISION,
+    )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
     out_offset = flat_token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head_offset
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=inside)

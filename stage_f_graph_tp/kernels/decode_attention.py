@@ -20,12 +20,34 @@ from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_prev
 
 @triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
 def dependent_decode_kernel(
-    out, query, k_cache, v_cache, block_tables, context_lens, partial_out, partial_lse, arrival_counters,
-    scale_log2, query_stride, slot_stride, table_width, num_splits, split_keys,
-    PDL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    query,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    partial_out,
+    partial_lse,
+    arrival_counters,
+    scale_log2,
+    query_stride,
+    slot_stride,
+    table_width,
+    num_splits,
+    split_keys,
+    PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`."""
     start_next(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
@@ -44,15 +66,44 @@ def dependent_decode_kernel(
     query_offset = seq * query_stride + (head + row) * HEAD_DIM + column
     q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
     acc, lse = online_softmax(
-        q, k_cache, v_cache, table, block, split * BLOCK_N, splits * BLOCK_N, context_len, kv_head * HEAD_DIM + column,
-        slot_stride, scale_log2, HEAD_DIM, HEAD_PAD, GROUP_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        table,
+        block,
+        split * BLOCK_N,
+        splits * BLOCK_N,
+        context_len,
+        kv_head * HEAD_DIM + column,
+        slot_stride,
+        scale_log2,
+        HEAD_DIM,
+        HEAD_PAD,
+        GROUP_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        PRECISION,
+    )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
-        acc, lse, out + (seq * heads + head) * HEAD_DIM, partial_out, partial_lse,
-        arrival_counters + seq * KV_HEADS + kv_head, seq * heads + head, split, splits, num_splits,
-        GROUP, GROUP_PAD, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
-    )  # fmt: skip
+        acc,
+        lse,
+        out + (seq * heads + head) * HEAD_DIM,
+        partial_out,
+        partial_lse,
+        arrival_counters + seq * KV_HEADS + kv_head,
+        seq * heads + head,
+        split,
+        splits,
+        num_splits,
+        GROUP,
+        GROUP_PAD,
+        ROWS,
+        SPLITS_PAD,
+        AHEAD,
+        HEAD_DIM,
+        HEAD_PAD,
+    )
 
 
 class DependentAttention(TritonAttention):
@@ -76,8 +127,21 @@ class DependentAttention(TritonAttention):
         )
         partial_out, partial_lse = plan.make_partials(query.device)
         dependent_decode_kernel[plan.programs,](
-            out, query, k_cache, v_cache, tables, lengths, partial_out, partial_lse,
-            self.arrival_counters(len(lengths) * k_cache.shape[2]), scale * LOG2_E, query.stride(0),
-            k_cache.stride(1), tables.stride(0), plan.num_splits, plan.split_keys,
-            **plan.constants, **pdl_settings(query.device),
-        )  # fmt: skip
+            out,
+            query,
+            k_cache,
+            v_cache,
+            tables,
+            lengths,
+            partial_out,
+            partial_lse,
+            self.arrival_counters(len(lengths) * k_cache.shape[2]),
+            scale * LOG2_E,
+            query.stride(0),
+            k_cache.stride(1),
+            tables.stride(0),
+            plan.num_splits,
+            plan.split_keys,
+            **plan.constants,
+            **pdl_settings(query.device),
+        )

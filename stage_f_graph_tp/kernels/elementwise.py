@@ -154,24 +154,50 @@ def rotate_and_store(
     x, rows_eps = rows if rows is not None else (qkv, 0.0)
     width = 0 if rows is None else x.shape[1]
     _rotate_and_store_kernel[(tokens,)](
-        qkv, query, k_cache, v_cache, cos, sin, positions, slot_mapping, weight, query if bias is None else bias, x,
-        qkv.stride(0), k_cache.stride(1), x.stride(0), eps, rows_eps,
-        HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, HALF=head_dim // 2,
-        HALF_PAD=triton.next_power_of_2(head_dim // 2), HEADS_PAD=triton.next_power_of_2(all_heads),
-        HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
-        ROWS=width, ROWS_PAD=triton.next_power_of_2(max(1, width)),
-        num_warps=rotation_warps(tokens), **pdl_settings(qkv.device),
-    )  # fmt: skip
+        qkv,
+        query,
+        k_cache,
+        v_cache,
+        cos,
+        sin,
+        positions,
+        slot_mapping,
+        weight,
+        query if bias is None else bias,
+        x,
+        qkv.stride(0),
+        k_cache.stride(1),
+        x.stride(0),
+        eps,
+        rows_eps,
+        HEADS=num_heads,
+        KV_HEADS=(all_heads - num_heads) // 2,
+        HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HEADS_PAD=triton.next_power_of_2(all_heads),
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        ROWS=width,
+        ROWS_PAD=triton.next_power_of_2(max(1, width)),
+        num_warps=rotation_warps(tokens),
+        **pdl_settings(qkv.device),
+    )
     return query
 
 
 @triton.jit
 def _silu_and_multiply_kernel(
-    gate_up, out, rows, rows_stride, eps,
-    INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up,
+    out,
+    rows,
+    rows_stride,
+    eps,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
-    ROWS_PAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    ROWS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
@@ -199,16 +225,23 @@ def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None) -> Tensor:
     block = min(most, triton.next_power_of_2(width // 2))
     grid = (tokens, triton.cdiv(width // 2, block))
     _silu_and_multiply_kernel[grid](
-        gate_up, out, x, x.stride(0), eps, INTERMEDIATE=width // 2, BLOCK=block, ROWS=size,
-        ROWS_PAD=triton.next_power_of_2(max(1, size)), num_warps=warps, **pdl_settings(gate_up.device),
-    )  # fmt: skip
+        gate_up,
+        out,
+        x,
+        x.stride(0),
+        eps,
+        INTERMEDIATE=width // 2,
+        BLOCK=block,
+        ROWS=size,
+        ROWS_PAD=triton.next_power_of_2(max(1, size)),
+        num_warps=warps,
+        **pdl_settings(gate_up.device),
+    )
     return out
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     inside = column < SIZE

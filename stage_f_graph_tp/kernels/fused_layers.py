@@ -114,9 +114,16 @@ class FusedLayer(nn.Module):
         cos, sin, positions = rotation
         packed = F.linear(x, attention.qkv_proj.weight).view(x.shape[0], -1, attention.head_dim)
         return rotate_and_store(
-            packed, attention.num_heads, (cos, sin), positions, layer_cache, slots, self._head_norm, rows,
+            packed,
+            attention.num_heads,
+            (cos, sin),
+            positions,
+            layer_cache,
+            slots,
+            self._head_norm,
+            rows,
             attention.qkv_proj.bias,
-        )  # fmt: skip
+        )
 
     def _skinny_queries(
         self, stream: Stream, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor
@@ -125,9 +132,17 @@ class FusedLayer(nn.Module):
         attention, qkv = self.self_attn, self.self_attn.qkv_proj
         cos, sin, positions = rotation
         return qkv_rotate(
-            stream, self.input_layernorm.eps, qkv.weight, qkv.bias, attention.num_heads, (cos, sin), positions,
-            layer_cache, slots, self._head_norm,
-        )  # fmt: skip
+            stream,
+            self.input_layernorm.eps,
+            qkv.weight,
+            qkv.bias,
+            attention.num_heads,
+            (cos, sin),
+            positions,
+            layer_cache,
+            slots,
+            self._head_norm,
+        )
 
     @property
     def _head_norm(self) -> tuple[Tensor, float] | None:
@@ -170,9 +185,7 @@ def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TO
     arrival_counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     move_norm_weights(model)
     last = model.layers[-1]
-    layers = [
-        FusedLayer(layer, backend, arrival_counters, skinny_max_tokens, layer is last) for layer in model.layers
-    ]
+    layers = [FusedLayer(layer, backend, arrival_counters, skinny_max_tokens, layer is last) for layer in model.layers]
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
     model.layers = nn.ModuleList(layers)

@@ -80,9 +80,14 @@ def sum_squares(x: Tensor) -> Stream:
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
     pad = _power_of_2(hidden)
     sum_squares_kernel[(tokens,)](
-        x, x.stride(0), squares, SIZE=hidden, SIZE_PAD=pad, num_warps=min(8, max(1, pad // 512)),
+        x,
+        x.stride(0),
+        squares,
+        SIZE=hidden,
+        SIZE_PAD=pad,
+        num_warps=min(8, max(1, pad // 512)),
         **pdl_settings(x.device),
-    )  # fmt: skip
+    )
     return Stream(x, squares)
 
 
@@ -130,13 +135,33 @@ def qkv_rotate(
     parts = len(stream.squares)
     grid = heads * ceil_div(half, pairs), ceil_div(tokens, _token_block(tokens))
     qkv_rotate_kernel[grid](
-        stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight,
-        weight if bias is None else bias, query, k_cache, v_cache, k_cache.stride(1), *rotary, positions, slot_mapping,
-        head_weight, head_eps,
-        SIZE=hidden, PARTS=_power_of_2(parts), HEADS=num_heads, KV_HEADS=kv_heads, HALF=half, PAIRS=pairs,
-        HAS_BIAS=bias is not None, HAS_NORM=head_norm is not None,
+        stream.x,
+        stream.x.stride(0),
+        stream.squares,
+        parts,
+        tokens,
+        eps,
+        weight,
+        weight if bias is None else bias,
+        query,
+        k_cache,
+        v_cache,
+        k_cache.stride(1),
+        *rotary,
+        positions,
+        slot_mapping,
+        head_weight,
+        head_eps,
+        SIZE=hidden,
+        PARTS=_power_of_2(parts),
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=half,
+        PAIRS=pairs,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=head_norm is not None,
         **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages),
-    )  # fmt: skip
+    )
     return query
 
 
@@ -158,17 +183,31 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
     parts = len(stream.squares)
     gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, _token_block(tokens))](
-        stream.x, stream.x.stride(0), stream.squares, parts, tokens, eps, weight, out,
-        SIZE=hidden, PARTS=_power_of_2(parts), INTERMEDIATE=intermediate, BLOCK_N=tiles.rows,
+        stream.x,
+        stream.x.stride(0),
+        stream.squares,
+        parts,
+        tokens,
+        eps,
+        weight,
+        out,
+        SIZE=hidden,
+        PARTS=_power_of_2(parts),
+        INTERMEDIATE=intermediate,
+        BLOCK_N=tiles.rows,
         **_settings(tokens, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages),
-    )  # fmt: skip
+    )
     return out
 
 
 def product_add(
-    x: Tensor, weight: Tensor, residual: Tensor, arrival_counters: Tensor, tiles: Tiles | None = None,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    arrival_counters: Tensor,
+    tiles: Tiles | None = None,
     peers: Peers | None = None,
-) -> Stream:  # fmt: skip
+) -> Stream:
     """Compute `residual + x Wᵀ`, written over `residual`, and the squares that its norm needs.
 
     Args:
@@ -196,11 +235,24 @@ def product_add(
     space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
     squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
     product_add_kernel[*blocks, tiles.splits](
-        x, x.stride(0), tokens, weight, residual, residual.stride(0), squares, partial, arrival_counters,
-        arrival_counters if peers is None else peers.addresses, SIZE=in_features, OUT_SIZE=out_features,
-        SPLITS=tiles.splits, BLOCK_N=tiles.rows, RANK=peers.rank if peers else 0, RANKS=peers.size if peers else 1,
+        x,
+        x.stride(0),
+        tokens,
+        weight,
+        residual,
+        residual.stride(0),
+        squares,
+        partial,
+        arrival_counters,
+        arrival_counters if peers is None else peers.addresses,
+        SIZE=in_features,
+        OUT_SIZE=out_features,
+        SPLITS=tiles.splits,
+        BLOCK_N=tiles.rows,
+        RANK=peers.rank if peers else 0,
+        RANKS=peers.size if peers else 1,
         **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages),
-    )  # fmt: skip
+    )
     return Stream(residual, squares)
 
 

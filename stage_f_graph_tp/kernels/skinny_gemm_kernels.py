@@ -48,10 +48,21 @@ def row_scale(sums, SIZE: tl.constexpr, eps):
 
 @triton.jit
 def _paired_products(
-    x, x_stride, token, token_inside, weight, first, pairs, distance,
-    SIZE: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_stride,
+    token,
+    token_inside,
+    weight,
+    first,
+    pairs,
+    distance,
+    SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, by the tokens.
 
     It is one product of twice the height; its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
@@ -81,14 +92,37 @@ def sum_squares_kernel(x, x_stride, squares, SIZE: tl.constexpr, SIZE_PAD: tl.co
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def qkv_rotate_kernel(
-    x, x_stride, squares, parts, tokens, eps, weight, bias,
-    query, k_cache, v_cache, slot_stride, cos, sin, positions, slot_mapping, head_norm_weight, head_norm_eps,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    x,
+    x_stride,
+    squares,
+    parts,
+    tokens,
+    eps,
+    weight,
+    bias,
+    query,
+    k_cache,
+    v_cache,
+    slot_stride,
+    cos,
+    sin,
+    positions,
+    slot_mapping,
+    head_norm_weight,
+    head_norm_eps,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     PAIRS: tl.constexpr,  # pairs (i, i + HALF) per program
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply by PAIRS pairs of one head's rows; then bias, norm of the head, rotation, and store."""
     blocks: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
     head = tl.program_id(0) // blocks
@@ -111,9 +145,21 @@ def qkv_rotate_kernel(
     wait_for_previous(PDL)
     sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     y1, y2 = _paired_products(
-        x, x_stride, token, token_inside, weight, head * (2 * HALF) + first_pair, HALF - first_pair, HALF,
-        SIZE, SIZE % BLOCK_K == 0 and HALF % PAIRS == 0, BLOCK_M, PAIRS, BLOCK_K, PRECISION,
-    )  # fmt: skip
+        x,
+        x_stride,
+        token,
+        token_inside,
+        weight,
+        head * (2 * HALF) + first_pair,
+        HALF - first_pair,
+        HALF,
+        SIZE,
+        SIZE % BLOCK_K == 0 and HALF % PAIRS == 0,
+        BLOCK_M,
+        PAIRS,
+        BLOCK_K,
+        PRECISION,
+    )
     scale = row_scale(sums, SIZE, eps)
     y1 *= scale
     y2 *= scale
@@ -146,10 +192,23 @@ def qkv_rotate_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def gate_up_silu_kernel(
-    x, x_stride, squares, parts, tokens, eps, weight, out,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, INTERMEDIATE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_stride,
+    squares,
+    parts,
+    tokens,
+    eps,
+    weight,
+    out,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
@@ -159,9 +218,21 @@ def gate_up_silu_kernel(
     wait_for_previous(PDL)
     sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
     gate, up = _paired_products(
-        x, x_stride, token, token_inside, weight, first, INTERMEDIATE - first, INTERMEDIATE,
-        SIZE, SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-    )  # fmt: skip
+        x,
+        x_stride,
+        token,
+        token_inside,
+        weight,
+        first,
+        INTERMEDIATE - first,
+        INTERMEDIATE,
+        SIZE,
+        SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PRECISION,
+    )
     scale = row_scale(sums, SIZE, eps)
     gate *= scale
     target = token.to(tl.int64)[None, :] * INTERMEDIATE + row[:, None]
@@ -171,11 +242,27 @@ def gate_up_silu_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_add_kernel(
-    x, x_stride, tokens, weight, residual, residual_stride, squares, partial, arrival_counters, peers,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    x,
+    x_stride,
+    tokens,
+    weight,
+    residual,
+    residual_stride,
+    squares,
+    partial,
+    arrival_counters,
+    peers,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; sum the squares."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens

@@ -65,10 +65,15 @@ def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *
 def shape_macros(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, trace: bool = False) -> tuple[str, ...]:
     """Return the macros that `csrc/stage_f/shape.cuh` takes the kernel's sizes from; arguments as of `load_kernel`."""
     sizes = {
-        "LAYERS": config.num_layers, "HIDDEN": config.hidden_size, "INTERMEDIATE": config.intermediate_size,
-        "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads, "HEAD_DIM": config.head_dim,
-        "VOCAB": config.vocab_size, "GRID": min(multiprocessors, MAX_BLOCKS, config.intermediate_size // 2),
-    }  # fmt: skip
+        "LAYERS": config.num_layers,
+        "HIDDEN": config.hidden_size,
+        "INTERMEDIATE": config.intermediate_size,
+        "HEADS": config.num_heads,
+        "KV_HEADS": config.num_kv_heads,
+        "HEAD_DIM": config.head_dim,
+        "VOCAB": config.vocab_size,
+        "GRID": min(multiprocessors, MAX_BLOCKS, config.intermediate_size // 2),
+    }
     defines = [f"SIX_{name}={size}" for name, size in sizes.items()]
     return *defines, *["SIX_HALF"] * (dtype == torch.float16), *["SIX_TRACE"] * trace
 
@@ -179,10 +184,25 @@ class Megakernel:
             self._steps_left = self.max_steps
         self._steps_left -= 1
         self._launch(
-            *self._weights, kv_cache, last_tokens, batch_slots, positions, slot_mapping, block_tables, context_lens,
-            temperatures, noise_keys, logits, result, self.workspace, trace, *self._sizes, self.flags, self.timeout_ms,
+            *self._weights,
+            kv_cache,
+            last_tokens,
+            batch_slots,
+            positions,
+            slot_mapping,
+            block_tables,
+            context_lens,
+            temperatures,
+            noise_keys,
+            logits,
+            result,
+            self.workspace,
+            trace,
+            *self._sizes,
+            self.flags,
+            self.timeout_ms,
             self._kernel,
-        )  # fmt: skip
+        )
 
     @property
     def failure(self) -> Tensor:
@@ -225,7 +245,13 @@ def _pointers(layer: DecoderLayer, num_heads: int) -> list[int]:
     if attention.qk_norm is not None:
         norms = [attention.qk_norm.weight[0], attention.qk_norm.weight[num_heads]]  # every head's row is the same
     tensors = [
-        layer.input_layernorm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, *norms,
-        attention.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight,
-    ]  # fmt: skip
+        layer.input_layernorm.weight,
+        attention.qkv_proj.weight,
+        attention.qkv_proj.bias,
+        *norms,
+        attention.o_proj.weight,
+        layer.post_attention_layernorm.weight,
+        mlp.gate_up_proj.weight,
+        mlp.down_proj.weight,
+    ]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

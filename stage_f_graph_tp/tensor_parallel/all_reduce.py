@@ -36,12 +36,14 @@ TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may ha
 def _all_reduce_kernel(
     x,  # [count]
     out,  # [count]: where the sum goes
-    peers, count,
-    RANK: tl.constexpr, RANKS: tl.constexpr,
+    peers,
+    count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,  # elements in a slice
     ONTO: tl.constexpr,  # add the sum to what is in out
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     place = tl.arange(0, BLOCK)
     column = tl.program_id(0) * BLOCK + place
     inside = column < count
@@ -157,9 +159,17 @@ class OneShotAllReduce:
         most = CAPACITY // x.element_size()
         for part, into in zip(x.view(-1).split(most), out.view(-1).split(most), strict=True):
             _all_reduce_kernel[(triton.cdiv(part.nbytes, slice_bytes),)](
-                part, into, self.peers.addresses, part.numel(), RANK=self.rank, RANKS=self.size,
-                BLOCK=slice_bytes // x.element_size(), ONTO=residual is not None, num_warps=8, **pdl_settings(x.device),
-            )  # fmt: skip
+                part,
+                into,
+                self.peers.addresses,
+                part.numel(),
+                RANK=self.rank,
+                RANKS=self.size,
+                BLOCK=slice_bytes // x.element_size(),
+                ONTO=residual is not None,
+                num_warps=8,
+                **pdl_settings(x.device),
+            )
         return out
 
     def stop(self) -> None:

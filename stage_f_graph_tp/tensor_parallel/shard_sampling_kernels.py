@@ -72,9 +72,17 @@ def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first
     stretches = triton.cdiv(columns, SPAN)
     winners = torch.empty(4, rows, stretches, dtype=torch.float32, device=scores.device)
     _best_of_stretch_kernel[(rows, stretches)](
-        scores, temperatures, noise_keys, winners, first, columns, scores.stride(0), SPAN=SPAN,
-        NATIVE=isinstance(_best_of_stretch_kernel, triton.JITFunction), num_warps=8,
-    )  # fmt: skip
+        scores,
+        temperatures,
+        noise_keys,
+        winners,
+        first,
+        columns,
+        scores.stride(0),
+        SPAN=SPAN,
+        NATIVE=isinstance(_best_of_stretch_kernel, triton.JITFunction),
+        num_warps=8,
+    )
     return winners
 
 
@@ -83,7 +91,12 @@ def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
     ranks, _, rows, stretches = winners.shape
     ids = torch.empty(rows, dtype=torch.int64, device=winners.device)
     _best_of_row_kernel[(rows,)](
-        ids, temperatures, winners, stretches, ranks * stretches,
-        COUNT_PAD=triton.next_power_of_2(ranks * stretches), num_warps=1,
-    )  # fmt: skip
+        ids,
+        temperatures,
+        winners,
+        stretches,
+        ranks * stretches,
+        COUNT_PAD=triton.next_power_of_2(ranks * stretches),
+        num_warps=1,
+    )
     return ids

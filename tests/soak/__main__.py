@@ -56,11 +56,20 @@ def main() -> int:
     counted = asdict(tally)
     kind = "soak-http" if arguments.http else "soak"
     result = {
-        "kind": "soak", "environment": where, "tally": counted, "wrong": wrong, "rows": counted.pop("samples"),
-        "options": {"minutes": arguments.minutes, "model": llm.source.name, "device": str(llm.device),
-                    "http": arguments.http, **OPTIONS},
+        "kind": "soak",
+        "environment": where,
+        "tally": counted,
+        "wrong": wrong,
+        "rows": counted.pop("samples"),
+        "options": {
+            "minutes": arguments.minutes,
+            "model": llm.source.name,
+            "device": str(llm.device),
+            "http": arguments.http,
+            **OPTIONS,
+        },
         "counters": counters,
-    }  # fmt: skip
+    }
     for folder, name in ((LOCAL, kind), (RESULTS, f"{kind}-{arguments.publish}" if arguments.publish else "")):
         if name:
             write(result, folder / f"{name}.json")

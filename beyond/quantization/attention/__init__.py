@@ -23,6 +23,4 @@ def use_eight_bits(
         from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
 
         return QuantizedTritonAttention(device, dtype, head_dim)
-    raise ValueError(
-        f"attention_backend={backend.name!r} cannot read an 8-bit KV cache; use 'triton' or 'reference'"
-    )
+    raise ValueError(f"attention_backend={backend.name!r} cannot read an 8-bit KV cache; use 'triton' or 'reference'")

@@ -29,10 +29,27 @@ from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, wri
 
 @triton.jit
 def quantized_online_softmax(
-    q, k_values, v_values, k_scales, v_scales, table, block, first, step, context_len, kv_head, slot_stride, scale_log2,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, GROUP_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    table,
+    block,
+    first,
+    step,
+    context_len,
+    kv_head,
+    slot_stride,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
     `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile. Returns (values [GROUP_PAD, HEAD_PAD], log2 of
@@ -73,13 +90,37 @@ def quantized_online_softmax(
 # Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
 @triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
 def quantized_decode_kernel(
-    out, query, k_values, v_values, k_scales, v_scales, block_tables, context_lens, cu_seqlens_q, partial_out,
-    partial_lse, arrival_counters, scale_log2, query_stride, slot_stride, table_width, num_splits, split_keys,
+    out,
+    query,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    block_tables,
+    context_lens,
+    cu_seqlens_q,
+    partial_out,
+    partial_lse,
+    arrival_counters,
+    scale_log2,
+    query_stride,
+    slot_stride,
+    table_width,
+    num_splits,
+    split_keys,
     MIXED: tl.constexpr,  # the batch also has sequences of several queries, which the prefill kernel serves
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the scales."""
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
@@ -101,20 +142,50 @@ def quantized_decode_kernel(
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
     q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
     acc, lse = quantized_online_softmax(
-        q, k_values, v_values, k_scales, v_scales, table, block, split * BLOCK_N, splits * BLOCK_N, context_len,
-        kv_head, slot_stride, scale_log2, KV_HEADS, HEAD_DIM, HEAD_PAD, GROUP_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
-    )  # fmt: skip
+        q,
+        k_values,
+        v_values,
+        k_scales,
+        v_scales,
+        table,
+        block,
+        split * BLOCK_N,
+        splits * BLOCK_N,
+        context_len,
+        kv_head,
+        slot_stride,
+        scale_log2,
+        KV_HEADS,
+        HEAD_DIM,
+        HEAD_PAD,
+        GROUP_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        PRECISION,
+    )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
-        acc, lse, out + (token * heads + head) * HEAD_DIM, partial_out, partial_lse,
-        arrival_counters + seq * KV_HEADS + kv_head, seq * heads + head, split, splits, num_splits,
-        GROUP, GROUP_PAD, ROWS, SPLITS_PAD, AHEAD, HEAD_DIM, HEAD_PAD,
-    )  # fmt: skip
+        acc,
+        lse,
+        out + (token * heads + head) * HEAD_DIM,
+        partial_out,
+        partial_lse,
+        arrival_counters + seq * KV_HEADS + kv_head,
+        seq * heads + head,
+        split,
+        splits,
+        num_splits,
+        GROUP,
+        GROUP_PAD,
+        ROWS,
+        SPLITS_PAD,
+        AHEAD,
+        HEAD_DIM,
+        HEAD_PAD,
+    )
 
 
-def choose_quantized_config(
-    pairs: int, head_dim: int, element_size: int, stored: torch.dtype
-) -> DecodeConfig | None:  # fmt: skip
+def choose_quantized_config(pairs: int, head_dim: int, element_size: int, stored: torch.dtype) -> DecodeConfig | None:
     """Choose by what was tried on an H200 with 32 contexts of 640 and of 4096; None is stage D's choice.
 
     With int8 and heads of 128, one warp per program was the fastest, which never waits for other warps. Other formats
@@ -150,7 +221,24 @@ def decode(
     constants = plan.constants | {"GROUP_PAD": max(8, plan.constants["ROWS"])}  # columns of the products here
     partial_out, partial_lse = plan.make_partials(query.device)
     quantized_decode_kernel[plan.programs,](
-        out, query, values, v_cache.values, k_cache.scales, v_cache.scales, tables, lengths, metadata.cu_seqlens_q,
-        partial_out, partial_lse, arrival_counters, scale * LOG2_E, query.stride(0), values.stride(1), tables.stride(0),
-        plan.num_splits, plan.split_keys, MIXED=metadata.max_query_len > 1, **constants,
-    )  # fmt: skip
+        out,
+        query,
+        values,
+        v_cache.values,
+        k_cache.scales,
+        v_cache.scales,
+        tables,
+        lengths,
+        metadata.cu_seqlens_q,
+        partial_out,
+        partial_lse,
+        arrival_counters,
+        scale * LOG2_E,
+        query.stride(0),
+        values.stride(1),
+        tables.stride(0),
+        plan.num_splits,
+        plan.split_keys,
+        MIXED=metadata.max_query_len > 1,
+        **constants,
+    )

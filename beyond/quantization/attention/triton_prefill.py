@@ -38,10 +38,29 @@ def choose_prefill_config(element_size: int) -> PrefillConfig:
 
 @triton.jit
 def _attend_to_keys(
-    acc, total, highest, q, k_values, v_values, k_scales, v_scales, table, first, last, position, kv_head, scale_log2,
-    slot_stride, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    highest,
+    q,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    table,
+    first,
+    last,
+    position,
+    kv_head,
+    scale_log2,
+    slot_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Continue the online softmax of a query tile over the keys first … last - 1."""
     key = tl.arange(0, BLOCK_N)
     column = tl.arange(0, HEAD_PAD)[None, :]
@@ -78,11 +97,29 @@ def _attend_to_keys(
 # Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
 @triton.jit(do_not_specialize=["table_width", "num_seqs"])
 def quantized_prefill_kernel(
-    out, query, k_values, v_values, k_scales, v_scales, block_tables, context_lens, cu_seqlens_q, scale_log2,
-    query_stride, slot_stride, table_width, num_seqs,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    out,
+    query,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    block_tables,
+    context_lens,
+    cu_seqlens_q,
+    scale_log2,
+    query_stride,
+    slot_stride,
+    table_width,
+    num_seqs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Attend with one tile of queries per program; the arguments are those of stage D's kernel, and the scales."""
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens per query tile
     kv_head = tl.program_id(0) % KV_HEADS
@@ -115,13 +152,53 @@ def quantized_prefill_kernel(
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
     acc, total, highest = _attend_to_keys(
-        acc, total, highest, q, k_values, v_values, k_scales, v_scales, table, 0, diagonal, position, kv_head,
-        scale_log2, slot_stride, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        highest,
+        q,
+        k_values,
+        v_values,
+        k_scales,
+        v_scales,
+        table,
+        0,
+        diagonal,
+        position,
+        kv_head,
+        scale_log2,
+        slot_stride,
+        KV_HEADS,
+        HEAD_DIM,
+        HEAD_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        False,
+        PRECISION,
+    )
     acc, total, highest = _attend_to_keys(
-        acc, total, highest, q, k_values, v_values, k_scales, v_scales, table, diagonal, end, position, kv_head,
-        scale_log2, slot_stride, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        highest,
+        q,
+        k_values,
+        v_values,
+        k_scales,
+        v_scales,
+        table,
+        diagonal,
+        end,
+        position,
+        kv_head,
+        scale_log2,
+        slot_stride,
+        KV_HEADS,
+        HEAD_DIM,
+        HEAD_PAD,
+        BLOCK_SIZE,
+        BLOCK_N,
+        True,
+        PRECISION,
+    )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
     out_offset = flat_token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head_offset
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=inside)
@@ -129,10 +206,22 @@ def quantized_prefill_kernel(
 
 @triton.jit(do_not_specialize=["table_width"])
 def dequantize_blocks_kernel(
-    keys, values, k_values, v_values, k_scales, v_scales, block_tables, context_lens, cu_seqlens_q, table_width,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    keys,
+    values,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    block_tables,
+    context_lens,
+    cu_seqlens_q,
+    table_width,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """Write TOKENS keys and values of one head as `value * scale`, to the block that is numbered as its table entry."""
     entry = tl.program_id(0)
     seq = entry // table_width
@@ -172,11 +261,23 @@ def dequantize_blocks(
     keys, values = torch.empty(2, seqs * width, block_size, kv_heads, head_dim, dtype=dtype, device=device)
     tokens = min(TOKENS_PER_PROGRAM, triton.next_power_of_2(block_size))
     dequantize_blocks_kernel[seqs * width, kv_heads * triton.cdiv(block_size, tokens)](
-        keys, values, k_cache.values, v_cache.values, k_cache.scales, v_cache.scales, metadata.block_tables,
-        metadata.context_lens, metadata.cu_seqlens_q, width,
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size,
-        TOKENS=tokens, num_warps=4,
-    )  # fmt: skip
+        keys,
+        values,
+        k_cache.values,
+        v_cache.values,
+        k_cache.scales,
+        v_cache.scales,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        width,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        TOKENS=tokens,
+        num_warps=4,
+    )
     return keys, values, torch.arange(seqs * width, dtype=torch.int32, device=device).view(seqs, width)
 
 
@@ -202,11 +303,28 @@ def prefill(
     block_m = max(config.block_m, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + seqs
     quantized_prefill_kernel[(tiles * kv_heads,)](
-        out, query, values, v_cache.values, k_cache.scales, v_cache.scales, metadata.block_tables,
-        metadata.context_lens, metadata.cu_seqlens_q, scale * LOG2_E, query.stride(0), values.stride(1),
-        metadata.block_tables.stride(0), seqs,
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=config.block_n,
+        out,
+        query,
+        values,
+        v_cache.values,
+        k_cache.scales,
+        v_cache.scales,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        scale * LOG2_E,
+        query.stride(0),
+        values.stride(1),
+        metadata.block_tables.stride(0),
+        seqs,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
         PRECISION="ieee" if query.dtype.itemsize == 4 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

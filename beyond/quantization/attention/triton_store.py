@@ -33,14 +33,29 @@ def _to_8_bits(scaled, dtype: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv, query, k_values, v_values, k_scales, v_scales, cos, sin, positions, slot_mapping, norm_weight,
-    qkv_stride, slot_stride, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    qkv,
+    query,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    cos,
+    sin,
+    positions,
+    slot_mapping,
+    norm_weight,
+    qkv_stride,
+    slot_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr,  # a power of two, for all of them
-    HAS_NORM: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+    HAS_NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Norm and rotate the heads of one token; write the queries as they are, keys and values in 8 bits."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, HEADS_PAD)  # [HEADS_PAD]; queries, then keys, then values
@@ -106,22 +121,51 @@ def rotate_and_store(
     query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     weight, eps = norm if norm is not None else (query, 0.0)
     _rotate_and_store_kernel[(tokens,)](
-        qkv, query, k_cache.values, v_cache.values, k_cache.scales, v_cache.scales, *rotary, positions, slot_mapping,
-        weight, qkv.stride(0), k_cache.values.stride(1), eps,
-        HEADS=num_heads, KV_HEADS=(all_heads - num_heads) // 2, BLOCK_SIZE=k_cache.values.shape[1],
-        HALF=head_dim // 2, HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        HEADS_PAD=triton.next_power_of_2(all_heads), HAS_NORM=norm is not None, LARGEST=LARGEST[k_cache.values.dtype],
+        qkv,
+        query,
+        k_cache.values,
+        v_cache.values,
+        k_cache.scales,
+        v_cache.scales,
+        *rotary,
+        positions,
+        slot_mapping,
+        weight,
+        qkv.stride(0),
+        k_cache.values.stride(1),
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=(all_heads - num_heads) // 2,
+        BLOCK_SIZE=k_cache.values.shape[1],
+        HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HEADS_PAD=triton.next_power_of_2(all_heads),
+        HAS_NORM=norm is not None,
+        LARGEST=LARGEST[k_cache.values.dtype],
         num_warps=rotation_warps(tokens),
-    )  # fmt: skip
+    )
     return query
 
 
 @triton.jit
 def _store_kernel(
-    key, value, k_values, v_values, k_scales, v_scales, slot_mapping, key_stride, value_stride, slot_stride,
-    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+    key,
+    value,
+    k_values,
+    v_values,
+    k_scales,
+    v_scales,
+    slot_mapping,
+    key_stride,
+    value_stride,
+    slot_stride,
+    KV_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Write the keys and values of one token in 8 bits."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -150,9 +194,21 @@ def store(key: Tensor, value: Tensor, k_cache: Quantized, v_cache: Quantized, sl
         if tensor.stride(1) != head_dim or tensor.stride(2) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; a token's heads must be adjacent: {[head_dim, 1]}")
     _store_kernel[(tokens,)](
-        key, value, k_cache.values, v_cache.values, k_cache.scales, v_cache.scales, slot_mapping,
-        key.stride(0), value.stride(0), k_cache.values.stride(1),
-        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), HEAD_DIM=head_dim,
-        HEAD_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=k_cache.values.shape[1],
-        LARGEST=LARGEST[k_cache.values.dtype], num_warps=4,
-    )  # fmt: skip
+        key,
+        value,
+        k_cache.values,
+        v_cache.values,
+        k_cache.scales,
+        v_cache.scales,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        k_cache.values.stride(1),
+        KV_HEADS=kv_heads,
+        HEADS_PAD=triton.next_power_of_2(kv_heads),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=k_cache.values.shape[1],
+        LARGEST=LARGEST[k_cache.values.dtype],
+        num_warps=4,
+    )

@@ -1,7 +1,7 @@
 """Hidden tests of lab A, to extend: cases that follow from each student's own seed.
 
-    make grade-a LAB_TESTS=labs/pack/hidden            (seed 0)
-    python -m labs.batch a submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
+make grade-a LAB_TESTS=labs/pack/hidden            (seed 0)
+python -m labs.batch a submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
 """
 
 from labs.tests import test_lab_a as public

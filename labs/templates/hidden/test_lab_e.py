@@ -1,7 +1,7 @@
 """Hidden tests of lab E, to extend: cases that follow from each student's own seed.
 
-    make grade-e LAB_TESTS=labs/pack/hidden            (seed 0)
-    python -m labs.batch e submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
+make grade-e LAB_TESTS=labs/pack/hidden            (seed 0)
+python -m labs.batch e submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
 """
 
 from labs.tests import test_lab_e as public

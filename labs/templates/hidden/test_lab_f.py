@@ -1,7 +1,7 @@
 """Hidden tests of lab F, to extend: cases that follow from each student's own seed.
 
-    make grade-f LAB_TESTS=labs/pack/hidden            (seed 0)
-    python -m labs.batch f submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
+make grade-f LAB_TESTS=labs/pack/hidden            (seed 0)
+python -m labs.batch f submissions/ results/ --tests labs/pack/hidden --seed-secret FILE
 """
 
 from labs.tests import test_lab_f as public
