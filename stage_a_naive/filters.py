@@ -1,6 +1,14 @@
 """Temperature, top-k, top-p and min-p: which tokens may be sampled at all, and with what probabilities.
 
-They are applied in the order of Hugging Face's generation pipeline: temperature, top-k, top-p, min-p.
+They are applied in the order of Hugging Face's generation pipeline: temperature, top-k, top-p, min-p. All three filters
+keep the tokens down to some score, so together they are one number per row, the *cut-off*, and tokens that score alike
+stay or go together.
+
+top-p compares sums of probabilities. Sums of floating-point numbers depend on the order of the additions, and so would
+the token at the edge: on the device, on the batch, on how a kernel divides its work. Here scores and probabilities are
+integers. A token's *distance* is how far its score lies below the best one, in steps of 2**-25; its *weight* is
+`exp(-distance)` in steps of 2**-40, from arithmetic that is written out. Integers add up to the same sum in any order,
+so every stage, on any device, cuts the same logits at the same token.
 """
 
 from __future__ import annotations
@@ -12,25 +20,59 @@ from torch import Tensor
 
 from stage_a_naive.params import SamplingParams
 
+SMALLEST = torch.finfo(torch.float32).tiny  # a temperature that float32 cannot hold would be 0, and 0 / 0 no number
+HOTTEST = 1e30  # hotter, the noise alone decides, as it does here; but -inf / inf is no number
+STEPS = 2**25  # of a distance, per unit of the scaled score
+BEYOND = 32 - 2**-19  # a distance that weighs nothing any more, and the largest: 32 times 2**25 would not fit 30 bits
+FARTHEST = int(BEYOND * STEPS)
+HALVINGS = math.log2(math.e) / STEPS  # exp(-1 / STEPS) is 2 to minus this
+# 2**-x for x from 0 to 1, to 1.7e-7: of the polynomials of degree 6, about the one with the smallest largest error.
+EXP2 = (1.0, -0.69314706, 0.24022436, -0.055490755, 0.009579177, -0.0012747458, 0.0001090224)
+
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Apply temperature, top-k, top-p and min-p to one row `[vocab]`; in the new row, filtered tokens are -inf."""
-    # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing. One that
-    # float32 cannot hold would be 0, and 0 / 0 no number.
-    logits = (logits - logits.max()) / max(params.temperature, torch.finfo(torch.float32).tiny)
-    if 0 < params.top_k < logits.numel():
-        kth_value = logits.topk(params.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth_value, -math.inf)
+    # Subtracting the maximum first changes no probability and keeps a very small temperature from overflowing.
+    temperature = torch.tensor(min(max(params.temperature, SMALLEST), HOTTEST))
+    scaled = (logits - logits.max()) * (1 / temperature)
+    if not params.filters(logits.numel()):
+        return scaled
+    distance = distances(scaled)
+    return scaled.masked_fill(distance > cut_off(distance, params), -math.inf)
+
+
+def cut_off(distance: Tensor, params: SamplingParams) -> Tensor:
+    """Return the largest distance that top-k, top-p and min-p keep in one row `[vocab]`: an integer `[]`."""
+    nearest = distance.sort().values
+    last = nearest[params.top_k - 1 if 0 < params.top_k < len(nearest) else -1]
     if params.top_p < 1:
-        ordered, order = logits.sort(descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        mass_before = probs.cumsum(-1) - probs
-        beyond = mass_before >= params.top_p
-        beyond[:1].zero_()  # the likeliest token stays, also where float32 takes a tiny top_p for 0
-        # A mask and not a list of indices, whose length the CPU would have to wait for.
-        outside = torch.zeros_like(beyond).scatter(0, order, beyond)
-        logits = logits.masked_fill(outside, -math.inf)
-    if params.min_p > 0:
-        # p >= min_p * p_max, in logarithms; the maximum is 0 by construction.
-        logits = logits.masked_fill(logits < math.log(params.min_p), -math.inf)
-    return logits
+        # The smallest set of the likeliest tokens whose probability, among those that top-k has left, reaches p.
+        mass = weights(nearest).masked_fill(nearest > last, 0).cumsum(0)
+        wanted = (mass[-1].double() * torch.tensor(params.top_p).double()).long().clamp(min=1)
+        last = nearest.take(torch.searchsorted(mass, wanted))
+    return last.clamp(max=farthest_for(params.min_p))
+
+
+def farthest_for(min_p: float) -> int:
+    """Return the largest distance of a token that is at least `min_p` times as likely as the likeliest."""
+    return min(int(-math.log(min_p) * STEPS), FARTHEST) if min_p else FARTHEST
+
+
+def distances(scaled: Tensor) -> Tensor:
+    """How far scaled scores, 0 at most, lie below 0: int32, in steps of 2**-25, of any shape."""
+    return (scaled.neg().clamp(max=BEYOND) * STEPS).to(torch.int32)
+
+
+def weights(distance: Tensor) -> Tensor:
+    """`exp(-distance)` in steps of 2**-40, as int64.
+
+    Each operation rounds as IEEE 754 says, on every device, so the results are equal bit by bit; those of a library's
+    `exp` are not.
+    """
+    halvings = distance.float() * HALVINGS
+    whole = halvings.to(torch.int32)
+    x = halvings - whole  # 2**-halvings is 2**-x, shifted right by `whole`
+    power = torch.full_like(x, EXP2[-1])
+    for coefficient in reversed(EXP2[:-1]):
+        power = power * x + coefficient
+    return (power * 2**24).long() << 16 >> whole

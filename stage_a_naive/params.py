@@ -22,7 +22,7 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 is greedy decoding (exact argmax).
         top_k: keep the k highest logits (ties with the k-th stay); 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
+        top_p: keep the most likely tokens until their probability reaches p (ties with the last stay); 1 keeps all.
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
         presence_penalty: subtracted once from the logit of every token already generated.
@@ -61,6 +61,10 @@ class SamplingParams:
     def needs_penalties(self) -> bool:
         """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def filters(self, vocab_size: int) -> bool:
+        """Whether top-k, top-p or min-p can keep a token of the vocabulary from being sampled."""
+        return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
 
 
 def check_field(

@@ -159,5 +159,5 @@ class Embedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(hidden, self.weight.t(), out=out)

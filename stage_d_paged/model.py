@@ -178,6 +178,6 @@ class DecoderModel(nn.Module):
             x = layer(x, rotation, layer_cache, metadata)
         return self.norm(x)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Score the next token: `[rows, hidden]` -> logits `[rows, vocab]`, in the model's dtype."""
-        return self.lm_head.logits(hidden)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Score the next token: `[rows, hidden]` -> logits `[rows, vocab]`, in the model's dtype, or into `out`."""
+        return self.lm_head.logits(hidden, out)

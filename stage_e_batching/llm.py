@@ -27,6 +27,7 @@ from stage_e_batching.mailbox import Event
 from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.rates import Rates
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.trace import Trace
 
@@ -86,14 +87,16 @@ class LLM(Frontend):
         options = self.options
         options.refuse_several_ranks()
         runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
+        sampler = make_sampler(runtime, options)  # before the pool, which takes the memory that is left
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
-        return runtime, ModelRunner(runtime, kv_cache, options.max_num_seqs)
+        return runtime, ModelRunner(runtime, kv_cache, sampler)
 
     def _scheduler(self) -> Scheduler:
         return self.scheduler_class(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
             max_num_seqs=self.options.max_num_seqs,
+            max_num_penalty_seqs=self.options.max_num_penalty_seqs,
             max_num_batched_tokens=self.options.max_num_batched_tokens,
             enable_prefix_caching=self.options.enable_prefix_caching,
             enable_chunked_prefill=self.options.enable_chunked_prefill,
@@ -187,6 +190,18 @@ class LLM(Frontend):
                     if bar is not None:
                         bar.update()
         return [outputs[request.index] for request in requests]
+
+
+def make_sampler(runtime: Runtime, options: BatchingOptions) -> Sampler:
+    """Make the sampler, and say how much memory it takes where that counts."""
+    num_penalised = min(options.max_num_penalty_seqs, options.max_num_seqs)
+    sampler = Sampler(
+        options.max_num_seqs, num_penalised, runtime.config.vocab_size, runtime.max_model_len, runtime.device
+    )
+    if runtime.device.type == "cuda":
+        size = sampler.counts.nbytes / 2**20
+        print(f"sampler: {size:.0f} MiB of counts for {num_penalised} requests with penalties", file=sys.stderr)
+    return sampler
 
 
 def serve(

@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from stage_a_naive.params import check_field
+from stage_a_naive.params import as_integer, check_field
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.options import add_options as add_paged_options
 
@@ -18,10 +18,13 @@ class BatchingOptions(EngineOptions):
     Attributes:
         enable_chunked_prefill: cut prompts into chunks that share steps with decodes; False keeps them whole, in steps
             of their own.
+        max_num_penalty_seqs: requests with penalties that run together; more of them wait. Each has a row of counts
+            on the device, with a number per token of the vocabulary.
         trace: write a record of every step to this file (JSON lines).
     """
 
     enable_chunked_prefill: bool = True
+    max_num_penalty_seqs: int = 256
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -29,6 +32,7 @@ class BatchingOptions(EngineOptions):
 
         super().__post_init__()
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        check_field(self, "max_num_penalty_seqs", as_integer, lambda v: v >= 1, "an integer, 1 or more")
         if self.trace is not None:
             check_field(self, "trace", _as_path, bool, "None or the path of a file")
 
@@ -45,5 +49,12 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         dest="enable_chunked_prefill",
         action="store_false",
         help="keep prompts whole, in steps of their own",
+    )
+    group.add_argument(
+        "--max-num-penalty-seqs",
+        type=int,
+        metavar="N",
+        default=BatchingOptions.max_num_penalty_seqs,
+        help="requests with penalties that run together (default: %(default)s)",
     )
     group.add_argument("--trace", metavar="FILE", help="a record of every step, for benchmarks.pictures.timeline")

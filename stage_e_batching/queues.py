@@ -41,10 +41,19 @@ class Queues:
     Args:
         num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
+        max_num_penalty_seqs: of these, how many may have penalties; None is all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        max_num_seqs: int,
+        max_num_penalty_seqs: int | None = None,
+    ) -> None:
         self.max_num_seqs = max_num_seqs
+        self._num_table_slots = min(max_num_penalty_seqs or max_num_seqs, max_num_seqs)
         self._pool = (num_blocks, block_size, enable_prefix_caching)
         self._next_request_id = 0
         self._unfinished: dict[int, BatchSequence] = {}
@@ -57,7 +66,9 @@ class Queues:
         self.waiting: deque[BatchSequence] = deque()
         self.prefilling: list[BatchSequence] = []
         self.decoding: list[BatchSequence] = []
-        self._free_batch_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        # The first batch slots have a row in the sampler's table of counts, which penalties read.
+        self._free_table_slots = list(range(self._num_table_slots - 1, -1, -1))
+        self._free_plain_slots = list(range(self.max_num_seqs - 1, self._num_table_slots - 1, -1))
         # Of those that wait: they did not fit, and no block or slot came free since.
         self._refused: set[BatchSequence] = set()
 
@@ -69,6 +80,20 @@ class Queues:
     @property
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_table_slots or self._free_plain_slots)
+
+    def free_slots_for(self, sequence: BatchSequence) -> list[int]:
+        """The free batch slots to take one from. A sequence without penalties leaves those with a table to others."""
+        if sequence.request.params.needs_penalties or not self._free_plain_slots:
+            return self._free_table_slots
+        return self._free_plain_slots
+
+    def free_slots_like(self, batch_slot: int) -> list[int]:
+        """The free batch slots among which `batch_slot` is when it is free."""
+        return self._free_table_slots if batch_slot < self._num_table_slots else self._free_plain_slots
 
     @property
     def unfinished(self) -> list[BatchSequence]:
@@ -123,6 +148,6 @@ class Queues:
     def _vacate(self, sequence: BatchSequence) -> None:
         self.block_manager.free(sequence)
         if sequence.batch_slot >= 0:
-            self._free_batch_slots.append(sequence.batch_slot)
+            self.free_slots_like(sequence.batch_slot).append(sequence.batch_slot)
             sequence.batch_slot = -1
         self._refused.clear()

@@ -6,7 +6,8 @@ slot is taken at once, instead of keeping a batch together until its slowest mem
 * **Tokens.** A step runs at most `max_num_batched_tokens`. Decodes come first, one token each; what is left goes to
   prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
   its steps with the decodes of the others and never stalls them.
-* **Batch slots.** At most `max_num_seqs` sequences run.
+* **Batch slots.** At most `max_num_seqs` sequences run. Of those with penalties, only as many as the sampler has rows
+  of counts for; more wait.
 * **Blocks.** A sequence is admitted when the blocks for all of its tokens are free and a *watermark* of free blocks
   remains: enough for the next `WATERMARK` tokens of each running sequence. When a decode finds no block, the running
   sequence that arrived last is *preempted*: its blocks are freed and it waits again, to be recomputed later (Kwon et
@@ -54,6 +55,7 @@ class Scheduler(Queues):
     Args:
         num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
+        max_num_penalty_seqs: of these, how many may have penalties; None is all.
         max_num_batched_tokens: tokens that run in one step.
         enable_chunked_prefill: False keeps prompts whole, in steps of their own, as engines did before chunking.
 
@@ -68,13 +70,14 @@ class Scheduler(Queues):
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_penalty_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         check_step_limits(max_num_seqs, max_num_batched_tokens)
-        super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs)
+        super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs, max_num_penalty_seqs)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.order = FirstCome()  # who is looked at first; see queues.py and waiting_order.py
@@ -192,13 +195,14 @@ class Scheduler(Queues):
         passed: list[BatchSequence] = []  # those that did not fit
         overtakes_left = MAX_OVERTAKES  # until one of them has been overtaken as often as is allowed
         for sequence in self.order.candidates(self.waiting, LOOKAHEAD, self.block_manager):
-            if budget == 0 or not self._free_batch_slots:
+            if budget == 0 or not self.has_free_slot:
                 return
             if not overtakes_left:
                 break
             if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
                 return  # only a recomputation longer than any step is cut, and it starts a step
-            if sequence in self._refused or not self._allocate(sequence):
+            free_slots = self.free_slots_for(sequence)
+            if sequence in self._refused or not free_slots or not self._allocate(sequence):
                 passed.append(sequence)
                 overtakes_left = min(overtakes_left, MAX_OVERTAKES - sequence.times_overtaken)
                 continue
@@ -208,7 +212,7 @@ class Scheduler(Queues):
                     break
                 other.times_overtaken += 1
             overtakes_left -= bool(passed)
-            sequence.batch_slot = self._free_batch_slots.pop()
+            sequence.batch_slot = free_slots.pop()
             sequence.state = State.PREFILLING
             insort(self.prefilling, sequence, key=by_arrival)
             sequence.first_scheduled_time = sequence.first_scheduled_time or step.time

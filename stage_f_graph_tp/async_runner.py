@@ -9,7 +9,7 @@ The step's input travels in one copy (`step_input.py`), built with no loop over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,10 +19,20 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.model_runner import ModelRunner
-from stage_e_batching.sampler import SampledTokens
+from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, attention_metadata, largest_input
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the device, at fixed addresses under a graph."""
+
+    hidden: Tensor  # [rows, hidden]: the final states of the rows that sample
+    logits: Tensor | None  # [rows, vocab]; None where several ranks have a part each
+    ids: Tensor  # int64 [rows]: the sampled tokens
+    kept: Tensor  # int64 [rows]: those for the host
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class InFlight:
             self.arrived.synchronize()
         token_ids = self.host_ids.tolist()
         logprobs = self.sampled.logprobs
-        return Sampled(token_ids, logprobs and logprobs.to_host(len(token_ids), token_ids), self.sampled.errors)
+        return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
 
 
 class AsyncModelRunner(ModelRunner):
@@ -50,16 +60,28 @@ class AsyncModelRunner(ModelRunner):
     Args:
         runtime: the model.
         kv_cache: its pool of blocks.
+        sampler: of at least `max_num_seqs` batch slots.
         max_num_seqs, max_num_batched_tokens: the largest step.
+
+    Attributes:
+        beyond_graphs: what rows may need of the sampler that `sample_and_keep` does not do.
+        logits_in_graphs: whether that makes whole rows of logits.
     """
 
-    def __init__(self, runtime: Runtime, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        super().__init__(runtime, kv_cache, max_num_seqs)
+    beyond_graphs = LOGPROBS | REPLACED
+    logits_in_graphs = True
+
+    def __init__(
+        self, runtime: Runtime, kv_cache: KVCache, sampler: Sampler, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        super().__init__(runtime, kv_cache, sampler)
         self.batch = InputBatch(max_num_seqs, runtime.max_model_len, runtime.block_size)
         num_bytes = largest_input(max_num_batched_tokens, max_num_seqs + 1, self.batch.max_blocks)  # 1 for padding
         self.buffers = StepBuffers(num_bytes, runtime.device)
         # By batch slot, and one more, where the padding rows of a graph write theirs.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
+        # Where recorded steps leave their logits, all of them at the same address; made when steps are recorded.
+        self.logits = torch.empty(0, runtime.config.vocab_size, dtype=runtime.dtype, device=runtime.device)
         pinned = runtime.device.type == "cuda"
         self._host_ids = [torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
 
@@ -89,7 +111,7 @@ class AsyncModelRunner(ModelRunner):
         steps = self.batch.fill(step, host)
         samples = exact.num_samples
         sample_slots = host.sample_slots[:samples]
-        needs = self.sampler.fill(sample_slots, steps, host.temperatures[:samples], host.noise_keys[:samples])
+        needs = self.sampler.fill(sample_slots, steps, host.sampling.first(samples))
         return shape, sample_slots, needs
 
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
@@ -110,28 +132,39 @@ class AsyncModelRunner(ModelRunner):
             return InFlight(None)
         if samples < shape.num_tokens:
             hidden = hidden.index_select(0, inputs.sample_tokens[:samples])
-        return self.sample_and_fetch(hidden, sample_slots, inputs, shape, needs)
+        result = self.sample_and_keep(hidden, inputs, shape)
+        return self.fetch_result(result, inputs, shape, sample_slots, needs)
 
-    def sample_and_fetch(
-        self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, shape: StepShape, needs: int
-    ) -> InFlight:
-        """Sample the final states `[samples, hidden]`, keep the tokens on the device, start their copy to the host."""
-        sampled = self.sample(hidden, sample_slots, inputs, needs)
-        self.keep(sampled.ids, inputs, shape)
-        return self.fetch(sampled)
+    def sample_and_keep(self, hidden: Tensor, inputs: StepInput, shape: StepShape) -> StepResult:
+        """Choose a token for every row of the final states `[samples, hidden]`, and keep it for the next step."""
+        ids, logits = self.choose(hidden, inputs.sampling.first(len(hidden)))
+        return StepResult(hidden, logits, ids, self.keep(ids, inputs, shape))
 
-    def sample(self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, needs: int) -> SampledTokens:
-        """Choose a token for every row of the final states `[samples, hidden]`."""
-        return self.sample_logits(self.model.compute_logits(hidden), sample_slots, inputs)
+    def choose(self, hidden: Tensor, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
+        """Choose a token for every row of the final states; returns ids `[rows]` and logits `[rows, vocab]`."""
+        logits = self.logits[: len(hidden)]
+        logits = self.model.compute_logits(hidden, out=logits if len(logits) == len(hidden) else None)
+        return self.sampler.choose(logits, rows), logits
 
-    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
-        """Choose a token for every row of `logits [samples, vocab]`."""
-        samples = len(sample_slots)
-        return self.sampler(logits, sample_slots, inputs.temperatures[:samples], inputs.noise_keys[:samples])
-
-    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
-        """Keep the sampled tokens on the device, where the next step reads them."""
+    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> Tensor:
+        """Keep the sampled tokens on the device, where the next step reads them; returns what the host may see."""
         self.last_tokens.index_copy_(0, inputs.sample_slots[: len(ids)], ids)
+        return ids
+
+    def fetch_result(
+        self, result: StepResult, inputs: StepInput, shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> InFlight:
+        """Add what a graph cannot hold to a step's tokens, and start their copy to the host, without padding rows."""
+        count = len(sample_slots)
+        if not needs & self.beyond_graphs:
+            return self.fetch(SampledTokens(result.kept[:count]))
+        sampled = self.complete(result, inputs.sampling.first(count), sample_slots)
+        return self.fetch(replace(sampled, ids=self.keep(sampled.ids, inputs, shape)))
+
+    def complete(self, result: StepResult, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
+        """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
+        count = len(sample_slots)
+        return self.sampler.complete(result.logits[:count], result.ids[:count], rows, sample_slots)
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
         """The model's final states `[tokens, hidden]`."""
@@ -148,7 +181,7 @@ class AsyncModelRunner(ModelRunner):
     def fetch(self, sampled: SampledTokens) -> InFlight:
         """Start the copy of the tokens to the host."""
         if self.device.type != "cuda":
-            return InFlight(sampled, sampled.ids)
+            return InFlight(sampled, sampled.ids.clone())  # the next replay writes over them
         self._host_ids.reverse()  # the other one may still be read
         host_ids = self._host_ids[0][: len(sampled.ids)]
         host_ids.copy_(sampled.ids, non_blocking=True)

@@ -22,6 +22,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from torch import Tensor
 
 from stage_a_naive.progress import progress_bar
 from stage_f_graph_tp.step_input import StepInput, StepShape
+
+if TYPE_CHECKING:
+    from stage_f_graph_tp.async_runner import StepResult
 
 LARGEST_GRAPH = 512
 
@@ -41,22 +45,14 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class DecodeResult:
-    """What a decode step leaves on the device, at fixed addresses under a graph."""
-
-    ids: Tensor  # int64 [rows]: the tokens, for rows that are greedy or at a plain temperature
-    hidden: Tensor  # [rows, hidden]: final states, for rows that ask for more than that
-
-
-@dataclass(frozen=True)
 class Recorded:
     """Launches that can be repeated."""
 
     replay: Callable[[], object]
-    result: DecodeResult | Tensor  # of a decode step, or the final states `[tokens, hidden]` of one with prefill
+    result: StepResult | Tensor  # of a decode step, or the final states `[tokens, hidden]` of one with prefill
 
 
-Body = Callable[[], DecodeResult | Tensor]
+Body = Callable[[], "StepResult | Tensor"]
 Recorder = Callable[[Body], Recorded]
 
 
@@ -137,8 +133,9 @@ class DecodeGraphs(StepGraphs):
         host.sample_tokens[count:] = 0
         host.cu_seqlens_q[:] = np.arange(len(host.cu_seqlens_q))
         host.context_lens[count:] = 0
-        host.temperatures[count:] = 0
-        host.noise_keys[count:] = 0
+        host.sampling.temperatures[count:] = 0
+        host.sampling.noise_keys[count:] = 0
+        host.sampling.rules[count:] = 0
         host.block_tables[count:] = -1
 
 

@@ -76,8 +76,9 @@ class LLM(stage_e.LLM):
             return self._build_ranks(seed)
         patch = partial(choose_layers, fused=self.options.fused)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=patch)
+        sampler = stage_e.make_sampler(runtime, self.options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
-        return runtime, GraphModelRunner(runtime, kv_cache, self.options)
+        return runtime, GraphModelRunner(runtime, kv_cache, sampler, self.options)
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         from stage_f_graph_tp.rank_runner import Job, build_worker  # here: one rank needs no torch.distributed

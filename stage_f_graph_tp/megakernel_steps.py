@@ -45,16 +45,16 @@ class MegakernelSteps:
     def __init__(self, kernel: Megakernel, kv_cache: KVCache, last_tokens: Tensor) -> None:
         self.kernel, self.most_rows = kernel, most_rows(kernel.config)
         self._kv_cache, self._last_tokens = kv_cache, last_tokens
-        logits = kernel.make_logits(self.most_rows)
+        self._logits = kernel.make_logits(self.most_rows)  # of every step
         # By number of rows, and twice, used in turn: while a step runs, the host reads the tokens of the one before.
-        self._outputs = [self._make_outputs(logits) for _ in range(2)]
+        self._outputs = [self._make_outputs() for _ in range(2)]
 
-    def _make_outputs(self, logits: Tensor) -> dict[int, StepOutput]:
-        arrived = torch.cuda.Event() if logits.is_cuda else None
+    def _make_outputs(self) -> dict[int, StepOutput]:
+        arrived = torch.cuda.Event() if self._logits.is_cuda else None
         outputs = {}
         for rows in range(1, self.most_rows + 1):
             result = self.kernel.make_result(rows)
-            outputs[rows] = StepOutput(logits[:rows], result, result[:-1], result[-1], arrived)
+            outputs[rows] = StepOutput(self._logits[:rows], result, result[:-1], result[-1], arrived)
         return outputs
 
     def takes(self, shape: StepShape) -> bool:
@@ -72,8 +72,8 @@ class MegakernelSteps:
             inputs.slot_mapping,
             inputs.block_tables,
             inputs.context_lens,
-            inputs.temperatures,
-            inputs.noise_keys,
+            inputs.sampling.temperatures,
+            inputs.sampling.noise_keys,
             self._kv_cache.tensor,
             output.logits,
             output.result,

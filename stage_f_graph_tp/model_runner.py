@@ -21,13 +21,11 @@ from torch import Tensor
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.model_runner import RANDOM
-from stage_e_batching.sampler import SampledTokens
-from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
+from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler
+from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight, StepResult
 from stage_f_graph_tp.cuda_graph import (
     Body,
     DecodeGraphs,
-    DecodeResult,
     GraphRecorder,
     Recorded,
     Recorder,
@@ -47,14 +45,16 @@ class GraphModelRunner(AsyncModelRunner):
     Args:
         runtime: the model, or this rank's share of it.
         kv_cache: its pool.
+        sampler: with `options.max_num_seqs` batch slots.
         options: which ideas are switched on, and the limits of a step.
     """
 
-    def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions) -> None:
-        super().__init__(runtime, kv_cache, options.max_num_seqs, options.max_num_batched_tokens)
+    def __init__(self, runtime: Runtime, kv_cache: KVCache, sampler: Sampler, options: GraphOptions) -> None:
+        super().__init__(runtime, kv_cache, sampler, options.max_num_seqs, options.max_num_batched_tokens)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.megakernel: MegakernelSteps | None = None
+        self._choices: dict[int, Recorded] = {}  # by rows: the sampler behind a step of the megakernel
         self._is_cuda = runtime.device.type == "cuda"
         self._max_model_len = runtime.max_model_len
         if self._is_cuda and not options.enforce_eager:
@@ -79,6 +79,7 @@ class GraphModelRunner(AsyncModelRunner):
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
         """Record a decode step for each of these numbers of sequences, and steps with prefill for these of tokens."""
+        self.reserve_logits(max(sizes, default=0))
         max_num_seqs = len(self.last_tokens) - 1
         limits = self.batch.max_blocks, self._max_model_len
         if prefills:  # first: the larger ones, into whose memory the others fit
@@ -89,9 +90,15 @@ class GraphModelRunner(AsyncModelRunner):
             sizes = [size for size in sizes if size > self.megakernel.most_rows]
         decode_graphs = DecodeGraphs(sizes, *limits, padding_slot=max_num_seqs)
         self._capture(record, decode_graphs, "decode", lambda shape: self._decode_body(decode_graphs, shape))
-        if self.megakernel is not None:
-            self._warm_up(self.megakernel, decode_graphs)
+        if (megakernel := self.megakernel) is not None:
+            for rows in range(1, megakernel.most_rows + 1):
+                self._choices[rows] = record(self._choose_body(megakernel, decode_graphs, rows))
         self.graphs = decode_graphs
+
+    def reserve_logits(self, rows: int) -> None:
+        """Make one place for the logits of all recorded steps of up to this many rows. Before they are recorded."""
+        if self._is_cuda and rows > len(self.logits) and self.logits_in_graphs:
+            self.logits = self.logits.new_empty(rows, self.logits.shape[1])
 
     def _capture(self, record: Recorder, graphs: StepGraphs, name: str, body_of: Callable[[StepShape], Body]) -> None:
         start = time.perf_counter()
@@ -118,24 +125,22 @@ class GraphModelRunner(AsyncModelRunner):
         inputs = self.buffers.send(shape)
         return partial(super().run_model, inputs, shape)
 
-    def _warm_up(self, megakernel: MegakernelSteps, graphs: DecodeGraphs) -> None:
-        """Run a step of padding: the first launch of a kernel loads it, and no request should wait for that."""
-        shape = StepShape(1, 1, 1, self.batch.max_blocks, 1, 1, self._max_model_len)
+    def _choose_body(self, megakernel: MegakernelSteps, graphs: DecodeGraphs, rows: int) -> Body:
+        """The sampler on the logits of a step of the megakernel, for rows that ask for filters or penalties."""
+        shape = StepShape(rows, rows, rows, self.batch.max_blocks, rows, 1, self._max_model_len)
         graphs.pad(self.buffers.next_host(shape), 0)
-        megakernel.launch(1, self.buffers.send(shape))
+        inputs = self.buffers.send(shape)
+        # A step of padding: the first launch of a kernel loads it, and no request should wait for that.
+        logits = megakernel.launch(rows, inputs).logits
 
-    def _decode(self, inputs: StepInput, shape: StepShape) -> DecodeResult | Tensor:
+        def body() -> StepResult:
+            ids = self.sampler.choose(logits, inputs.sampling)
+            return StepResult(logits, logits, ids, self.keep(ids, inputs, shape))
+
+        return body
+
+    def _decode(self, inputs: StepInput, shape: StepShape) -> StepResult | Tensor:
         return self.sample_and_keep(self.forward(inputs, shape), inputs, shape)
-
-    def sample_and_keep(self, hidden: Tensor, inputs: StepInput, shape: StepShape) -> DecodeResult:
-        """Sample every row of a recorded step's final states, for rows that ask for nothing special."""
-        ids = self.sample_plain(hidden, inputs)
-        self.keep(ids, inputs, shape)
-        return DecodeResult(ids, hidden)
-
-    def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
-        """Sample rows that are greedy or at a plain temperature, from what the input says alone."""
-        return self.sampler.sample_plain(self.model.compute_logits(hidden), inputs.temperatures, inputs.noise_keys)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -171,28 +176,21 @@ class GraphModelRunner(AsyncModelRunner):
     def _replay(self, recorded: Recorded, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         inputs = self.buffers.send(shape)
         recorded.replay()
-        return self.fetch_replayed(recorded.result, inputs, shape, sample_slots, needs)
-
-    def fetch_replayed(
-        self, result: DecodeResult, inputs: StepInput, shape: StepShape, sample_slots: np.ndarray, needs: int
-    ) -> InFlight:
-        """Start the copy of the tokens that a replay has left, without those of padding rows."""
-        count = len(sample_slots)
-        # Filters, penalties, logprobs, another sampler: sample again, with all of stage E's sampler.
-        if needs & ~RANDOM:
-            return self.sample_and_fetch(result.hidden[:count], sample_slots, inputs, shape, needs)
-        ids = result.ids[:count]
-        return self.fetch(SampledTokens(ids if self._is_cuda else ids.clone()))  # the next replay writes over it
+        return self.fetch_result(recorded.result, inputs, shape, sample_slots, needs)
 
     @torch.inference_mode()
     def _launch_megakernel(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         inputs = self.buffers.send(shape)
         output = self.megakernel.launch(shape.num_seqs, inputs)
         check = partial(self.megakernel.kernel.check, output.failure)
-        if needs & ~RANDOM:  # as in `_replay`
-            sampled = self.sample_logits(output.logits, sample_slots, inputs)
-            self.keep(sampled.ids, inputs, shape)
-            fetched = self.fetch(sampled)
+        if needs & ~RANDOM:  # the kernel's own tokens are those of a request that asks for nothing else
+            try:
+                chosen = self._choices[shape.num_seqs]
+                chosen.replay()
+                fetched = self.fetch_result(chosen.result, inputs, shape, sample_slots, needs)
+            except Exception:
+                self.megakernel.kernel.check()  # the sampler may have been handed what a step that gave up left
+                raise
             return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
         return CheckedInFlight(SampledTokens(output.ids), output.ids, output.arrived, check)
 
@@ -205,18 +203,10 @@ class GraphModelRunner(AsyncModelRunner):
         recorded.replay()
         return recorded.result
 
-    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
-        """Choose a token for every row of `logits [samples, vocab]`."""
-        try:
-            return super().sample_logits(logits, sample_slots, inputs)
-        except Exception:
-            if self.megakernel is not None:
-                self.megakernel.kernel.check()  # the sampler may have been handed what a step that gave up left
-            raise
-
     def release(self) -> None:
         """Release the graphs. The runner cannot be used any more."""
         self.graphs = self.prefill_graphs = None
+        self._choices = {}
 
 
 @dataclass(frozen=True)

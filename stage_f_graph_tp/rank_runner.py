@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -25,14 +25,14 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Sampled
-from stage_e_batching.model_runner import RANDOM
-from stage_e_batching.sampler import SampledTokens
-from stage_f_graph_tp.async_runner import InFlight
+from stage_e_batching.llm import make_sampler
+from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
+from stage_f_graph_tp.async_runner import InFlight, StepResult
 from stage_f_graph_tp.cuda_graph import Body, Recorder, StepGraphs
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.step_input import StepInput, StepShape
+from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import (
     Build,
     RankGroup,
@@ -86,8 +86,9 @@ class Job:
         runtime = self.load(options, device, group)
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
         group.connect()
+        sampler = make_sampler(runtime, options)
         num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
-        return runtime, RankRunner(runtime, runtime.make_pool(num_blocks), options, group, workers)
+        return runtime, RankRunner(runtime, runtime.make_pool(num_blocks), sampler, options, group, workers)
 
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""
@@ -148,19 +149,27 @@ class RankRunner(GraphModelRunner):
     """Runs this rank's share of every step.
 
     Args:
-        runtime, kv_cache, options: see `GraphModelRunner`.
+        runtime, kv_cache, sampler, options: see `GraphModelRunner`.
         group: the ranks.
         workers: rank 0's handle on the others; None on the others.
     """
 
     def __init__(
-        self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, group: RankGroup, workers: Workers | None
+        self,
+        runtime: Runtime,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        options: GraphOptions,
+        group: RankGroup,
+        workers: Workers | None,
     ) -> None:
         self.group = group
         self.workers = workers
         self._sampling_failed = False  # in this step, on rank 0
         self._sample_shards = ShardSampler(runtime.model.lm_head) if group.size > 1 else None
-        super().__init__(runtime, kv_cache, options)
+        if self._sample_shards is not None:  # which has no whole row of logits
+            self.beyond_graphs, self.logits_in_graphs = ~RANDOM, False
+        super().__init__(runtime, kv_cache, sampler, options)
 
     def execute_command(self, message: bytes) -> None:
         """Execute a step that rank 0 sent."""
@@ -200,30 +209,29 @@ class RankRunner(GraphModelRunner):
                 self.workers.check()
                 raise
 
-    def sample(self, hidden: Tensor, sample_slots: np.ndarray, inputs: StepInput, needs: int) -> SampledTokens:
-        """Choose a token for every row of the final states `[samples, hidden]`, the same on all ranks."""
-        if needs & ~RANDOM or self._sample_shards is None:
-            return super().sample(hidden, sample_slots, inputs, needs)
-        count = len(sample_slots)
-        return SampledTokens(self._sample_shards(hidden, inputs.temperatures[:count], inputs.noise_keys[:count]))
+    def choose(self, hidden: Tensor, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
+        """Choose a token for every row of the final states, the same on all ranks."""
+        if self._sample_shards is None:
+            return super().choose(hidden, rows)
+        return self._sample_shards(hidden, rows.temperatures, rows.noise_keys), None
 
-    def sample_logits(self, logits: Tensor, sample_slots: np.ndarray, inputs: StepInput) -> SampledTokens:
-        """Sample on rank 0 and broadcast the ids."""
-        sampled = SampledTokens(torch.zeros(logits.shape[0], dtype=torch.int64, device=self.device))
+    def complete(self, result: StepResult, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
+        """Sample on rank 0 what asks for more than a plain temperature, and broadcast the ids."""
+        if self._sample_shards is not None:
+            whole = self.model.compute_logits(result.hidden[: len(sample_slots)])
+            result = replace(result, logits=whole, ids=torch.zeros(len(whole), dtype=torch.int64, device=self.device))
+        sampled = SampledTokens(result.ids[: len(sample_slots)])
         try:
             if self.group.rank == 0:
-                sampled = super().sample_logits(logits, sample_slots, inputs)
+                if self._sample_shards is not None:
+                    result = replace(result, ids=self.sampler.choose(whole, rows))
+                sampled = super().complete(result, rows, sample_slots)
         except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
             self._sampling_failed = True
             raise
         finally:
             self.group.broadcast(sampled.ids)
         return sampled
-
-    def sample_plain(self, hidden: Tensor, inputs: StepInput) -> Tensor:
-        if self._sample_shards is None:
-            return super().sample_plain(hidden, inputs)
-        return self._sample_shards(hidden, inputs.temperatures, inputs.noise_keys)
 
     def release(self) -> None:
         super().release()

@@ -1,6 +1,6 @@
 """A step's input in one piece of memory, so that it travels to the device in one copy.
 
-The model and the sampler need eleven arrays for a step. Eleven copies to a GPU would each cost more to launch than to
+The model and the sampler need thirteen arrays for a step. A copy to a GPU for each would cost more to launch than to
 carry out; so all arrays are stored side by side in one pinned buffer. The offset of each follows from a handful of
 sizes (`StepShape`), so the other side, a GPU or another process, needs no more than those and the bytes.
 """
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
+from stage_e_batching.sampler import SamplerInput
+from stage_e_batching.sampler.rules import WORDS
 
-MAX_VIEWS = 1024  # remembered, of eleven arrays each, on the host and on the device
+MAX_VIEWS = 1024  # remembered, of thirteen arrays each, on the host and on the device
 
 
 class StepShape(NamedTuple):
@@ -37,9 +39,10 @@ class StepShape(NamedTuple):
 
     @property
     def narrow_sizes(self) -> tuple[int, ...]:
-        """Lengths of the 32-bit arrays: cu_seqlens_q, context_lens, temperatures, noise_keys, block_tables."""
+        """Lengths of the 32-bit arrays: cu_seqlens_q, context_lens, the sampler's four, block_tables."""
         samples = self.num_samples
-        return (self.num_seqs + 1, self.num_seqs, samples, samples, self.num_seqs * self.table_width)
+        sampler = samples, samples, samples * WORDS, samples
+        return (self.num_seqs + 1, self.num_seqs, *sampler, self.num_seqs * self.table_width)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -71,8 +74,7 @@ class StepInput(NamedTuple):
     sample_tokens: Tensor  # int64 [samples]: the index, among the tokens, of each sampling sequence's last one
     cu_seqlens_q: Tensor  # int32 [seqs + 1]
     context_lens: Tensor  # int32 [seqs]
-    temperatures: Tensor  # float32 [samples]
-    noise_keys: Tensor  # int32 [samples], the bits of an unsigned number
+    sampling: SamplerInput  # of `samples` rows
     block_tables: Tensor  # int32 [seqs, width]
 
 
@@ -91,9 +93,11 @@ def _views(buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: 
     split = shape.wide_bytes
     wide = _carve(buffer[:split].view(int64), shape.wide_sizes)
     narrow = _carve(buffer[split : shape.num_bytes].view(int32), shape.narrow_sizes)
-    cu_seqlens_q, context_lens, temperatures, noise_keys, tables = narrow
+    cu_seqlens_q, context_lens, temperatures, noise_keys, rules, asking, tables = narrow
+    rules = rules.reshape(shape.num_samples, WORDS)
     tables = tables.reshape(shape.num_seqs, shape.table_width)
-    return StepInput(*wide, cu_seqlens_q, context_lens, temperatures.view(float32), noise_keys, tables)
+    sampling = SamplerInput(temperatures.view(float32), noise_keys, rules, asking)
+    return StepInput(*wide, cu_seqlens_q, context_lens, sampling, tables)
 
 
 def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list[np.ndarray] | list[Tensor]:

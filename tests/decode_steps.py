@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from stage_a_naive.noise import mix32
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_e_batching.sampler import sample_reference
+from stage_e_batching.sampler import SamplerInput
+from stage_e_batching.sampler.reference import sample_reference
+from stage_e_batching.sampler.rules import WORDS
 from stage_f_graph_tp.megakernel import Megakernel
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -158,9 +160,11 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def sample(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """The tokens that stage E's sampler takes."""
     if logits.is_cuda:
-        from stage_e_batching.sampler_kernels import sample_rows  # only GPUs need Triton
+        from stage_e_batching.sampler.kernels import RowChooser  # only GPUs need Triton
 
-        return sample_rows(logits, step.temperatures, step.noise_keys)
+        nothing = torch.zeros(len(logits), WORDS, dtype=torch.int32, device=logits.device)
+        chooser = RowChooser(*logits.shape, counts=torch.empty(0, logits.shape[1], device=logits.device))
+        return chooser(logits, SamplerInput(step.temperatures, step.noise_keys, nothing, nothing[:, 0]))
     return sample_reference(logits, step.temperatures, step.noise_keys, mix32(torch.arange(logits.shape[1])))
 
 

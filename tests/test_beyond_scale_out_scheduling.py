@@ -111,7 +111,7 @@ def test_an_interrupt_at_any_line_costs_no_request_a_token(part):
     assert found.items() <= expected.items(), "what the interrupted call itself would have returned may be missing"
     assert len(found) >= len(expected) - 1 and engines[1].counters.num_aborted == 0
     assert engines[1].stats()["num_used_blocks"] == 0
-    assert sorted(engines[1].scheduler._free_batch_slots) == [0, 1, 2, 3]
+    assert sorted(engines[1].scheduler._free_table_slots) == [0, 1, 2, 3]
 
 
 def run_and_count(engine: PipelineEngine, requests: list[Request], count: Callable[[], int], longest: int) -> int:
@@ -135,7 +135,7 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
 
     def held() -> int:
         number = sum(sequence.num_in_flight > 0 for sequence in scheduler.waiting)
-        assert not number or len(scheduler._free_batch_slots) + scheduler.num_running < scheduler.max_num_seqs
+        assert not number or len(scheduler._free_table_slots) + scheduler.num_running < scheduler.max_num_seqs
         return number
 
     assert run_and_count(engine, requests, held, 4096), "no sequence was preempted in flight"
@@ -220,11 +220,11 @@ def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_fa
     left = engine.add_request(make_request(0, [1], 9, ignore_eos=True), streams=False)
     engine.step()
     engine.abort(left)
-    assert len(scheduler._free_batch_slots) == 1, "its token is in flight"
+    assert len(scheduler._free_table_slots) == 1, "its token is in flight"
     engine.add_request(make_request(1, [2], 9, ignore_eos=True), streams=False)
     with pytest.raises(RuntimeError, match="the device failed") if fails else nullcontext():
         run_all(engine)
-    assert sorted(scheduler._free_batch_slots) == [0, 1]
+    assert sorted(scheduler._free_table_slots) == [0, 1]
 
 
 def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():
@@ -237,4 +237,4 @@ def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use()
     scheduler.recover()
     sequence.num_in_flight = 0
     scheduler.release_slots()
-    assert sorted(scheduler._free_batch_slots) == [0, 1]
+    assert sorted(scheduler._free_table_slots) == [0, 1]

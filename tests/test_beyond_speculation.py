@@ -503,7 +503,7 @@ def test_text_without_repetition_runs_as_in_stage_f():
     launch = llm.runner.launch
     llm.runner.launch = lambda step: (ahead.append(any(s.num_in_flight for s in step.sequences)), launch(step))[1]
     tokens = iter(range(100, 4000))
-    llm.runner.sampler.sample_plain = lambda scores, *_: scores.new_tensor([next(tokens) for _ in scores]).long()
+    llm.runner.sampler.choose = lambda logits, rows: logits.new_tensor([next(tokens) for _ in logits]).long()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=40, ignore_eos=True), False)
     assert llm.engine.counters.num_verifications == 0
     assert ahead[1:40] == [True] * 39, "every step but the first was launched before its token was fetched"

@@ -50,4 +50,4 @@ def test_an_interrupt_at_any_line_costs_no_request_a_token(make_and_expected: tu
     assert len(found) >= len(expected) - 1 and engine.counters.num_aborted == 0
     assert engine.stats()["num_used_blocks"] == 0
     check_books(engine)
-    assert sorted(engine.scheduler._free_batch_slots) == [0, 1, 2, 3]
+    assert sorted(engine.scheduler._free_table_slots) == [0, 1, 2, 3]

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stage_a_naive.filters import filter_logits
+from stage_a_naive.filters import STEPS, filter_logits, weights
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import gumbel_from_bits, gumbel_noise
 from stage_a_naive.params import RULES, SamplingParams
@@ -133,8 +133,21 @@ def test_ties_at_the_edge_of_top_k_all_stay_and_a_k_beyond_the_vocabulary_keeps_
 
 
 def test_no_token_stays_once_the_likelier_ones_have_exactly_top_p() -> None:
-    kept = torch.isfinite(filter_logits(torch.zeros(4), SamplingParams(top_p=0.5)))  # 0.25 each, without rounding
+    logits = torch.tensor([0.0, 0.0, -1.0, -1.0])
+    kept = torch.isfinite(filter_logits(logits, SamplingParams(top_p=1 / (1 + math.exp(-1)) - 1e-6)))
     assert kept.tolist() == [True, True, False, False]
+    kept = torch.isfinite(filter_logits(logits, SamplingParams(top_p=1 / (1 + math.exp(-1)) + 1e-6)))
+    assert kept.all(), "equals at the edge all stay"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2**30 - 1), min_size=1, max_size=40))
+def test_weights_are_the_exponential_and_never_grow_with_the_distance(values: list[int]) -> None:
+    distance = torch.tensor(sorted(values), dtype=torch.int32)
+    found = weights(distance)
+    exact = 2.0**40 * torch.exp(-distance.double() / STEPS)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1.0)
+    assert (found.diff() <= 0).all()
 
 
 @pytest.mark.parametrize("temperature", [SMALLEST, 1e-40, 1e-30, 1.0, 1e308])

@@ -18,7 +18,8 @@ import stage_f_graph_tp
 from stage_a_naive.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
-from stage_e_batching.sampler import SampledTokens, sample_reference
+from stage_e_batching.sampler import SampledTokens
+from stage_e_batching.sampler.reference import sample_reference
 from stage_f_graph_tp import megakernel_steps, step_input
 from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, Body, DecodeGraphs, Recorded, capture_sizes
@@ -44,8 +45,9 @@ class EagerRecorder:
             if isinstance(kept, torch.Tensor):
                 self.replays[f"{len(kept)} tokens"] += 1
                 return kept.copy_(again)
-            kept.ids.copy_(again.ids)
-            kept.hidden.copy_(again.hidden)
+            for tensor, value in zip(vars(kept).values(), vars(again).values(), strict=True):
+                if tensor is not None:
+                    tensor.copy_(value)
             self.replays[len(kept.ids)] += 1
 
         return Recorded(replay, kept)
@@ -216,18 +218,15 @@ def test_everything_a_sampler_can_do_goes_through_padded_steps(stage_e):
     assert sum(replays.values()) == 11
 
 
-def test_plain_temperature_beside_greedy_is_drawn_inside_the_step(stage_e, monkeypatch):
+def test_what_is_no_logprob_and_no_other_sampler_is_chosen_inside_the_step(stage_e, monkeypatch):
     llm, _ = build([8], max_num_seqs=8)
-    params = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
+    monkeypatch.setattr(llm.runner, "complete", lambda *args: pytest.fail("sampled behind the step"))
+    asked = {"top_p": 0.9}, {"repetition_penalty": 1.5}, {"top_k": 20, "presence_penalty": 0.5}, {}, {"min_p": 0.01}
+    params = [SamplingParams(0.9 * (i % 4), seed=i, max_tokens=8, ignore_eos=True, **p) for i, p in enumerate(asked)]
     expected = ids(stage_e.generate(PROMPTS, params, False))
     assert ids(llm.generate(PROMPTS, params, False)) == expected
     alone = [ids(llm.generate([prompt], [p], False))[0] for prompt, p in zip(PROMPTS, params, strict=True)]
     assert alone == expected
-    drawn = []
-    monkeypatch.setattr(llm.runner, "sample", lambda *args: drawn.append(args))
-    with pytest.raises(AttributeError):  # the prefill draws its tokens outside
-        llm.generate(PROMPTS[:1], params[:1], False)
-    assert len(drawn) == 1
 
 
 def test_a_replaced_sampler_sees_the_live_rows_only(stage_e, monkeypatch):
@@ -342,7 +341,8 @@ def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, mo
     params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
     params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
     assert ids(llm.generate(PROMPTS, params, False)) == ids(stage_e.generate(PROMPTS, params, False))
-    assert fake.sizes == {1, 2, 3, 4} and set(replays) == {5}
+    assert fake.sizes == {1, 2, 3, 4}
+    assert set(replays) == {5, 4, 3, 2}, "five rows, and the sampler behind the kernel while the penalised request runs"
     assert [shape.num_seqs for shape in llm.runner.graphs.shapes] == [5]  # the smaller ones would never be replayed
 
 

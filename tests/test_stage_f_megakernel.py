@@ -20,7 +20,7 @@ from decode_steps import (
     run,
 )
 
-from stage_e_batching.sampler import SMALLEST
+from stage_a_naive.filters import SMALLEST
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import why_unsupported
 

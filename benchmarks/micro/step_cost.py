@@ -20,7 +20,7 @@ from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
-from stage_e_batching.sampler import SampledTokens
+from stage_e_batching.sampler import SampledTokens, Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.trace import Trace
 from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
@@ -38,11 +38,13 @@ class NullRunner(AsyncModelRunner):
         runtime = SimpleNamespace(
             model=None,
             device=torch.device("cpu"),
+            dtype=torch.float32,
             config=SimpleNamespace(vocab_size=VOCAB_SIZE),
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
         )
-        super().__init__(runtime, None, max_num_seqs, max_num_batched_tokens)
+        sampler = Sampler(max_num_seqs, 1, VOCAB_SIZE, MAX_MODEL_LEN, runtime.device)
+        super().__init__(runtime, None, sampler, max_num_seqs, max_num_batched_tokens)
         self.ids = torch.arange(max_num_seqs) + 100
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:

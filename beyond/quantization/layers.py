@@ -122,8 +122,9 @@ class QuantizedEmbedding(QuantizedMatrix):
         values = self.values.view(torch.int8)[input_ids].view(self.values.dtype)
         return dequantize_matrix(Quantized(values, self.scales[input_ids]), self.dtype, self.group_size)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.product(hidden, self.weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = self.product(hidden, self.weight)
+        return logits if out is None else out.copy_(logits)
 
 
 def empty_model(

@@ -17,6 +17,7 @@ from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_d_paged.runtime import Runtime, choose_num_blocks
+from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.model_runner import GraphModelRunner
 
@@ -46,12 +47,13 @@ class LLM(stage_f.LLM):
         if options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
         runtime = load_quantized_runtime(self.source, options, self.device, self.dtype, seed)
+        sampler = make_sampler(runtime, options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
         if options.uses_eight_bits and options.fused and self.device.type == "cuda":
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
             options = replace(options, fused=False)  # to the runner, `fused` means the megakernel; the layers are there
-        return runtime, GraphModelRunner(runtime, kv_cache, options)
+        return runtime, GraphModelRunner(runtime, kv_cache, sampler, options)
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
         from beyond.quantization.ranks import QuantizedJob, build_quantized_worker  # here: as in stage F

@@ -27,6 +27,7 @@ from stage_d_paged.model import DecoderModel
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
+from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.rank_runner import Job
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
@@ -79,8 +80,9 @@ class PipelineJob(OneStageJob):
         if group.size > 1:
             group.connect()
         links.connect()
+        sampler = make_sampler(runtime, options)
         num_blocks = min(map(int, rendezvous.gather("blocks", str(choose_num_blocks(runtime, options)), check)))
-        return runtime, PipelineRunner(runtime, runtime.make_pool(num_blocks), options, group, workers, links)
+        return runtime, PipelineRunner(runtime, runtime.make_pool(num_blocks), sampler, options, group, workers, links)
 
     def load_stage(
         self, options: ScaleOutOptions, device: torch.device, group: RankGroup, links: StageLinks, position: Position

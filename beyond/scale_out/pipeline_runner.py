@@ -28,6 +28,7 @@ from beyond.scale_out.spans import Spans
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.engine import Sampled
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder, StepGraphs
@@ -52,7 +53,7 @@ class PipelineRunner(RankRunner):
     """Runs this stage's layers of every step.
 
     Args:
-        runtime, kv_cache, options: as in `RankRunner`, of this stage.
+        runtime, kv_cache, sampler, options: as in `RankRunner`, of this stage.
         group: the ranks of this stage.
         workers: rank 0's handle on all others; None on the others.
         links: to the neighbouring stages.
@@ -62,6 +63,7 @@ class PipelineRunner(RankRunner):
         self,
         runtime: Runtime,
         kv_cache: KVCache,
+        sampler: Sampler,
         options: ScaleOutOptions,
         group: RankGroup,
         workers: Workers | None,
@@ -74,7 +76,7 @@ class PipelineRunner(RankRunner):
         size = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
         self._head_buffers = StepBuffers(size, runtime.device)
         # To the runner, `fused` means the megakernel, which is a whole model's; the fused layers are there already.
-        super().__init__(runtime, kv_cache, replace(options, fused=False), group, workers)
+        super().__init__(runtime, kv_cache, sampler, replace(options, fused=False), group, workers)
         if options.trace and group.rank == 0:
             links.spans = Spans(f"{options.trace}.stage{links.stage}", runtime.device)
 
@@ -184,9 +186,10 @@ class PipelineRunner(RankRunner):
         graphs = self.head_graphs
         if recorded := graphs and graphs.find(shape):
             recorded.replay()
-            fetched = self.fetch_replayed(recorded.result, inputs, shape, sample_slots, needs)
+            result = recorded.result
         else:
-            fetched = self.sample_and_fetch(hidden, sample_slots, inputs, shape, needs)
+            result = self.sample_and_keep(hidden, inputs, shape)
+        fetched = self.fetch_result(result, inputs, shape, sample_slots, needs)
         self._end_span("head", len(sample_slots), number)
         return fetched
 

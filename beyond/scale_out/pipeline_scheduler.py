@@ -74,10 +74,11 @@ class PipelineScheduler(Scheduler):
         slot = sequence.batch_slot
         super()._vacate(sequence)
         if slot >= 0 and sequence.num_in_flight:
-            self._free_batch_slots.remove(slot)
+            self.free_slots_like(slot).remove(slot)
             self._slots_in_use[sequence] = slot
 
     def release_slots(self) -> None:
         """Free the batch slots of sequences that left before their token arrived, where it has arrived."""
         for sequence in [sequence for sequence in self._slots_in_use if not sequence.num_in_flight]:
-            self._free_batch_slots.append(self._slots_in_use.pop(sequence))
+            slot = self._slots_in_use.pop(sequence)
+            self.free_slots_like(slot).append(slot)

@@ -16,6 +16,7 @@ from beyond.speculation.sequence import DRAFT, NUM_UNSURE, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
+from stage_e_batching.sampler import Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.options import GraphOptions
@@ -91,18 +92,24 @@ class AheadRunner(SpeculativeRunner):
     """Runs stage F's steps, and verifications whose input the device completes.
 
     Args:
-        runtime, kv_cache, options, draft_tokens: see `SpeculativeRunner`.
+        runtime, kv_cache, sampler, options, draft_tokens: see `SpeculativeRunner`.
         table: of the sequences that run.
     """
 
     graphs_class = AheadGraphs
 
     def __init__(
-        self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, draft_tokens: int, table: TokenTable
+        self,
+        runtime: Runtime,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        options: GraphOptions,
+        draft_tokens: int,
+        table: TokenTable,
     ) -> None:
         self.table = table
         self._entered: set[SpeculativeSequence] = set()  # their rows of the table hold all of their tokens
-        super().__init__(runtime, kv_cache, options, draft_tokens)
+        super().__init__(runtime, kv_cache, sampler, options, draft_tokens)
         self.batch = AheadBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size, draft_tokens)
 
     def admit(self, step: ScheduledStep) -> None:
@@ -134,15 +141,17 @@ class AheadRunner(SpeculativeRunner):
         self.table.resolve(inputs, shape.num_decodes, self.batch.block_size)
         return self.run_model(inputs, StepShape(*shape))  # complete now: a step like any other
 
-    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> None:
+    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> Tensor:
         """Keep the sampled tokens on the device; `WRONG` takes the place of those that the host must not see."""
-        if isinstance(shape, AheadShape):
-            self.table.keep(ids, inputs, self.last_tokens)
-        else:
-            super().keep(ids, inputs, shape)
+        if not isinstance(shape, AheadShape):
+            return super().keep(ids, inputs, shape)
+        kept = ids.clone()
+        self.table.keep(kept, inputs, self.last_tokens)
+        return kept
 
     def _noise_keys(self, sequence: SpeculativeSequence, count: int) -> np.ndarray:
-        keys = np.zeros(count, np.int32)
         slots = np.full(count, sequence.batch_slot)
-        self.sampler.fill(slots, np.arange(count), np.empty(count, np.float32), keys)
-        return keys
+        rows = SamplerInput.empty(count)
+        rows.noise_keys[:] = 0  # greedy: none is made
+        self.sampler.fill(slots, np.arange(count), rows)
+        return rows.noise_keys

@@ -27,6 +27,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine
+from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
@@ -100,17 +101,19 @@ class LLM(stage_f.LLM):
         runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
         if options.speculation == "model":
             drafting = self._load_draft(runtime, seed)
+            sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
             kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
             self._draft_with(drafting, drafting_cache)
-            return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+            return runtime, SpeculativeRunner(runtime, kv_cache, sampler, rows, length)
+        sampler = make_sampler(runtime, rows)
         if self._guesses_ahead:
             table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
-            return runtime, AheadRunner(runtime, kv_cache, rows, length, table)
+            return runtime, AheadRunner(runtime, kv_cache, sampler, rows, length, table)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         if options.speculation == "off":
-            return runtime, GraphModelRunner(runtime, kv_cache, rows)
-        return runtime, SpeculativeRunner(runtime, kv_cache, rows, length)
+            return runtime, GraphModelRunner(runtime, kv_cache, sampler, rows)
+        return runtime, SpeculativeRunner(runtime, kv_cache, sampler, rows, length)
 
     def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
         """Load the small model, whole, on the device of the large one or of its first rank."""
@@ -119,7 +122,8 @@ class LLM(stage_f.LLM):
         return load_runtime(self._draft_source(runtime), options, runtime.device, self.dtype, seed, patch=patch)
 
     def _draft_with(self, drafting: Runtime, kv_cache: KVCache) -> None:
-        runner = GraphModelRunner(drafting, kv_cache, self.options.stage_f(tensor_parallel_size=1))
+        options = self.options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # what it samples are guesses
+        runner = GraphModelRunner(drafting, kv_cache, make_sampler(drafting, options), options)
         self._drafter = ModelDrafter(runner, drafting, self.options)
 
     def _draft_source(self, runtime: Runtime) -> ModelSource:

@@ -20,6 +20,7 @@ import torch
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_d_paged.sequence import Sequence
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder, StepGraphs
 from stage_f_graph_tp.input_batch import InputBatch
@@ -109,23 +110,26 @@ class SpeculativeRunner(GraphModelRunner):
     """Stage F's runner, which also runs steps with drafts.
 
     Args:
-        runtime, kv_cache: see `GraphModelRunner`.
+        runtime, kv_cache, sampler: see `GraphModelRunner`.
         options: stage F's, with a batch slot for every row.
         draft_tokens: the longest draft.
     """
 
     graphs_class = VerificationGraphs
 
-    def __init__(self, runtime: Runtime, kv_cache: KVCache, options: GraphOptions, draft_tokens: int) -> None:
+    def __init__(
+        self, runtime: Runtime, kv_cache: KVCache, sampler: Sampler, options: GraphOptions, draft_tokens: int
+    ) -> None:
         self._draft_tokens = draft_tokens
-        super().__init__(runtime, kv_cache, options)
+        super().__init__(runtime, kv_cache, sampler, options)
         self.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
 
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int], prefills: SequenceOf[int] = ()) -> None:
         """Record stage F's steps, and verifications."""
-        super().capture(record, sizes, prefills)
         max_rows = len(self.last_tokens) - 1
+        self.reserve_logits(max_rows)
+        super().capture(record, sizes, prefills)
         graphs = self.graphs_class(
             self.graphs,
             verification_sizes(self._draft_tokens, max_rows),

@@ -96,7 +96,7 @@ class TokenTable:
         positions = positions.clamp_(min=0)
         inputs.positions[:num_rows] = positions
         inputs.input_ids[:num_rows] = self.tokens[slots, positions]
-        inputs.noise_keys[:num_rows] = self.noise[slots, positions]
+        inputs.sampling.noise_keys[:num_rows] = self.noise[slots, positions]
         blocks = inputs.block_tables[:num_rows].gather(1, (positions // block_size)[:, None])[:, 0]  # -1 for padding
         inputs.slot_mapping[:num_rows] = blocks.long() * block_size + positions % block_size
 

@@ -160,7 +160,7 @@ def complete(
         inputs.batch_slots,
         inputs.positions,
         inputs.input_ids,
-        inputs.noise_keys,
+        inputs.sampling.noise_keys,
         inputs.context_lens,
         inputs.slot_mapping,
         inputs.block_tables,

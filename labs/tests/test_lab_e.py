@@ -133,7 +133,7 @@ class TestChunk:
         sequence = add(scheduler, length)
         assert scheduler.block_manager.allocate(sequence, length)
         scheduler.waiting.remove(sequence)
-        sequence.state, sequence.batch_slot = State.PREFILLING, scheduler._free_batch_slots.pop()
+        sequence.state, sequence.batch_slot = State.PREFILLING, scheduler._free_table_slots.pop()
         scheduler.prefilling.append(sequence)
         return sequence
 
@@ -221,7 +221,7 @@ class TestDecodes:
         b = add(scheduler, 4, 4, phrase=9)
         scheduler.waiting.remove(b)
         assert scheduler.block_manager.allocate(b, 4)
-        b.state, b.batch_slot, b.num_computed_tokens = State.DECODING, scheduler._free_batch_slots.pop(), 4
+        b.state, b.batch_slot, b.num_computed_tokens = State.DECODING, scheduler._free_table_slots.pop(), 4
         b.token_ids.append(7)
         scheduler.decoding.append(b)
         step = new_step()
@@ -240,7 +240,7 @@ class TestGrow:
             sequence = add(scheduler, prompt_len, 4, phrase=phrase)
             scheduler.waiting.remove(sequence)
             assert scheduler.block_manager.allocate(sequence, prompt_len)
-            sequence.state, sequence.batch_slot = State.DECODING, scheduler._free_batch_slots.pop()
+            sequence.state, sequence.batch_slot = State.DECODING, scheduler._free_table_slots.pop()
             sequence.num_computed_tokens = prompt_len
             sequence.token_ids.append(7)
             scheduler.decoding.append(sequence)
@@ -292,7 +292,7 @@ class TestGrow:
         scheduler.add(c)
         scheduler.waiting.remove(c)
         assert scheduler.block_manager.allocate(c, 4) and c.block_table == b.block_table, "c shares b's block"
-        c.state, c.batch_slot = State.DECODING, scheduler._free_batch_slots.pop()
+        c.state, c.batch_slot = State.DECODING, scheduler._free_table_slots.pop()
         scheduler.decoding.append(c)
         step = new_step()
         assert scheduler._grow(a, step) is True, "without b and c a block is free: return True"

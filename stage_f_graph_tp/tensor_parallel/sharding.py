@@ -166,6 +166,7 @@ class VocabParallelEmbedding(nn.Module):
         """Score this rank's part of the vocabulary: `[rows, ceil(vocab / ranks)]`, zeros beyond the last token."""
         return F.linear(hidden, self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Score all of it, on all ranks: `[rows, vocab]`."""
-        return self.group.all_gather(self.own_logits(hidden))[:, : self.vocab_size]
+        logits = self.group.all_gather(self.own_logits(hidden))[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)

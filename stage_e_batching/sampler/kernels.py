@@ -1,0 +1,296 @@
+"""Triton kernels that sample: temperature, noise and argmax in one pass over the logits, behind penalties and filters.
+
+PyTorch would write the scaled logits, the random bits, the noise and the sum to memory and read them back, a dozen
+passes over `[rows, vocab]`. Everything a logit needs is known where it is read, its temperature, its row's key and its
+own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
+78 MB, read once. A second, tiny kernel compares the stretches' winners.
+
+A row with top-k, top-p or min-p is cut at the distance that `cut_kernel.py` has found, and one with penalties has its
+counts read beside its logits. A row that asks for neither pays for reading a flag. All three kernels take what a row
+asks for from device memory, so they are launched alike for any mixture and can be recorded in a CUDA graph.
+
+The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
+in the fifth digit, so a sampled token differs only where two tokens come that close: one in some hundred thousand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stage_a_naive import filters
+from stage_e_batching.sampler.cut_kernel import (
+    BINS,
+    BLOCK,
+    DIGITS,
+    FILTERED,
+    FLAGS,
+    PENALISED,
+    TABLE_ROW,
+    WORDS,
+    distances,
+    find_cut_kernel,
+    load_scores,
+)
+from stage_e_batching.sampler.rules import REPLACED, SamplerInput
+
+SPAN = 8192  # logits a program looks at, held in registers
+MOST_PARTS = 64  # programs that divide a row's search for its cut-off
+PROGRAMS = 2  # of that search, per multiprocessor: all of them run at the same time
+HOTTEST = tl.constexpr(filters.HOTTEST)
+_REPLACED = tl.constexpr(REPLACED)
+
+
+@triton.jit
+def _mix32(x):
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _log2(x, NATIVE: tl.constexpr):
+    if NATIVE:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
+
+
+@triton.jit
+def gumbel(token, key, NATIVE: tl.constexpr):
+    """Compute `-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
+
+    That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
+    which is just where the winners are. There the series of -log(1 - x) is used.
+    """
+    bits = _mix32(_mix32(token.to(tl.uint32)) ^ key)
+    uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    x = 1.0 - uniform  # exact
+    series = x * (1.0 + x * (0.5 + x * (0.33333334 + x * 0.25)))
+    exponential = tl.where(x < 0.015625, series, _log2(uniform, NATIVE) * -0.6931472)
+    return _log2(exponential, NATIVE) * -0.6931472
+
+
+@triton.jit
+def load_temperature(temperatures, row):
+    return tl.minimum(tl.load(temperatures + row), HOTTEST)
+
+
+@triton.jit
+def best_of_stretch(logit, highest, token, temperature, key, NATIVE: tl.constexpr):
+    """Find the winner's index in a stretch of a row: logits, their maximum, their tokens."""
+    if temperature == 0.0:
+        best = tl.argmax(logit, 0, tie_break_left=True)
+    else:
+        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        best = tl.argmax((logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE), 0, tie_break_left=True)
+    return best
+
+
+@triton.jit
+def score_of_winner(logit, noise, highest, temperature):
+    """Compute the score of a stretch's winner beside those of the other stretches; `highest` is the row's."""
+    greedy = temperature == 0.0
+    return tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
+
+
+@triton.jit
+def _best_of_stretch_kernel(
+    logits,  # [rows, vocab]
+    temperatures,  # float32 [rows]
+    noise_keys,  # int32 [rows]
+    rules,  # int32 [rows, WORDS]
+    counts,  # [table rows, vocab]
+    cuts,  # int32 [rows]: of rows with a filter
+    tops,  # float32 [rows]: the highest score, of rows with a filter
+    winners,  # float32 [3, rows, stretches]: the winner's score, its noise, and the highest score
+    winner_ids,  # int64 [rows, stretches]
+    vocab,
+    row_stride,
+    SPAN: tl.constexpr,
+    NATIVE: tl.constexpr,  # the logarithm is the GPU's instruction; Triton's interpreter has none
+):
+    row = tl.program_id(0).to(tl.int64)
+    stretch = tl.program_id(1)
+    stretches = tl.num_programs(1)
+    words = rules + row * WORDS
+    index = tl.arange(0, SPAN)
+    token = stretch * SPAN + index
+    score = load_scores(logits + row * row_stride, token, token < vocab, words, counts, vocab)
+    temperature = load_temperature(temperatures, row)
+    if (tl.load(words + FLAGS) & FILTERED) != 0:
+        distance = distances(score, tl.load(tops + row), temperature)
+        score = tl.where(distance <= tl.load(cuts + row), score, float("-inf"))
+    key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
+    highest = tl.max(score, 0)
+    best = best_of_stretch(score, highest, token, temperature, key, NATIVE)
+    place = row * stretches + stretch
+    plane = tl.num_programs(0).to(tl.int64) * stretches
+    tl.store(winners + place, tl.max(tl.where(index == best, score, float("-inf")), 0))
+    tl.store(winners + plane + place, gumbel(stretch * SPAN + best, key, NATIVE))
+    tl.store(winners + 2 * plane + place, highest)
+    tl.store(winner_ids + place, (stretch * SPAN + best).to(tl.int64))
+
+
+@triton.jit
+def _best_of_row_kernel(
+    ids,  # int64 [rows]
+    temperatures,  # float32 [rows]
+    rules,  # int32 [rows, WORDS]
+    counts,  # [table rows, vocab]; the token of a row with penalties is counted
+    arrived,  # int32 [rows], of `find_cut_kernel`: made zero again
+    winners,  # float32 [3, rows, stretches]
+    winner_ids,  # int64 [rows, stretches]
+    stretches,
+    vocab,
+    STRETCHES_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    stretch = tl.arange(0, STRETCHES_PAD)
+    inside = stretch < stretches
+    place = row * stretches + stretch
+    plane = tl.num_programs(0).to(tl.int64) * stretches
+    logit = tl.load(winners + place, mask=inside, other=float("-inf"))
+    noise = tl.load(winners + plane + place, mask=inside, other=0.0)
+    highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
+    score = score_of_winner(logit, noise, highest, load_temperature(temperatures, row))
+    best = tl.argmax(score, 0, tie_break_left=True)
+    token = tl.load(winner_ids + place, mask=inside, other=0)
+    token = tl.sum(tl.where(stretch == best, token, 0), 0)
+    tl.store(ids + row, token)
+    words = rules + row * WORDS
+    if (tl.load(words + FLAGS) & (PENALISED | _REPLACED)) == PENALISED:  # a replaced sampler's token is another
+        entry = counts + tl.load(words + TABLE_ROW).to(tl.int64) * vocab + token
+        tl.store(entry, tl.load(entry) + 2)
+    tl.store(arrived + row, 0)
+
+
+def programs_per_row(rows: int, vocab: int, multiprocessors: int) -> int:
+    """Choose among how many programs a row's search is divided, a power of two, so that all of them run at once."""
+    most = min(MOST_PARTS, PROGRAMS * multiprocessors // rows, triton.cdiv(vocab, BLOCK))
+    return 1 << max(0, most.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Device memory in which the kernels hand each other what they found, for up to this many rows."""
+
+    cuts: Tensor  # int32 [rows]
+    tops: Tensor  # float32 [rows]
+    best_of_part: Tensor  # float32 [rows * MOST_PARTS]
+    tokens_by_digit: Tensor  # int32 [rows, DIGITS, BINS]
+    mass_by_digit: Tensor  # int64 [rows, DIGITS, BINS]
+    arrived: Tensor  # int32 [rows], zero between launches
+    winners: Tensor  # float32 [3 * rows * stretches]
+    winner_ids: Tensor  # int64 [rows * stretches]
+
+    @classmethod
+    def on(cls, device: torch.device, rows: int, vocab: int) -> Scratch:
+        """Allocate it."""
+
+        def room(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        stretches = triton.cdiv(vocab, SPAN)
+        return cls(
+            room(rows, dtype=torch.int32),
+            room(rows, dtype=torch.float32),
+            room(rows * MOST_PARTS, dtype=torch.float32),
+            room(rows, DIGITS, BINS, dtype=torch.int32),
+            room(rows, DIGITS, BINS, dtype=torch.int64),
+            room(rows, dtype=torch.int32),
+            room(3 * rows * stretches, dtype=torch.float32),
+            room(rows * stretches, dtype=torch.int64),
+        )
+
+
+class RowChooser:
+    """Launches the kernels on the current stream; one such at a time may be under way.
+
+    Args:
+        most_rows: that are chosen for at once.
+        vocab: columns of the logits.
+        counts: the table of counts, `[table rows, vocab]`, written; it may have no rows if no row has penalties.
+    """
+
+    def __init__(self, most_rows: int, vocab: int, counts: Tensor) -> None:
+        self._counts = counts
+        self._vocab = vocab
+        self._scratch = Scratch.on(counts.device, most_rows, vocab)
+        self._on_gpu = isinstance(find_cut_kernel, triton.JITFunction)  # and not in Triton's interpreter
+        self._multiprocessors = 0  # one program per row, where programs run one after the other
+        if self._on_gpu:
+            self._multiprocessors = torch.cuda.get_device_properties(counts.device).multi_processor_count
+
+    def __call__(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+        """Choose a token for every row of `logits [rows, vocab]`: ids int64 `[rows]`.
+
+        Raises:
+            ValueError: the logits of a row are not adjacent.
+        """
+        count, vocab = logits.shape
+        if logits.stride(1) != 1:
+            raise ValueError(f"logits have strides {logits.stride()}; the logits of a row must be adjacent")
+        scratch = self._scratch
+        parts = programs_per_row(count, vocab, self._multiprocessors)
+        exact = {"enable_fp_fusion": False} if self._on_gpu else {}  # stage A's operations, each rounded by itself
+        # All programs of a row at once: so many registers for each that `PROGRAMS` fit onto a multiprocessor.
+        together = {"launch_cooperative_grid": True, "maxnreg": 128} if self._on_gpu and parts > 1 else {}
+        find_cut_kernel[(count * parts,)](
+            scratch.cuts,
+            scratch.tops,
+            logits,
+            rows.temperatures,
+            rows.rules,
+            self._counts,
+            scratch.best_of_part,
+            scratch.tokens_by_digit,
+            scratch.mass_by_digit,
+            scratch.arrived,
+            vocab,
+            logits.stride(0),
+            PARTS=parts,
+            BLOCK=BLOCK,
+            num_warps=8,
+            **exact,
+            **together,
+        )
+        stretches = triton.cdiv(vocab, SPAN)
+        _best_of_stretch_kernel[(count, stretches)](
+            logits,
+            rows.temperatures,
+            rows.noise_keys,
+            rows.rules,
+            self._counts,
+            scratch.cuts,
+            scratch.tops,
+            scratch.winners,
+            scratch.winner_ids,
+            vocab,
+            logits.stride(0),
+            SPAN=SPAN,
+            NATIVE=self._on_gpu,
+            num_warps=8,
+            **exact,
+        )
+        ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+        _best_of_row_kernel[(count,)](
+            ids,
+            rows.temperatures,
+            rows.rules,
+            self._counts,
+            scratch.arrived,
+            scratch.winners,
+            scratch.winner_ids,
+            stretches,
+            vocab,
+            STRETCHES_PAD=triton.next_power_of_2(stretches),
+            num_warps=1,
+        )
+        return ids

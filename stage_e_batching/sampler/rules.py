@@ -1,0 +1,65 @@
+"""What a row asks of the sampler, in numbers that fit into a step's input.
+
+A row brings its temperature, the key of its noise, and eight 32-bit words, its *rules*. They travel to the device with
+the rest of the step's input, so that choosing a token needs nothing else of the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from stage_a_naive.filters import farthest_for
+from stage_a_naive.params import SamplingParams
+
+# What a row needs, the word FLAGS; 0 is greedy.
+RANDOM, FILTERED, PENALISED, LOGPROBS, REPLACED = 1, 2, 4, 8, 16
+
+WORDS = 8
+FLAGS, TOP_K, TOP_P, FARTHEST, REPETITION, PRESENCE, FREQUENCY, TABLE_ROW = range(WORDS)
+FLOATS = TOP_P, REPETITION, PRESENCE, FREQUENCY  # these words hold the bits of a float32, the others an int32
+
+
+class SamplerInput(NamedTuple):
+    """What a step's rows ask for: numpy arrays on the host, tensors on the device."""
+
+    temperatures: Tensor  # float32 [rows]
+    noise_keys: Tensor  # int32 [rows], the bits of `noise_key(seed, step)`
+    rules: Tensor  # int32 [rows, WORDS]
+    asking: Tensor  # int32 [rows]: which rows ask for logprobs; the first ones count
+
+    def first(self, count: int) -> SamplerInput:
+        """Those of the first `count` rows."""
+        return SamplerInput(*(array[:count] for array in self))
+
+    @classmethod
+    def empty(cls, rows: int) -> SamplerInput:
+        """Arrays on the host, to be filled in."""
+        asking = np.empty(rows, np.int32)
+        return cls(np.empty(rows, np.float32), np.empty(rows, np.int32), np.empty((rows, WORDS), np.int32), asking)
+
+
+def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row: int) -> np.ndarray:
+    """Return the rules of a request, int32 `[WORDS]`.
+
+    Args:
+        replaced: whether a `sampling_fn` chooses its tokens.
+        table_row: its row in the table of counts, which only penalties read.
+    """
+    random = params.temperature > 0
+    flags = (
+        RANDOM * random
+        | FILTERED * (random and params.filters(vocab_size))
+        | PENALISED * params.needs_penalties
+        | LOGPROBS * (params.logprobs is not None)
+        | REPLACED * replaced
+    )
+    rules = np.zeros(WORDS, np.int32)
+    rules[[FLAGS, FARTHEST, TABLE_ROW]] = flags, farthest_for(params.min_p), table_row
+    rules[TOP_K] = params.top_k if params.top_k < vocab_size else 0
+    numbers = params.top_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
+        rules.view(np.float32)[list(FLOATS)] = numbers
+    return rules

@@ -1,0 +1,148 @@
+"""The sampler of one engine: what the request in each batch slot asks for, and its tokens.
+
+A step asks twice: `fill` writes what its rows ask for into the step's input, and `choose`, which a CUDA graph can hold,
+chooses the tokens on the device. What reaches beyond that (log-probabilities, a replaced `sampling_fn`) is added by
+`complete`, for steps in which some row asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_a_naive.filters import HOTTEST, SMALLEST
+from stage_a_naive.noise import mix32
+from stage_a_naive.outputs import Request
+from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
+from stage_e_batching.sampler.reference import choose_tokens, count_tokens, penalised
+from stage_e_batching.sampler.replaced import choose_replaced
+from stage_e_batching.sampler.rules import FLAGS, LOGPROBS, PENALISED, RANDOM, REPLACED, WORDS, SamplerInput, rules_of
+from stage_e_batching.step import BatchSequence
+
+MOST_INT16 = 2**14  # tokens of a sequence, whose count, doubled, an int16 holds
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """A step's tokens, still on the device."""
+
+    ids: Tensor  # int64 [rows]
+    logprobs: RowLogprobs | None = None
+    errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
+
+
+class Sampler:
+    """Chooses tokens for the sequences in the batch slots.
+
+    Args:
+        max_num_seqs: batch slots.
+        max_num_penalised: of these, the first ones that have a row in the table of counts.
+        vocab_size, device: of the logits.
+        max_model_len: the longest sequence.
+
+    Attributes:
+        counts: the table that penalties read, `[max_num_penalised, vocab]`; see `reference.py`.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_num_penalised: int, vocab_size: int, max_model_len: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._requests: list[Request | None] = [None] * max_num_seqs
+        self._rules = np.zeros((max_num_seqs, WORDS), np.int32)
+        self._temperatures = np.zeros(max_num_seqs, np.float32)
+        self._seed_keys = np.zeros(max_num_seqs, np.int64)
+        dtype = torch.int16 if max_model_len < MOST_INT16 else torch.int32
+        self.counts = torch.zeros(max_num_penalised, vocab_size, dtype=dtype, device=device)
+        if device.type == "cuda":
+            from stage_e_batching.sampler.kernels import RowChooser  # here, because only GPUs need Triton
+
+            self._choose = RowChooser(max_num_seqs, vocab_size, self.counts)
+        else:
+            self._mixed_ids = mix32(torch.arange(vocab_size))  # the hash of every token id
+
+    # ---- the host's part ---------------------------------------------------------------------------------------
+
+    def admit(self, sequence: BatchSequence) -> None:
+        """Record what the request of an admitted sequence asks for, in its batch slot."""
+        slot, params, seed = sequence.batch_slot, sequence.request.params, sequence.request.seed
+        if params.needs_penalties:
+            self._enter(sequence)
+        self._requests[slot] = sequence.request
+        self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
+        self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
+        self._rules[slot] = rules_of(params, sequence.request.sampling_fn is not None, self._vocab_size, slot)
+
+    def _enter(self, sequence: BatchSequence) -> None:
+        """Count a sequence's tokens so far: its prompt's, and, after a preemption, those that it has generated."""
+        num_prompt_tokens = len(sequence.request.prompt_token_ids)
+        pinned = self._device.type == "cuda"
+        entries = torch.zeros(self._vocab_size, dtype=self.counts.dtype, pin_memory=pinned)
+        if output := sequence.token_ids[num_prompt_tokens:]:
+            entries += 2 * torch.bincount(torch.tensor(output), minlength=self._vocab_size)
+        entries.numpy()[sequence.request.prompt_token_ids] += 1
+        self.counts[sequence.batch_slot].copy_(entries, non_blocking=True)
+
+    def fill(self, batch_slots: np.ndarray, steps: np.ndarray, out: SamplerInput) -> int:
+        """Write what each row of a step asks for into its input on the host.
+
+        Args:
+            batch_slots: of the rows.
+            steps: how many tokens each has generated.
+            out: of as many rows. Where every row is greedy, no noise key is read, and none is made.
+
+        Returns:
+            what the rows need, all together.
+        """
+        flags = self._rules[batch_slots, FLAGS]
+        needs = int(np.bitwise_or.reduce(flags))
+        out.temperatures[:] = self._temperatures[batch_slots]
+        if needs & RANDOM:
+            out.noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
+        if needs & ~RANDOM:
+            out.rules[:] = self._rules[batch_slots]
+        else:
+            out.rules[:, FLAGS] = flags
+        if needs & LOGPROBS:
+            asking = np.flatnonzero(flags & LOGPROBS)
+            out.asking[: len(asking)] = asking
+        return needs
+
+    # ---- the device's part -------------------------------------------------------------------------------------
+
+    def choose(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+        """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
+        if self._device.type == "cuda":
+            return self._choose(logits, rows)
+        ids = choose_tokens(logits, rows, self.counts, self._mixed_ids)
+        count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
+        return ids
+
+    def complete(self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray) -> SampledTokens:
+        """Add what `choose` cannot do: the tokens of rows with another sampler, and log-probabilities.
+
+        Args:
+            logits: `[rows, vocab]`, as `choose` got them.
+            ids: int64 `[rows]`, what it returned; those of rows with another sampler are written.
+            batch_slots: of the rows, on the host.
+
+        Raises:
+            Exception: a replaced `sampling_fn` failed, and for no row alone.
+        """
+        flags = self._rules[batch_slots, FLAGS]
+        errors = None
+        if (flags & REPLACED).any():
+            requests = [self._requests[slot] for slot in batch_slots.tolist()]
+            errors = choose_replaced(penalised(logits, rows.rules, self.counts), requests, ids)
+            if (flags & PENALISED).any():
+                count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
+        asking = np.flatnonzero(flags & LOGPROBS).tolist()
+        if not asking:
+            return SampledTokens(ids, errors=errors)
+        counts = [self._requests[slot].params.logprobs for slot in batch_slots[asking].tolist()]
+        counts = [min(count, self._vocab_size) for count in counts]
+        return SampledTokens(ids, row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts), errors)
