@@ -15,65 +15,32 @@ in the fifth digit, so a sampled token differs only where two tokens come that c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stage_a_naive import filters
-from stage_e_batching.sampler.cut_kernel import (
-    BINS,
-    BLOCK,
-    DIGITS,
+from stage_e_batching.sampler.arithmetic import (
     FILTERED,
     FLAGS,
     PENALISED,
     TABLE_ROW,
     WORDS,
     distances,
-    find_cut_kernel,
+    gumbel,
+    load_penalties,
     load_scores,
+    scale,
 )
+from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
 from stage_e_batching.sampler.rules import REPLACED, SamplerInput
+from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, USUAL, short_list_kernel
 
 SPAN = 8192  # logits a program looks at, held in registers
-MOST_PARTS = 64  # programs that divide a row's search for its cut-off
 PROGRAMS = 2  # of that search, per multiprocessor: all of them run at the same time
 HOTTEST = tl.constexpr(filters.HOTTEST)
 _REPLACED = tl.constexpr(REPLACED)
-
-
-@triton.jit
-def _mix32(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _log2(x, NATIVE: tl.constexpr):
-    if NATIVE:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return tl.log2(x)
-
-
-@triton.jit
-def gumbel(token, key, NATIVE: tl.constexpr):
-    """Compute `-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
-
-    That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
-    which is just where the winners are. There the series of -log(1 - x) is used.
-    """
-    bits = _mix32(_mix32(token.to(tl.uint32)) ^ key)
-    uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-    x = 1.0 - uniform  # exact
-    series = x * (1.0 + x * (0.5 + x * (0.33333334 + x * 0.25)))
-    exponential = tl.where(x < 0.015625, series, _log2(uniform, NATIVE) * -0.6931472)
-    return _log2(exponential, NATIVE) * -0.6931472
 
 
 @triton.jit
@@ -107,7 +74,8 @@ def _best_of_stretch_kernel(
     noise_keys,  # int32 [rows]
     rules,  # int32 [rows, WORDS]
     counts,  # [table rows, vocab]
-    cuts,  # int32 [rows]: of rows with a filter
+    tokens,  # int64 [rows]: the token of a row that has one already, or -1
+    cuts,  # int32 [rows]: of rows with a filter and no token
     tops,  # float32 [rows]: the highest score, of rows with a filter
     winners,  # float32 [3, rows, stretches]: the winner's score, its noise, and the highest score
     winner_ids,  # int64 [rows, stretches]
@@ -119,14 +87,27 @@ def _best_of_stretch_kernel(
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     stretches = tl.num_programs(1)
+    if tl.load(tokens + row) >= 0:
+        return
     words = rules + row * WORDS
+    penalised, table_row, repetition, presence, frequency = load_penalties(words)
     index = tl.arange(0, SPAN)
     token = stretch * SPAN + index
-    score = load_scores(logits + row * row_stride, token, token < vocab, words, counts, vocab)
+    score = load_scores(
+        logits + row * row_stride,
+        token,
+        token < vocab,
+        counts + table_row * vocab,
+        penalised,
+        repetition,
+        presence,
+        frequency,
+        NATIVE,
+    )
     temperature = load_temperature(temperatures, row)
     if (tl.load(words + FLAGS) & FILTERED) != 0:
-        distance = distances(score, tl.load(tops + row), temperature)
-        score = tl.where(distance <= tl.load(cuts + row), score, float("-inf"))
+        scaled = scale(score, tl.load(tops + row), tl.div_rn(tl.full([], 1.0, tl.float32), temperature))
+        score = tl.where(distances(scaled) <= tl.load(cuts + row), score, float("-inf"))
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(score, 0)
     best = best_of_stretch(score, highest, token, temperature, key, NATIVE)
@@ -144,7 +125,8 @@ def _best_of_row_kernel(
     temperatures,  # float32 [rows]
     rules,  # int32 [rows, WORDS]
     counts,  # [table rows, vocab]; the token of a row with penalties is counted
-    arrived,  # int32 [rows], of `find_cut_kernel`: made zero again
+    tokens,  # int64 [rows]: the token of a row that has one already, or -1
+    arrived,  # int32 [rows, 2], of the kernels in front: made zero again
     winners,  # float32 [3, rows, stretches]
     winner_ids,  # int64 [rows, stretches]
     stretches,
@@ -162,52 +144,20 @@ def _best_of_row_kernel(
     score = score_of_winner(logit, noise, highest, load_temperature(temperatures, row))
     best = tl.argmax(score, 0, tie_break_left=True)
     token = tl.load(winner_ids + place, mask=inside, other=0)
-    token = tl.sum(tl.where(stretch == best, token, 0), 0)
+    chosen = tl.load(tokens + row)
+    token = tl.where(chosen >= 0, chosen, tl.sum(tl.where(stretch == best, token, 0), 0))
     tl.store(ids + row, token)
     words = rules + row * WORDS
     if (tl.load(words + FLAGS) & (PENALISED | _REPLACED)) == PENALISED:  # a replaced sampler's token is another
         entry = counts + tl.load(words + TABLE_ROW).to(tl.int64) * vocab + token
         tl.store(entry, tl.load(entry) + 2)
-    tl.store(arrived + row, 0)
+    tl.store(arrived + 2 * row + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 def programs_per_row(rows: int, vocab: int, multiprocessors: int) -> int:
     """Choose among how many programs a row's search is divided, a power of two, so that all of them run at once."""
     most = min(MOST_PARTS, PROGRAMS * multiprocessors // rows, triton.cdiv(vocab, BLOCK))
     return 1 << max(0, most.bit_length() - 1)
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Device memory in which the kernels hand each other what they found, for up to this many rows."""
-
-    cuts: Tensor  # int32 [rows]
-    tops: Tensor  # float32 [rows]
-    best_of_part: Tensor  # float32 [rows * MOST_PARTS]
-    tokens_by_digit: Tensor  # int32 [rows, DIGITS, BINS]
-    mass_by_digit: Tensor  # int64 [rows, DIGITS, BINS]
-    arrived: Tensor  # int32 [rows], zero between launches
-    winners: Tensor  # float32 [3 * rows * stretches]
-    winner_ids: Tensor  # int64 [rows * stretches]
-
-    @classmethod
-    def on(cls, device: torch.device, rows: int, vocab: int) -> Scratch:
-        """Allocate it."""
-
-        def room(*sizes: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
-
-        stretches = triton.cdiv(vocab, SPAN)
-        return cls(
-            room(rows, dtype=torch.int32),
-            room(rows, dtype=torch.float32),
-            room(rows * MOST_PARTS, dtype=torch.float32),
-            room(rows, DIGITS, BINS, dtype=torch.int32),
-            room(rows, DIGITS, BINS, dtype=torch.int64),
-            room(rows, dtype=torch.int32),
-            room(3 * rows * stretches, dtype=torch.float32),
-            room(rows * stretches, dtype=torch.int64),
-        )
 
 
 class RowChooser:
@@ -221,12 +171,30 @@ class RowChooser:
 
     def __init__(self, most_rows: int, vocab: int, counts: Tensor) -> None:
         self._counts = counts
-        self._vocab = vocab
-        self._scratch = Scratch.on(counts.device, most_rows, vocab)
-        self._on_gpu = isinstance(find_cut_kernel, triton.JITFunction)  # and not in Triton's interpreter
+        self._stretches = triton.cdiv(vocab, SPAN)
+        self._on_gpu = isinstance(short_list_kernel, triton.JITFunction)  # and not in Triton's interpreter
         self._multiprocessors = 0  # one program per row, where programs run one after the other
         if self._on_gpu:
             self._multiprocessors = torch.cuda.get_device_properties(counts.device).multi_processor_count
+
+        def room(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(most_rows, *sizes, dtype=dtype, device=counts.device)
+
+        # What the kernels hand each other.
+        self._tokens = room(dtype=torch.int64)
+        self._cuts, self._tops = room(), room(dtype=torch.float32)
+        self._arrived = room(2)  # zero between launches, as the sums are
+        self._list = (
+            room(MOST_PARTS, dtype=torch.float32),
+            room(MOST_PARTS),
+            room(),
+            room(LIST, dtype=torch.float32),
+            room(LIST),
+            room(dtype=torch.int64),
+        )
+        self._sums = room(DIGITS, BINS), room(DIGITS, BINS, dtype=torch.int64)
+        self._winners = room(3 * self._stretches, dtype=torch.float32)
+        self._winner_ids = room(self._stretches, dtype=torch.int64)
 
     def __call__(self, logits: Tensor, rows: SamplerInput) -> Tensor:
         """Choose a token for every row of `logits [rows, vocab]`: ids int64 `[rows]`.
@@ -237,47 +205,64 @@ class RowChooser:
         count, vocab = logits.shape
         if logits.stride(1) != 1:
             raise ValueError(f"logits have strides {logits.stride()}; the logits of a row must be adjacent")
-        scratch = self._scratch
         parts = programs_per_row(count, vocab, self._multiprocessors)
-        exact = {"enable_fp_fusion": False} if self._on_gpu else {}  # stage A's operations, each rounded by itself
         # All programs of a row at once: so many registers for each that `PROGRAMS` fit onto a multiprocessor.
         together = {"launch_cooperative_grid": True, "maxnreg": 128} if self._on_gpu and parts > 1 else {}
-        find_cut_kernel[(count * parts,)](
-            scratch.cuts,
-            scratch.tops,
-            logits,
-            rows.temperatures,
-            rows.rules,
-            self._counts,
-            scratch.best_of_part,
-            scratch.tokens_by_digit,
-            scratch.mass_by_digit,
-            scratch.arrived,
-            vocab,
-            logits.stride(0),
-            PARTS=parts,
-            BLOCK=BLOCK,
-            num_warps=8,
-            **exact,
-            **together,
-        )
-        stretches = triton.cdiv(vocab, SPAN)
-        _best_of_stretch_kernel[(count, stretches)](
+        short_list_kernel[(count * parts,)](
+            self._tokens,
+            self._tops,
             logits,
             rows.temperatures,
             rows.noise_keys,
             rows.rules,
             self._counts,
-            scratch.cuts,
-            scratch.tops,
-            scratch.winners,
-            scratch.winner_ids,
+            *self._list,
+            self._arrived,
+            parts,
+            vocab,
+            logits.stride(0),
+            BLOCK=BLOCK,
+            MOST_PARTS=MOST_PARTS,
+            LIST=LIST,
+            USUAL=USUAL,
+            NATIVE=self._on_gpu,
+            num_warps=8,
+            **together,
+        )
+        digit_kernel[(count * parts,)](
+            self._cuts,
+            self._tops,
+            self._tokens,
+            logits,
+            rows.temperatures,
+            rows.rules,
+            self._counts,
+            *self._sums,
+            self._arrived,
+            parts,
+            vocab,
+            logits.stride(0),
+            BLOCK=BLOCK,
+            NATIVE=self._on_gpu,
+            num_warps=8,
+            **together,
+        )
+        _best_of_stretch_kernel[(count, self._stretches)](
+            logits,
+            rows.temperatures,
+            rows.noise_keys,
+            rows.rules,
+            self._counts,
+            self._tokens,
+            self._cuts,
+            self._tops,
+            self._winners,
+            self._winner_ids,
             vocab,
             logits.stride(0),
             SPAN=SPAN,
             NATIVE=self._on_gpu,
             num_warps=8,
-            **exact,
         )
         ids = torch.empty(count, dtype=torch.int64, device=logits.device)
         _best_of_row_kernel[(count,)](
@@ -285,12 +270,13 @@ class RowChooser:
             rows.temperatures,
             rows.rules,
             self._counts,
-            scratch.arrived,
-            scratch.winners,
-            scratch.winner_ids,
-            stretches,
+            self._tokens,
+            self._arrived,
+            self._winners,
+            self._winner_ids,
+            self._stretches,
             vocab,
-            STRETCHES_PAD=triton.next_power_of_2(stretches),
+            STRETCHES_PAD=triton.next_power_of_2(self._stretches),
             num_warps=1,
         )
         return ids
