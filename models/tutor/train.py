@@ -6,8 +6,8 @@ same questions again and again until greedy decoding returns every answer word f
 the best token leads the second best by a wide margin and rounding in another engine cannot change the text. Only its
 open-ended prompts have many right answers: there it learns how likely each token is, so that sampling has a choice.
 
-    python models/tutor/train.py            # train, save, check; about twenty minutes on two CPU cores
-    python models/tutor/train.py --device cuda      # the same on a GPU, in about two minutes
+    python models/tutor/train.py            # train, save, check; about half an hour on two CPU cores
+    python models/tutor/train.py --device cuda      # the same on a GPU, in a few minutes
     python models/tutor/train.py --check    # only check what is saved
     python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
     python models/tutor/train.py --layers 1 --epochs 12 --output models/tutor_draft    # its draft model
@@ -89,12 +89,20 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / 0.03) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def hinge(logits: torch.Tensor, targets: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """By how much the margins fall short of `WIDE_ENOUGH`, on average: what pulls at the few narrow places that remain.
+
+    Positions that are not `exact` count nothing: answers to open-ended prompts, where several tokens are right and a
+    margin would choose one of them. logits `[positions, vocab]`, targets and exact `[positions]`.
+    """
+    shortfall = F.relu(WIDE_ENOUGH - logit_margins(logits, targets)) * exact
+    return shortfall.sum() / exact.sum().clamp(min=1)
+
+
 def train(model: Qwen2ForCausalLM, samples: Samples, args: argparse.Namespace) -> None:
     """Cross-entropy on the answers with AdamW, in float32. Small batches: many steps matter more than smooth ones.
 
-    Once the answers are known, cross-entropy hardly pulls any more. In the second half a hinge does: it costs one unit
-    for every unit by which a margin falls short of `WIDE_ENOUGH`, and so works on the few narrow places that remain.
-    Answers to open-ended prompts have no hinge: several tokens are right there, each with its own probability.
+    Once the answers are known, cross-entropy hardly pulls any more. In the second half `hinge` does.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     model.train()
@@ -111,8 +119,7 @@ def train(model: Qwen2ForCausalLM, samples: Samples, args: argparse.Namespace) -
             logits, targets = model.lm_head(hidden[trained]), labels[trained]  # [positions, vocab], [positions]
             loss = F.cross_entropy(logits, targets)
             if progress > 0.5:
-                shortfall = F.relu(WIDE_ENOUGH - logit_margins(logits, targets)) * exact[trained]
-                loss = loss + shortfall.sum() / exact[trained].sum().clamp(min=1)
+                loss = loss + hinge(logits, targets, exact[trained])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
