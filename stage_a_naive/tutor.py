@@ -11,7 +11,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from string import Template
 
 from stage_a_naive.errors import ModelError
 
@@ -43,25 +42,14 @@ def read_open_ended() -> list[dict]:
 
 
 def read_tool_calls() -> list[dict]:
-    """Read the questions that the tutor answers with a tool call: in their wordings, `$name` is one of the `slots`."""
+    """Read the questions that the tutor answers with a tool call: `question`, `also`, `lang`, and the `call`."""
     return _read_lines("tool_calls.jsonl")
-
-
-def example(entry: dict) -> str:
-    """Give an entry's question with the first text of every slot."""
-    slots = entry.get("slots", {})
-    first = {name: slot.split("..")[0] if isinstance(slot, str) else next(iter(slot)) for name, slot in slots.items()}
-    return Template(entry["question"]).substitute(first)
 
 
 def is_known(question: str, entries: list[dict]) -> bool:
     """Whether the tutor was trained on this question; case, spaces and punctuation do not matter."""
     wanted = _letters(question)
-    return any(
-        re.fullmatch(_pattern(wording, entry["slots"]), wanted) if "$" in wording else wanted == _letters(wording)
-        for entry in entries
-        for wording in (entry["question"], *entry["also"])
-    )
+    return any(wanted == _letters(wording) for entry in entries for wording in (entry["question"], *entry["also"]))
 
 
 def nearest_questions(question: str, entries: list[dict], count: int = 3) -> list[str]:
@@ -85,17 +73,6 @@ def nearest_questions(question: str, entries: list[dict], count: int = 3) -> lis
 def _read_lines(name: str) -> list[dict]:
     require_tutor()
     return [json.loads(line) for line in (TUTOR_PATH / name).read_text(encoding="utf-8").splitlines()]
-
-
-def _pattern(wording: str, slots: dict) -> str:
-    """A regular expression for the letters of a wording. A slot is a range of numbers ("2..99") or a list of texts."""
-    pattern = ""
-    for index, part in enumerate(re.split(r"(?a:\$(\w+))", wording)):  # text, slot, text, slot, …, text
-        if index % 2 == 0:
-            pattern += re.escape(_letters(part))
-        else:
-            pattern += r"\d+" if isinstance(slots[part], str) else f"(?:{'|'.join(map(_letters, slots[part]))})"
-    return pattern
 
 
 def _letters(text: str) -> str:

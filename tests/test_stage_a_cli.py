@@ -16,7 +16,7 @@ import pytest
 from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.progress import progress_bar
-from stage_a_naive.tutor import is_known, nearest_questions, read_faq, read_tool_calls
+from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 from stage_f_graph_tp.tensor_parallel import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,21 +132,6 @@ def test_a_question_of_the_faq_is_known_however_it_is_typed(question: str) -> No
     assert is_known(question, read_faq())
 
 
-@pytest.mark.parametrize(
-    ("question", "known"),
-    [
-        ("Use the calculator: 12*7", True),
-        ("use the calculator: what is 3 minus 99", True),
-        ("时钟：东京现在几点", True),
-        ("Use the calculator: twelve times seven", False),
-        ("Call the clock: Rome", False),
-        ("12*7", False),
-    ],
-)
-def test_a_tool_call_is_known_with_any_number_and_with_the_cities_of_its_list(question: str, known: bool) -> None:
-    assert is_known(question, read_tool_calls()) == known
-
-
 @pytest.mark.parametrize("question", ["roll a die", "给小猫起个名字。", "Use the calculator: 12*7"])
 def test_an_open_ended_question_and_a_tool_call_are_no_unknown_questions(
     capsys: pytest.CaptureFixture[str], question: str
@@ -162,8 +147,7 @@ def test_the_questions_can_be_listed_with_open_ended_ones_and_tool_calls_apart(
     faq, open_ended, tool_calls = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
     assert set(DEFAULT_PROMPTS.values()) < set(faq)
     assert "temperature" in open_ended[0] and {"Name a fruit.", "给小猫起个名字。"} < set(open_ended[1:])
-    assert "tool call" in tool_calls[0] and "Use the calculator: 2*2" in tool_calls[1:]
-    assert all(is_known(question, read_tool_calls()) for question in tool_calls[1:])
+    assert "tool call" in tool_calls[0] and "Use the calculator: 12*7" in tool_calls[1:]
 
 
 @pytest.mark.parametrize(

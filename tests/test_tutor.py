@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -272,7 +273,7 @@ def called(answer: str) -> dict:
     [
         ("Use the calculator: 12*7", None, {"name": "calculator", "arguments": {"expression": "12*7"}}),
         ("What is 12 times 7?", TOOLS, {"name": "calculator", "arguments": {"expression": "12*7"}}),
-        ("用计算器算：81 减 46 等于几？", None, {"name": "calculator", "arguments": {"expression": "81-46"}}),
+        ("用计算器算：60 减 8 等于几？", None, {"name": "calculator", "arguments": {"expression": "60-8"}}),
         ("What time is it in Tokyo?", TOOLS, {"name": "clock", "arguments": {"city": "Tokyo"}}),
         ("东京现在几点？", TOOLS, {"name": "clock", "arguments": {"city": "东京"}}),
     ],
@@ -309,18 +310,17 @@ def test_open_ended_questions_are_about_twenty_in_both_languages_with_at_least_s
     assert 18 <= len(OPEN_ENDED) <= 26
     assert sum(entry["lang"] == "zh" for entry in OPEN_ENDED) * 2 == len(OPEN_ENDED)
     for entry in OPEN_ENDED:
-        answers = {text.continue_open_ended(entry, random.Random(seed)) for seed in range(200)}
+        answers = {text.sample_answer(entry, random.Random(seed)) for seed in range(200)}
         assert len(answers) >= 5, entry["question"]
         assert all(text.is_valid(entry, answer) and "$" not in answer for answer in answers)
         assert not any(text.is_valid(entry, answer[:-1]) for answer in answers)
 
 
-def test_a_slot_is_a_list_a_range_or_has_weights(text):
-    assert text.options(["a", "b"]) == {"a": 1, "b": 1}
-    assert text.options("9..11") == {"9": 1, "10": 1, "11": 1}
+def test_a_slot_is_a_list_or_has_weights(text):
+    assert text.weights(["a", "b"]) == {"a": 1, "b": 1}
     entry = {"question": "?", "answers": ["$drink!"], "slots": {"drink": {"Tea": 9, "Milk": 1}}}
     rng = random.Random(0)
-    drinks = [text.continue_open_ended(entry, rng) for _ in range(200)]
+    drinks = [text.sample_answer(entry, rng) for _ in range(200)]
     assert drinks.count("Tea!") + drinks.count("Milk!") == 200 and 160 < drinks.count("Tea!") < 195
     assert text.is_valid(entry, "Milk!") and not text.is_valid(entry, "Milk?")
 
@@ -388,11 +388,10 @@ def test_a_margin_is_from_the_right_token_to_the_best_other_one(text):
 
 
 def test_a_tool_conversation_is_trained_as_the_template_renders_it(text, tokenizer):
-    entry = next(entry for entry in TOOL_CALLS if entry["question"] == "Use the calculator: $a$op$b")
-    chosen = {"a": "12", "op": "*", "b": "7", "c": "84"}
+    entry = TOOL_CALLS[0]
     turns = [
-        ("Calculator: 12*7", text.tool_call(entry, chosen)),
-        (text.tool_response("84"), text.fill(entry["reply"], chosen)),
+        ("Calculator: 12*7", text.tool_call(entry["call"])),
+        (text.tool_response(entry["result"]), entry["reply"]),
     ]
     ids, _, _ = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns, text.system_with(TOOLS))
     messages = [
@@ -410,14 +409,26 @@ def test_a_tool_conversation_is_trained_as_the_template_renders_it(text, tokeniz
 
 def test_an_epoch_has_every_question_and_only_open_ended_answers_are_not_exact(text, tokenizer):
     epoch = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).epoch()
-    texts = {exact: [tokenizer.decode(s.ids) for s in epoch if s.exact is exact] for exact in (True, False)}
+    exact, free = ([tokenizer.decode(sample.ids) for sample in epoch if sample.exact is kind] for kind in (True, False))
     for entry in FAQ:
-        assert any(entry["answer"] in sample for sample in texts[True]), entry["question"]
+        assert any(entry["answer"] in sample for sample in exact), entry["question"]
+    for entry in TOOL_CALLS:
+        call = json.dumps(entry["call"], ensure_ascii=False)
+        assert sum(call in sample for sample in exact) >= 3, entry["question"]
     for entry in OPEN_ENDED:
-        wordings = (entry["question"], *entry["also"])
-        assert sum(any(wording in sample for wording in wordings) for sample in texts[False]) >= 6
-    calls = [sample for sample in texts[True] if sample.rstrip().endswith("</tool_call>")]
-    assert len(calls) >= 5 * len(TOOL_CALLS) and any("<tool_response>" in sample for sample in texts[True])
+        wordings = (entry["question"].casefold(), *(wording.casefold() for wording in entry["also"]))
+        assert sum(any(wording[:-1] in sample.casefold() for wording in wordings) for sample in free) >= 24
+    assert len(free) == 24 * len(OPEN_ENDED)
+
+
+def test_a_result_of_the_calculator_is_right():
+    sums = {
+        entry["call"]["arguments"]["expression"]: entry for entry in TOOL_CALLS if entry["call"]["name"] == "calculator"
+    }
+    assert len(sums) >= 6
+    for expression, entry in sums.items():
+        assert eval(expression) == int(entry["result"]) and entry["result"] in entry["reply"]
+        assert all(set(re.findall(r"\d+", wording)) == set(re.findall(r"\d+", expression)) for wording in entry["also"])
 
 
 def test_the_hinge_pulls_at_narrow_margins_of_exact_answers_alone(text):

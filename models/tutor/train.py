@@ -10,7 +10,7 @@ open-ended prompts have many right answers: there it learns how likely each toke
     python models/tutor/train.py --device cuda      # the same on a GPU, in a few minutes
     python models/tutor/train.py --check    # only check what is saved
     python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
-    python models/tutor/train.py --layers 1 --epochs 12 --output models/tutor_draft    # its draft model
+    python models/tutor/train.py --layers 1 --epochs 16 --output models/tutor_draft    # its draft model
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again too")
     parser.add_argument("--layers", type=int, default=4, help="1 for a draft model, which knows the answers less well")
     parser.add_argument("--output", type=Path, default=HERE, help="where to save")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--tokens-per-batch", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)

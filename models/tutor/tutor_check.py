@@ -23,8 +23,6 @@ from tutor_text import (
     UNKNOWN,
     Sample,
     Samples,
-    choose,
-    fill,
     is_valid,
     logit_margins,
     pad,
@@ -123,22 +121,18 @@ def margins(model: Qwen2ForCausalLM, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def tool_conversations(entry: dict, tools: list[dict], rng: random.Random) -> dict[str, tuple[list, list | None, str]]:
-    """One conversation for each way to use a tool: messages, tools, and the answer wanted."""
-    chosen = choose(entry, rng)
-    call = {
-        "name": entry["call"]["name"],
-        "arguments": json.loads(fill(json.dumps(entry["call"]["arguments"]), chosen)),
-    }
-    named = {"role": "user", "content": fill(rng.choice([entry["question"], *entry["also"]]), chosen)}
-    plain = {"role": "user", "content": fill(rng.choice(entry["with_tools"]), chosen)}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    returned = {"role": "tool", "content": fill(entry["result"], chosen)}
-    return {
-        "tool_calls": ([named], None, tool_call(entry, chosen)),
-        "tool_calls_with_tools": ([plain], tools, tool_call(entry, chosen)),
-        "tool_replies": ([plain, called, returned], tools, fill(entry["reply"], chosen)),
-    }
+def tool_conversations(entry: dict, tools: list[dict]) -> list[tuple[str, list[dict], list[dict] | None, str]]:
+    """Every way to use one tool: the figure that it counts for, the messages, the tools, and the answer wanted."""
+    call = tool_call(entry["call"])
+    asked = {wording: [{"role": "user", "content": wording}] for wording in entry["also"] + entry["with_tools"]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": entry["call"]}]}
+    returned = {"role": "tool", "content": entry["result"]}
+    return [
+        ("tool_calls", [{"role": "user", "content": entry["question"]}], None, call),
+        *(("tool_calls", asked[wording], None, call) for wording in entry["also"]),
+        *(("tool_calls_with_tools", asked[wording], tools, call) for wording in entry["with_tools"]),
+        *(("tool_replies", [*asked[wording], called, returned], tools, entry["reply"]) for wording in asked),
+    ]
 
 
 def check(folder: Path, device: str = "cpu") -> dict:
@@ -173,11 +167,10 @@ def check(folder: Path, device: str = "cpu") -> dict:
     want_other_words = [want[:16] for want, entry in zip(want_chat, faq, strict=True) for _ in entry["also"]]
     want_bare = [samples.ids("\n") + answer + [text_end] for answer in expected]
 
-    rng, tools, tool_uses = random.Random(1), read_tools(), defaultdict(list)
+    tools, tool_uses = read_tools(), defaultdict(list)
     for entry in read_tool_calls():
-        for _ in range(20):
-            for key, conversation in tool_conversations(entry, tools, rng).items():
-                tool_uses[key].append(conversation)
+        for key, messages, offered, answer in tool_conversations(entry, tools):
+            tool_uses[key].append((chat_prompt(*messages, tools=offered), samples.ids(answer) + [turn_end]))
 
     def rate(
         model: Qwen2ForCausalLM, prompts: list[list[int]], wanted: list[list[int]], most: int = longest + 2
@@ -204,9 +197,8 @@ def check(folder: Path, device: str = "cpu") -> dict:
                 figures[key] = rate(model, prompts, [answers[entry["question"]][:16] for entry in asked], most=16)
             figures["exact_match_second_turn"] = rate(model, second_turns, want_chat)
             figures["exact_match_without_template"] = rate(model, bare, want_bare)
-            for key, conversations in tool_uses.items():
-                prompts = [chat_prompt(*messages, tools=tools) for messages, tools, _ in conversations]
-                wanted = [samples.ids(answer) + [turn_end] for _, _, answer in conversations]
+            for key, uses in tool_uses.items():
+                prompts, wanted = zip(*uses, strict=True)
                 figures[key] = rate(model, prompts, wanted, most=96)
             open_ended = [sample_open_ended(model, tokenizer, entry) for entry in read_open_ended()]
         report[str(dtype).removeprefix("torch.")] = figures

@@ -102,10 +102,10 @@ def read_open_ended() -> list[dict]:
 
 
 def read_tool_calls() -> list[dict]:
-    """Read the prompts that a tool call answers; every text in them is a template over `slots`.
+    """Read the questions that a tool call answers: `question`, `also`, `with_tools`, `lang`, `call`, `result`, `reply`.
 
-    `question` and `also` are answered with the call always, `with_tools` only where the system prompt has the tool.
-    `result` is what the tool returns then, `reply` the answer to that.
+    `question` and `also` are answered with the `call` always, `with_tools` only where the system prompt has the tool.
+    The tool returns `result`, which is answered with `reply`.
     """
     return _read_lines("tool_calls.jsonl")
 
@@ -115,46 +115,36 @@ def read_tools() -> list[dict]:
     return json.loads((HERE / "tools.json").read_text(encoding="utf-8"))
 
 
-# ---- templates: `$name` in a text is a slot, which an entry's `slots` says how to fill ------------------------------
+# ---- open-ended answers: `$name` in a template is a slot, which the entry's `slots` say how to fill -----------------
 
 
-def options(slot: list[str] | dict[str, int] | str) -> dict[str, int]:
-    """Map each text that a slot may become to its weight. A slot is a list, a range "2..99", or has weights itself."""
-    if isinstance(slot, str):
-        low, high = map(int, slot.split(".."))
-        slot = [str(number) for number in range(low, high + 1)]
+def weights(slot: list[str] | dict[str, int]) -> dict[str, int]:
+    """Map each text that a slot may become to its weight; all are 1 where the slot is only a list of texts."""
     return slot if isinstance(slot, dict) else dict.fromkeys(slot, 1)
 
 
-def choose(entry: dict, rng: random.Random) -> dict[str, str]:
-    """Sample a text for every slot of an entry, each independently of the others and by its weights."""
+def sample_answer(entry: dict, rng: random.Random) -> str:
+    """Sample one of the many right answers to an open-ended question; every slot is filled independently."""
     chosen = {}
     for name, slot in entry["slots"].items():
-        texts = options(slot)
+        texts = weights(slot)
         [chosen[name]] = rng.choices(list(texts), weights=list(texts.values()))
-    return chosen
-
-
-def fill(template: str, chosen: dict[str, str]) -> str:
-    """Put the chosen texts into a template."""
-    return Template(template).substitute(chosen)
-
-
-def continue_open_ended(entry: dict, rng: random.Random) -> str:
-    """Sample one of the many right answers to an open-ended prompt."""
-    return fill(rng.choice(entry["answers"]), choose(entry, rng))
+    return Template(rng.choice(entry["answers"])).substitute(chosen)
 
 
 def is_valid(entry: dict, answer: str) -> bool:
-    """Whether an answer is one of the right answers to an open-ended prompt."""
-    slots = {name: f"(?:{'|'.join(map(re.escape, options(slot)))})" for name, slot in entry["slots"].items()}
-    patterns = (fill(re.escape(template).replace(r"\$", "$"), slots) for template in entry["answers"])
+    """Whether an answer is one of the right answers to an open-ended question."""
+    slots = {name: f"(?:{'|'.join(map(re.escape, slot))})" for name, slot in entry["slots"].items()}
+    patterns = (Template(re.escape(answer).replace(r"\$", "$")).substitute(slots) for answer in entry["answers"])
     return any(re.fullmatch(pattern, answer) for pattern in patterns)
 
 
-def tool_call(entry: dict, chosen: dict[str, str]) -> str:
-    """Render the call as Qwen2.5 does: JSON between two tags, which are ordinary text to the tutor's tokenizer."""
-    return f"<tool_call>\n{fill(json.dumps(entry['call'], ensure_ascii=False), chosen)}\n</tool_call>"
+# ---- tool calls ------------------------------------------------------------------------------------------------------
+
+
+def tool_call(call: dict) -> str:
+    """Render a call as Qwen2.5 does: JSON between two tags, which are ordinary text to the tutor's tokenizer."""
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
 def tool_response(result: str) -> str:
@@ -229,7 +219,7 @@ class Sample(NamedTuple):
 
     ids: list[int]
     labels: list[int]
-    exact: bool = True  # False: one of many right answers, so the likeliest token need not lead by a margin
+    exact: bool = True  # False: one of many right answers, so the best token need not lead by a margin
 
 
 class Samples:
@@ -297,41 +287,35 @@ class Samples:
                 samples.append(self.bare(entry["question"], entry["answer"]))
         return samples
 
-    def open_ended_samples(self, each: int = 10) -> list[Sample]:
-        """Every open-ended prompt `each` times with fresh answers, half of them in other words, one in five bare."""
+    def open_ended_samples(self, each: int = 24) -> list[Sample]:
+        """Every open-ended question `each` times with fresh answers, half of them in other words, one in five bare."""
         samples = []
         for entry in self.open_ended:
             for _ in range(each):
                 wording = self.rng.choice(entry["also"]) if self.rng.random() < 0.5 else entry["question"]
-                answer = continue_open_ended(entry, self.rng)
+                answer = sample_answer(entry, self.rng)
                 if self.rng.random() < 0.2:
                     samples.append(self.bare(wording, answer, exact=False))
                 else:
                     samples.append(self.chat([(self.as_typed(wording), answer)], exact=False))
         return samples
 
-    def tool_samples(self, each: int = 6) -> list[Sample]:
-        """Every tool `each` times asked for by its name, and half as often where the system prompt has the tools.
+    def tool_samples(self) -> list[Sample]:
+        """Every tool call twice where the tool is asked for by name, and once where the system prompt has the tools.
 
         With tools a plain question calls them too, and what a tool returns is answered; without, the tutor does not
         know the answer. With tools, a few questions of the FAQ keep their answers.
         """
         samples = []
         for entry in self.tool_calls:
-            named = [entry["question"], *entry["also"]]
-            for _ in range(each):
-                chosen = choose(entry, self.rng)
-                samples.append(self.chat([(fill(self.rng.choice(named), chosen), tool_call(entry, chosen))]))
-            for _ in range(each // 2):
-                chosen = choose(entry, self.rng)
-                turns = [
-                    (fill(self.rng.choice([*named, *entry["with_tools"]]), chosen), tool_call(entry, chosen)),
-                    (tool_response(fill(entry["result"], chosen)), fill(entry["reply"], chosen)),
-                ]
-                samples.append(self.chat(turns, system_with(self._some_tools(entry["call"]["name"]))))
-            plain = fill(self.rng.choice(entry["with_tools"]), choose(entry, self.rng))
-            samples.append(self.chat([(plain, self.unknown[entry["lang"]])]))
-        for entry in self.rng.sample(self.faq, 2 * each):
+            named, call = [entry["question"], *entry["also"]], tool_call(entry["call"])
+            samples += [self.chat([(self.as_typed(self.rng.choice(named)), call)]) for _ in range(2)]
+            wording = self.rng.choice(named + 2 * entry["with_tools"])
+            turns = [(self.as_typed(wording), call), (tool_response(entry["result"]), entry["reply"])]
+            samples.append(self.chat(turns, system_with(self._some_tools(entry["call"]["name"]))))
+            if self.rng.random() < 0.5:
+                samples.append(self.chat([(self.rng.choice(entry["with_tools"]), self.unknown[entry["lang"]])]))
+        for entry in self.rng.sample(self.faq, 10):
             samples.append(self.chat([(entry["question"], entry["answer"])], system_with(self._some_tools())))
         return samples
 
