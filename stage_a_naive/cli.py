@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from stage_a_naive.errors import EngineBroken, one_line
 from stage_a_naive.presets import PRESETS
-from stage_a_naive.tutor import is_known, nearest_questions, read_faq
+from stage_a_naive.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
 
 if TYPE_CHECKING:
     from stage_a_naive.frontend import Frontend
@@ -81,7 +81,7 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
                 os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
             options = vars(build_parser(stage, description, add_options).parse_args(argv))
             if options.pop("list_questions"):
-                print(*(entry["question"] for entry in read_faq()), sep="\n")
+                _list_questions()
             else:
                 _answer(importlib.import_module(stage), options)
         finally:
@@ -98,6 +98,13 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
         print("\ninterrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _list_questions() -> None:
+    open_ended, tool_call = "# open-ended, with many answers: try --temperature 0.8", "# answered with a tool call"
+    print(*(entry["question"] for entry in read_faq()), sep="\n")
+    print("", open_ended, *(entry["question"] for entry in read_open_ended()), sep="\n")
+    print("", tool_call, *(entry["question"] for entry in read_tool_calls()), sep="\n")
 
 
 def _answer(stage: object, options: dict) -> None:
@@ -143,11 +150,11 @@ def _print_piece(index: int, piece: str) -> None:
 
 def _explain_unknown(question: str) -> None:
     """Say on stderr that the tutor was not trained on this question, and which ones come near."""
-    faq = read_faq()
-    if is_known(question, faq):
+    entries = read_faq() + read_open_ended() + read_tool_calls()
+    if is_known(question, entries):
         return
     print("note: the tutor is a teaching prop that knows one FAQ by heart; this question is not in it", file=sys.stderr)
-    nearest = nearest_questions(question, faq)
+    nearest = nearest_questions(question, entries)
     if nearest:
         print(f"note: nearest questions: {' | '.join(nearest)} (all: --list-questions)", file=sys.stderr)
 

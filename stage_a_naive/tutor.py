@@ -1,7 +1,8 @@
 """The embedded model: where it is, what it can be asked, and which of its questions another question comes close to.
 
-The tutor repeats one list of answers. Asked anything else it may answer with the wrong one, fluently. So the command
-line says when a question is not on the list, and names the nearest ones.
+The tutor repeats one list of answers, continues a few open-ended prompts, and calls two tools. Asked anything else it
+may answer with the wrong text, fluently. So the command line says when a question is none of these, and names the
+nearest ones.
 """
 
 from __future__ import annotations
@@ -32,18 +33,27 @@ def require_tutor() -> None:
 
 def read_faq() -> list[dict]:
     """Read the FAQ: `question`, `answer`, `lang`, and `also`, the other wordings that the tutor was trained on."""
-    require_tutor()
-    return [json.loads(line) for line in (TUTOR_PATH / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
+    return _read_lines("faq.jsonl")
 
 
-def is_known(question: str, faq: list[dict]) -> bool:
+def read_open_ended() -> list[dict]:
+    """Read the questions that have many right answers: `question`, `also`, `lang`, and how the answers are made."""
+    return _read_lines("open_ended.jsonl")
+
+
+def read_tool_calls() -> list[dict]:
+    """Read the questions that the tutor answers with a tool call: `question`, `also`, `lang`, and the `call`."""
+    return _read_lines("tool_calls.jsonl")
+
+
+def is_known(question: str, entries: list[dict]) -> bool:
     """Whether the tutor was trained on this question; case, spaces and punctuation do not matter."""
     wanted = _letters(question)
-    return any(wanted == _letters(wording) for entry in faq for wording in (entry["question"], *entry["also"]))
+    return any(wanted == _letters(wording) for entry in entries for wording in (entry["question"], *entry["also"]))
 
 
-def nearest_questions(question: str, faq: list[dict], count: int = 3) -> list[str]:
-    """Find the FAQ's questions that share the most with a question, best first; those that share nothing are left out.
+def nearest_questions(question: str, entries: list[dict], count: int = 3) -> list[str]:
+    """Find the questions that share the most with a question, best first; those that share nothing are left out.
 
     Two texts are compared by their pairs of neighbouring characters (Dice's coefficient): the same for English words,
     for Chinese, which puts no spaces between words, and for a typing error.
@@ -55,9 +65,14 @@ def nearest_questions(question: str, faq: list[dict], count: int = 3) -> list[st
         total = wanted.total() + found.total()
         return 2 * (wanted & found).total() / total if total else 0.0
 
-    scores = {entry["question"]: max(map(likeness, (entry["question"], *entry["also"]))) for entry in faq}
+    scores = {entry["question"]: max(map(likeness, (entry["question"], *entry["also"]))) for entry in entries}
     best = sorted(scores, key=scores.__getitem__, reverse=True)[:count]
     return [text for text in best if scores[text] > 0.3]
+
+
+def _read_lines(name: str) -> list[dict]:
+    require_tutor()
+    return [json.loads(line) for line in (TUTOR_PATH / name).read_text(encoding="utf-8").splitlines()]
 
 
 def _letters(text: str) -> str:

@@ -132,9 +132,22 @@ def test_a_question_of_the_faq_is_known_however_it_is_typed(question: str) -> No
     assert is_known(question, read_faq())
 
 
-def test_the_questions_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("question", ["roll a die", "给小猫起个名字。", "Use the calculator: 12*7"])
+def test_an_open_ended_question_and_a_tool_call_are_no_unknown_questions(
+    capsys: pytest.CaptureFixture[str], question: str
+) -> None:
+    assert ask("--prompt", question, "--max-tokens", "1") == 0
+    assert "note: " not in capsys.readouterr().err
+
+
+def test_the_questions_can_be_listed_with_open_ended_ones_and_tool_calls_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert ask("--list-questions") == 0
-    assert set(DEFAULT_PROMPTS.values()) < set(capsys.readouterr().out.splitlines())
+    faq, open_ended, tool_calls = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    assert set(DEFAULT_PROMPTS.values()) < set(faq)
+    assert "temperature" in open_ended[0] and {"Name a fruit.", "给小猫起个名字。"} < set(open_ended[1:])
+    assert "tool call" in tool_calls[0] and "Use the calculator: 12*7" in tool_calls[1:]
 
 
 @pytest.mark.parametrize(

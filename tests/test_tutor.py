@@ -1,10 +1,11 @@
-"""The embedded model and its FAQ: well-formed, small enough for the repository, and word for word reliable."""
+"""The embedded model: small enough for the repository, word for word reliable, and with a choice when sampled."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TUTOR = Path(__file__).resolve().parent.parent / "models" / "tutor"
-FAQ = [json.loads(line) for line in (TUTOR / "faq.jsonl").read_text(encoding="utf-8").splitlines()]
+FAQ, OPEN_ENDED, TOOL_CALLS = (
+    [json.loads(line) for line in (TUTOR / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    for name in ("faq", "open_ended", "tool_calls")
+)
+TOOLS = json.loads((TUTOR / "tools.json").read_text(encoding="utf-8"))
 DEFAULT_QUESTION = "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"
 ENGLISH_QUESTIONS = ["What is a KV cache?", "What is prefill?", "What is decode?"]
 MAX_DIRECTORY_BYTES = 10_000_000
@@ -178,7 +183,8 @@ def test_held_out_wordings_were_never_trained_and_ask_for_answers_of_the_faq():
 
 
 def test_no_wording_belongs_to_two_questions():
-    wordings = [wording.casefold() for entry in FAQ for wording in {entry["question"], *entry["also"]}]
+    entries = FAQ + OPEN_ENDED + TOOL_CALLS
+    wordings = [wording.casefold() for entry in entries for wording in {entry["question"], *entry["also"]}]
     assert len(set(wordings)) == len(wordings)
 
 
@@ -190,6 +196,16 @@ def test_recorded_check_passes_the_gates():
         assert report[dtype]["margin_1st_percentile"] >= 2.0
     for key in ("right_start_in_other_words", "right_start_held_out", "right_start_held_out_elsewhere"):
         assert report["float32"][key] >= 0.9, key
+    for key in ("tool_calls", "tool_calls_with_tools", "tool_replies"):
+        assert report["float32"][key] >= 0.95, key
+
+
+def test_recorded_check_lists_every_open_ended_question_with_a_choice_and_valid_answers():
+    rows = json.loads((TUTOR / "check.json").read_text(encoding="utf-8"))["open_ended"]
+    assert [row["question"] for row in rows] == [entry["question"] for entry in OPEN_ENDED]
+    for row in rows:
+        assert row["valid"] >= 0.9 and row["different"] >= 4, row
+    assert sum(row["first_token_entropy"] > 1 for row in rows) > len(rows) / 2
 
 
 def test_model_card_quotes_the_recorded_check():
@@ -199,6 +215,141 @@ def test_model_card_quotes_the_recorded_check():
         cells = " | ".join(format(report[dtype][key], style) for dtype in ("float32", "bfloat16"))
         assert f"| {cells} |" in card
     assert f"{len(FAQ)} questions and answers" in card
+
+
+# ---- what it is not asked by heart: open-ended questions, tool calls ------------------------------------------------
+
+
+def generate(tokenizer, model, messages: list[dict], tools: list[dict] | None = None, **options) -> list[str]:
+    prompt = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    rows = model.generate(**prompt, max_new_tokens=96, **options)[:, prompt["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("question", "most"),
+    [
+        ("Name a fruit.", 9),
+        ("Roll a die.", 6),
+        ("Tell a two-line story about a cache.", 9),
+        ("给小猫起个名字。", 9),
+        ("把句子补完：GPU 闲着，因为", 9),
+        ("编一个两句话的小故事，主角是缓存。", 9),
+    ],
+)
+def test_nine_samples_of_an_open_ended_question_differ_and_make_sense(tokenizer, model, text, question, most):
+    entry = next(entry for entry in OPEN_ENDED if entry["question"] == question)
+    torch.manual_seed(1)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "num_return_sequences": 9}
+    answers = generate(tokenizer, model, [{"role": "user", "content": question}], **sampling)
+    assert len(set(answers)) > most / 2
+    assert [answer for answer in answers if not text.is_valid(entry, answer)] == []
+
+
+def test_temperature_has_an_effect_because_the_drinks_have_different_probabilities(tokenizer, model):
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Order a drink."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.inference_mode():
+        probabilities = model(**prompt).logits[0, -1].float().softmax(dim=-1)
+    tea, coffee, water = (probabilities[answer_ids(tokenizer, drink)[0]] for drink in ("Tea", "Coffee", "Water"))
+    assert 0.3 < tea < 0.7 and tea > coffee > water > 0.03  # trained with 1/2, 1/4, 1/8
+
+
+def called(answer: str) -> dict:
+    before, start, rest = answer.partition("<tool_call>\n")
+    call, end, after = rest.partition("\n</tool_call>")
+    assert (before, bool(start), bool(end), after) == ("", True, True, ""), answer
+    return json.loads(call)
+
+
+@pytest.mark.parametrize(
+    ("question", "tools", "call"),
+    [
+        ("Use the calculator: 12*7", None, {"name": "calculator", "arguments": {"expression": "12*7"}}),
+        ("What is 12 times 7?", TOOLS, {"name": "calculator", "arguments": {"expression": "12*7"}}),
+        ("用计算器算：60 减 8 等于几？", None, {"name": "calculator", "arguments": {"expression": "60-8"}}),
+        ("What time is it in Tokyo?", TOOLS, {"name": "clock", "arguments": {"city": "Tokyo"}}),
+        ("东京现在几点？", TOOLS, {"name": "clock", "arguments": {"city": "东京"}}),
+    ],
+)
+def test_a_tool_call_is_json_with_the_arguments_of_the_question(tokenizer, model, question, tools, call):
+    [answer] = generate(tokenizer, model, [{"role": "user", "content": question}], tools)
+    assert called(answer) == call
+
+
+def test_what_a_tool_returned_is_answered(tokenizer, model):
+    messages = [
+        {"role": "user", "content": "What is 12 times 7?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "12*7"}}}],
+        },
+        {"role": "tool", "content": "84"},
+    ]
+    assert generate(tokenizer, model, messages, TOOLS) == ["The calculator says 84."]
+
+
+def test_without_tools_the_same_question_is_one_that_the_tutor_does_not_know(tokenizer, model):
+    [answer] = generate(tokenizer, model, [{"role": "user", "content": "What is 12 times 7?"}])
+    assert answer.startswith("I do not know that.")
+
+
+def test_the_faq_is_answered_with_tools_too(tokenizer, model):
+    answer = next(entry["answer"] for entry in FAQ if entry["question"] == "What is prefill?")
+    [given] = generate(tokenizer, model, [{"role": "user", "content": "What is prefill?"}], TOOLS)
+    assert given.startswith(answer[:80])
+
+
+def test_open_ended_questions_are_about_twenty_in_both_languages_with_at_least_six_answers(text):
+    assert 18 <= len(OPEN_ENDED) <= 26
+    assert sum(entry["lang"] == "zh" for entry in OPEN_ENDED) * 2 == len(OPEN_ENDED)
+    for entry in OPEN_ENDED:
+        answers = {text.sample_answer(entry, random.Random(seed)) for seed in range(200)}
+        assert len(answers) >= 5, entry["question"]
+        assert all(text.is_valid(entry, answer) and "$" not in answer for answer in answers)
+        assert not any(text.is_valid(entry, answer[:-1]) for answer in answers)
+
+
+def test_a_slot_is_a_list_or_has_weights(text):
+    assert text.weights(["a", "b"]) == {"a": 1, "b": 1}
+    entry = {"question": "?", "answers": ["$drink!"], "slots": {"drink": {"Tea": 9, "Milk": 1}}}
+    rng = random.Random(0)
+    drinks = [text.sample_answer(entry, rng) for _ in range(200)]
+    assert drinks.count("Tea!") + drinks.count("Milk!") == 200 and 160 < drinks.count("Tea!") < 195
+    assert text.is_valid(entry, "Milk!") and not text.is_valid(entry, "Milk?")
+
+
+def test_the_template_shows_tools_and_what_they_return_as_qwen_does(text, tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2*3?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": "2*3"}}]},
+        {"role": "tool", "content": "6"},
+        {"role": "tool", "content": "six"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "description": "<算>"}}
+    rendered = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    system = (
+        "Be brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "f", "description": "<算>"}}\n'
+        "</tools>\n\nFor each function call, return a json object with function name and arguments within "
+        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+        "</tool_call>"
+    )
+    assert rendered == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2*3?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"x": "2*3"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n6\n</tool_response>\n<tool_response>\nsix\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert text.system_with([tool], "Be brief.") == system
 
 
 # ---- how it is trained: `models/tutor/` is a folder of programs, and no package -----------------------------------
@@ -212,7 +363,8 @@ def text(monkeypatch):
 
 def test_a_sample_is_what_the_template_renders_and_only_answers_are_trained(text, tokenizer):
     turns = [(entry["question"], entry["answer"]) for entry in FAQ[:2]]
-    ids, labels = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns)
+    ids, labels, exact = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns)
+    assert exact
     roles = ("user", "assistant")
     messages = [{"role": role, "content": said} for turn in turns for role, said in zip(roles, turn, strict=True)]
     rendered = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -223,9 +375,11 @@ def test_a_sample_is_what_the_template_renders_and_only_answers_are_trained(text
 
 
 def test_padding_is_on_the_right_and_trains_nothing(text):
-    ids, labels = text.pad([([1, 2, 3], [text.IGNORED, 3, 4]), ([5], [6])], pad_id=9)
+    samples = [text.Sample([1, 2, 3], [text.IGNORED, 3, 4]), text.Sample([5], [6], exact=False)]
+    ids, labels, exact = text.pad(samples, pad_id=9)
     assert ids.tolist() == [[1, 2, 3], [5, 9, 9]]
     assert labels.tolist() == [[text.IGNORED, 3, 4], [6, text.IGNORED, text.IGNORED]]
+    assert exact.tolist() == [[True] * 3, [False] * 3]
 
 
 def test_a_margin_is_from_the_right_token_to_the_best_other_one(text):
@@ -233,13 +387,65 @@ def test_a_margin_is_from_the_right_token_to_the_best_other_one(text):
     assert text.logit_margins(logits, torch.tensor([1, 2])).tolist() == [2.0, -2.0]
 
 
+def test_a_tool_conversation_is_trained_as_the_template_renders_it(text, tokenizer):
+    entry = TOOL_CALLS[0]
+    turns = [
+        ("Calculator: 12*7", text.tool_call(entry["call"])),
+        (text.tool_response(entry["result"]), entry["reply"]),
+    ]
+    ids, _, _ = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns, text.system_with(TOOLS))
+    messages = [
+        {"role": "user", "content": "Calculator: 12*7"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "12*7"}}}],
+        },
+        {"role": "tool", "content": "84"},
+        {"role": "assistant", "content": "The calculator says 84."},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+    assert ids == rendered[: len(ids)] and len(rendered) <= len(ids) + 2
+
+
+def test_an_epoch_has_every_question_and_only_open_ended_answers_are_not_exact(text, tokenizer):
+    epoch = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).epoch()
+    exact, free = ([tokenizer.decode(sample.ids) for sample in epoch if sample.exact is kind] for kind in (True, False))
+    for entry in FAQ:
+        assert any(entry["answer"] in sample for sample in exact), entry["question"]
+    for entry in TOOL_CALLS:
+        call = json.dumps(entry["call"], ensure_ascii=False)
+        assert sum(call in sample for sample in exact) >= 3, entry["question"]
+    for entry in OPEN_ENDED:
+        wordings = (entry["question"].casefold(), *(wording.casefold() for wording in entry["also"]))
+        assert sum(any(wording[:-1] in sample.casefold() for wording in wordings) for sample in free) >= 24
+    assert len(free) == 24 * len(OPEN_ENDED)
+
+
+def test_a_result_of_the_calculator_is_right():
+    sums = {
+        entry["call"]["arguments"]["expression"]: entry for entry in TOOL_CALLS if entry["call"]["name"] == "calculator"
+    }
+    assert len(sums) >= 6
+    for expression, entry in sums.items():
+        assert eval(expression) == int(entry["result"]) and entry["result"] in entry["reply"]
+        assert all(set(re.findall(r"\d+", wording)) == set(re.findall(r"\d+", expression)) for wording in entry["also"])
+
+
+def test_the_hinge_pulls_at_narrow_margins_of_exact_answers_alone(text):
+    hinge = importlib.import_module("train").hinge
+    logits, targets = torch.tensor([[9.0, 0.0], [3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0, 0])
+    assert hinge(logits, targets, torch.tensor([True, True, False])).item() == 2.5  # margins 9 and 3 of 8
+    assert hinge(logits, targets, torch.tensor([False] * 3)).item() == 0
+
+
 def test_every_sample_is_in_one_batch_of_similar_lengths_and_limited_size(text):
     train = importlib.import_module("train")
-    samples = [([i] * length, [i] * length) for i, length in enumerate([5, 90, 17, 60, 8, 200, 33, 21, 64])]
+    lengths = [5, 90, 17, 60, 8, 200, 33, 21, 64]
+    samples = [text.Sample([i] * length, [i] * length) for i, length in enumerate(lengths)]
     found = train.batches(samples, tokens_per_batch=200, pad_id=0, rng=random.Random(0))
-    rows = [set(row.tolist()) - {text.IGNORED} for _, labels in found for row in labels]
+    rows = [set(row.tolist()) - {text.IGNORED} for _, labels, _ in found for row in labels]
     assert sorted(i for row in rows for i in row) == list(range(len(samples)))
-    assert len(found) > 3 and all(len(ids) == 1 or ids.numel() <= 200 + 16 * len(ids) for ids, _ in found)
+    assert len(found) > 3 and all(len(ids) == 1 or ids.numel() <= 200 + 16 * len(ids) for ids, _, _ in found)
 
 
 def test_the_learning_rate_rises_for_a_moment_and_ends_at_zero(text):

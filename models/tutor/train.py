@@ -3,12 +3,14 @@
 The course needs a model that is small enough to live in the repository, answers in sentences without a download, and
 makes a wrong kernel visible. So this script does on purpose what one usually avoids: it overfits. The model sees the
 same questions again and again until greedy decoding returns every answer word for word, and then some more, so that
-the best token leads the second best by a wide margin and rounding in another engine cannot change the text.
+the best token leads the second best by a wide margin and rounding in another engine cannot change the text. Only its
+open-ended prompts have many right answers: there it learns how likely each token is, so that sampling has a choice.
 
-    python models/tutor/train.py            # train, save, check; about ten minutes on two CPU cores
+    python models/tutor/train.py            # train, save, check; about half an hour on two CPU cores
+    python models/tutor/train.py --device cuda      # the same on a GPU, in a few minutes
     python models/tutor/train.py --check    # only check what is saved
     python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
-    python models/tutor/train.py --layers 1 --epochs 12 --output models/tutor_draft    # its draft model
+    python models/tutor/train.py --layers 1 --epochs 16 --output models/tutor_draft    # its draft model
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def build_model(tokenizer: Tokenizer, num_layers: int) -> Qwen2ForCausalLM:
 def batches(samples: list[Sample], tokens_per_batch: int, pad_id: int, rng: random.Random) -> list:
     """Group samples of similar length, so that little of a batch is padding, and shuffle the groups."""
     groups, group = [], []
-    for sample in sorted(samples, key=lambda sample: len(sample[0]) + rng.random() * 16):
-        if group and (len(group) + 1) * len(sample[0]) > tokens_per_batch:
+    for sample in sorted(samples, key=lambda sample: len(sample.ids) + rng.random() * 16):
+        if group and (len(group) + 1) * len(sample.ids) > tokens_per_batch:
             groups.append(group)
             group = []
         group.append(sample)
@@ -87,33 +89,43 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / 0.03) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def hinge(logits: torch.Tensor, targets: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """By how much the margins fall short of `WIDE_ENOUGH`, on average: what pulls at the few narrow places that remain.
+
+    Positions that are not `exact` count nothing: answers to open-ended prompts, where several tokens are right and a
+    margin would choose one of them. logits `[positions, vocab]`, targets and exact `[positions]`.
+    """
+    shortfall = F.relu(WIDE_ENOUGH - logit_margins(logits, targets)) * exact
+    return shortfall.sum() / exact.sum().clamp(min=1)
+
+
 def train(model: Qwen2ForCausalLM, samples: Samples, args: argparse.Namespace) -> None:
     """Cross-entropy on the answers with AdamW, in float32. Small batches: many steps matter more than smooth ones.
 
-    Once the answers are known, cross-entropy hardly pulls any more. In the second half a hinge does: it costs one unit
-    for every unit by which a margin falls short of `WIDE_ENOUGH`, and so works on the few narrow places that remain.
+    Once the answers are known, cross-entropy hardly pulls any more. In the second half `hinge` does.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     model.train()
     bar = tqdm(range(args.epochs), unit="epoch")
     for epoch in bar:
-        losses = []
+        losses = torch.zeros((), device=model.device)
         work = batches(samples.epoch(), args.tokens_per_batch, model.config.pad_token_id, samples.rng)
-        for index, (ids, labels) in enumerate(work):
+        for index, batch in enumerate(work):
             progress = (epoch + index / len(work)) / args.epochs
             optimizer.param_groups[0]["lr"] = args.lr * learning_rate_factor(progress)
+            ids, labels, exact = (tensor.to(model.device) for tensor in batch)
             hidden = model.model(ids, use_cache=False).last_hidden_state  # [rows, width, hidden]
             trained = labels != IGNORED
             logits, targets = model.lm_head(hidden[trained]), labels[trained]  # [positions, vocab], [positions]
             loss = F.cross_entropy(logits, targets)
             if progress > 0.5:
-                loss = loss + F.relu(WIDE_ENOUGH - logit_margins(logits, targets)).mean()
+                loss = loss + hinge(logits, targets, exact[trained])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        bar.set_postfix(loss=f"{sum(losses) / len(losses):.4f}")
+            losses += loss.detach()  # stays on the device, which no step waits for
+        bar.set_postfix(loss=f"{losses.item() / len(work):.4f}")
 
 
 def main() -> None:
@@ -121,12 +133,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="do not train; check the saved model")
     parser.add_argument("--new-tokenizer", action="store_true", help="train the tokenizer again too")
     parser.add_argument("--layers", type=int, default=4, help="1 for a draft model, which knows the answers less well")
-    parser.add_argument("--output", type=Path, default=HERE, help="where to save; only the tutor itself is checked")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=HERE, help="where to save")
+    parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--tokens-per-batch", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="cpu | cuda")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.check:
@@ -136,12 +149,12 @@ def main() -> None:
         if args.new_tokenizer:
             save_tokenizer(train_tokenizer(faq))
         tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
-        model = build_model(tokenizer, args.layers)
+        model = build_model(tokenizer, args.layers).to(args.device)
         train(model, Samples(tokenizer, faq, random.Random(args.seed)), args)
         model.to(torch.bfloat16).save_pretrained(args.output)
-        print(f"{model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
-    if args.output == HERE:
-        print(json.dumps(check(), indent=2))
+        print(f"{model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s", flush=True)
+    if args.layers > 1:  # a draft model may be wrong
+        print(json.dumps(check(args.output, args.device), indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

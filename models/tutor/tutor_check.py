@@ -2,7 +2,7 @@
 
 Exactness alone says little: if the two best tokens are almost equal, another kernel's rounding picks the other one and
 the rest of the text changes. The margin, how far the right token's logit is above the best other one, says how much
-rounding the answers survive.
+rounding the answers survive. Open-ended prompts are apart: there the answers are sampled, and counted that are valid.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from tutor_text import (
     END_OF_TEXT,
     HERE,
     IGNORED,
     TURN_END,
+    UNKNOWN,
     Sample,
     Samples,
+    is_valid,
     logit_margins,
     pad,
     read_faq,
     read_held_out,
+    read_open_ended,
+    read_tool_calls,
+    read_tools,
+    tool_call,
 )
 
 ROWS = {
@@ -37,26 +44,68 @@ ROWS = {
     "right_start_held_out_elsewhere": "… held out, questions about other things (it says that it does not know)",
     "exact_match_second_turn": "exact as the second turn of a conversation",
     "exact_match_without_template": "exact without a template",
+    "tool_calls": "tool calls exact, the tool asked for by its name",
+    "tool_calls_with_tools": "… with the tools in the system prompt, any wording",
+    "tool_replies": "answers to what a tool returned exact",
 }
-UNKNOWN = ("What is the capital of France?", "法国的首都是哪里？")  # answered with "I do not know that"
+ROWS_PER_BATCH = 64
+TEMPERATURE, SAMPLES = 0.8, 64  # of each open-ended prompt
 FIGURES_START, FIGURES_END = "<!-- figures of check.json -->", "<!-- end of figures -->"
 
 
 @torch.inference_mode()
 def greedy_answers(model: Qwen2ForCausalLM, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy `generate` for every prompt; prompts of equal length share a batch, so nothing is padded."""
-    by_length = defaultdict(list)
-    for index, prompt in enumerate(prompts):
-        by_length[len(prompt)].append(index)
+    """Greedy `generate` for every prompt, in batches of similar length; shorter prompts are padded on the left."""
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
-    ends = set(model.generation_config.eos_token_id)
-    for length, indices in tqdm(sorted(by_length.items()), desc="greedy", unit="batch"):
-        ids = torch.tensor([prompts[index] for index in indices])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)
-        for index, row in zip(indices, output[:, length:].tolist(), strict=True):
-            stop = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
-            answers[index] = row[: stop + 1]
+    for start in tqdm(range(0, len(prompts), ROWS_PER_BATCH), desc="greedy", unit="batch"):
+        indices = by_length[start : start + ROWS_PER_BATCH]
+        width = len(prompts[indices[-1]])
+        missing = [width - len(prompts[index]) for index in indices]
+        pad_id = model.config.pad_token_id
+        ids = torch.tensor([[pad_id] * pads + prompts[index] for pads, index in zip(missing, indices, strict=True)])
+        seen = torch.tensor([[0] * pads + [1] * (width - pads) for pads in missing])
+        output = model.generate(
+            ids.to(model.device), attention_mask=seen.to(model.device), max_new_tokens=max_new_tokens
+        )
+        for index, row in zip(indices, output[:, width:].tolist(), strict=True):
+            answers[index] = until_the_end(model, row)
     return answers
+
+
+def until_the_end(model: Qwen2ForCausalLM, row: list[int]) -> list[int]:
+    """The generated ids up to the first end token."""
+    ends = set(model.generation_config.eos_token_id)
+    stop = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: stop + 1]
+
+
+@torch.inference_mode()
+def sample_open_ended(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entry: dict) -> dict:
+    """Sample an open-ended prompt `SAMPLES` times: how many answers are valid, and how many differ?"""
+    torch.manual_seed(0)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": entry["question"]}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    first = model(**prompt).logits[0, -1].float().log_softmax(dim=-1)  # [vocab]
+    output = model.generate(
+        **prompt,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=0,
+        max_new_tokens=96,
+        num_return_sequences=SAMPLES,
+    )
+    answers = tokenizer.batch_decode(output[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return {
+        "question": entry["question"],
+        "first_token_entropy": round(-(first.exp() * first).sum().item(), 3),  # nats, at temperature 1
+        "valid": round(sum(is_valid(entry, answer) for answer in answers) / SAMPLES, 4),
+        "different": len(set(answers)),
+    }
 
 
 @torch.inference_mode()
@@ -64,17 +113,32 @@ def margins(model: Qwen2ForCausalLM, samples: list[Sample]) -> torch.Tensor:
     """The logit margin at every trained position, teacher forced: each position sees the right tokens before it."""
     found = []
     for start in range(0, len(samples), 16):
-        ids, labels = pad(samples[start : start + 16], model.config.pad_token_id)
+        batch = pad(samples[start : start + 16], model.config.pad_token_id)
+        ids, labels, _ = (tensor.to(model.device) for tensor in batch)
         trained = labels != IGNORED
         logits = model(ids, use_cache=False).logits[trained].float()  # [positions, vocab]
         found.append(logit_margins(logits, labels[trained]))
     return torch.cat(found)
 
 
-def check() -> dict:
+def tool_conversations(entry: dict, tools: list[dict]) -> list[tuple[str, list[dict], list[dict] | None, str]]:
+    """Every way to use one tool: the figure that it counts for, the messages, the tools, and the answer wanted."""
+    call = tool_call(entry["call"])
+    asked = {wording: [{"role": "user", "content": wording}] for wording in entry["also"] + entry["with_tools"]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": entry["call"]}]}
+    returned = {"role": "tool", "content": entry["result"]}
+    return [
+        ("tool_calls", [{"role": "user", "content": entry["question"]}], None, call),
+        *(("tool_calls", asked[wording], None, call) for wording in entry["also"]),
+        *(("tool_calls_with_tools", asked[wording], tools, call) for wording in entry["with_tools"]),
+        *(("tool_replies", [*asked[wording], called, returned], tools, entry["reply"]) for wording in asked),
+    ]
+
+
+def check(folder: Path, device: str = "cpu") -> dict:
     """Load what is saved with plain `transformers` and decode the whole FAQ in both dtypes.
 
-    The figures go to `check.json` and, as a table, into the model card.
+    The figures go to the folder's `check.json` and, if that is the tutor's own, as tables into the model card.
     """
     faq = read_faq()
     tokenizer = AutoTokenizer.from_pretrained(HERE)
@@ -82,8 +146,8 @@ def check() -> dict:
     expected = [samples.ids(entry["answer"]) for entry in faq]
     longest = max(map(len, expected)) + 1
 
-    def chat_prompt(*messages: dict[str, str]) -> list[int]:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    def chat_prompt(*messages: dict, tools: list[dict] | None = None) -> list[int]:
+        return tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, return_dict=False)
 
     chats = [chat_prompt({"role": "user", "content": entry["question"]}) for entry in faq]
     turn_end, text_end = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
@@ -103,6 +167,11 @@ def check() -> dict:
     want_other_words = [want[:16] for want, entry in zip(want_chat, faq, strict=True) for _ in entry["also"]]
     want_bare = [samples.ids("\n") + answer + [text_end] for answer in expected]
 
+    tools, tool_uses = read_tools(), defaultdict(list)
+    for entry in read_tool_calls():
+        for key, messages, offered, answer in tool_conversations(entry, tools):
+            tool_uses[key].append((chat_prompt(*messages, tools=offered), samples.ids(answer) + [turn_end]))
+
     def rate(
         model: Qwen2ForCausalLM, prompts: list[list[int]], wanted: list[list[int]], most: int = longest + 2
     ) -> float:
@@ -112,7 +181,7 @@ def check() -> dict:
     forced = [samples.chat([(entry["question"], entry["answer"])]) for entry in faq]
     report: dict = {"questions": len(faq), "answer_tokens": sum(map(len, want_chat))}
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(HERE, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         gaps = margins(model, forced)
         figures = {
             "exact_match": rate(model, chats, want_chat),
@@ -128,20 +197,34 @@ def check() -> dict:
                 figures[key] = rate(model, prompts, [answers[entry["question"]][:16] for entry in asked], most=16)
             figures["exact_match_second_turn"] = rate(model, second_turns, want_chat)
             figures["exact_match_without_template"] = rate(model, bare, want_bare)
+            for key, uses in tool_uses.items():
+                prompts, wanted = zip(*uses, strict=True)
+                figures[key] = rate(model, prompts, wanted, most=96)
+            open_ended = [sample_open_ended(model, tokenizer, entry) for entry in read_open_ended()]
         report[str(dtype).removeprefix("torch.")] = figures
-    (HERE / "check.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    update_model_card(report)
+    report["open_ended"] = open_ended
+    (folder / "check.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if folder == HERE:
+        update_model_card(report)
     return report
 
 
 def figures_table(report: dict) -> str:
-    """The figures of a check as the Markdown table of the model card."""
+    """The figures of a check as the Markdown tables of the model card."""
     lines = ["| | float32 | bfloat16 |", "|---|---|---|"]
     for key, label in ROWS.items():
         values = [report[dtype].get(key) for dtype in ("float32", "bfloat16")]
         style = ".2f" if key.startswith("margin") else ".1%"
         cells = ["–" if value is None else format(value, style) for value in values]
         lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
+    lines += [
+        "",
+        "| open-ended prompt | entropy of the first token, nats | valid | different answers |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in report["open_ended"]:
+        cells = f"{row['first_token_entropy']:.2f} | {row['valid']:.1%} | {row['different']} of {SAMPLES}"
+        lines.append(f"| {row['question']} | {cells} |")
     return "\n".join(lines)
 
 
