@@ -53,8 +53,8 @@ def load_scores(logits, token, inside, counts, penalised, repetition, presence, 
     `counts` is the row's, and not read unless it is `penalised`.
     """
     score = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
-    entry = tl.load(counts + token, mask=inside & penalised, other=0).to(tl.int32)
     if penalised:
+        entry = tl.load(counts + token, mask=inside, other=0).to(tl.int32)
         repeated = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
         score = tl.where(entry > 0, repeated, score)
         times = entry >> 1

@@ -91,32 +91,25 @@ def _best_of_stretch_kernel(
         return
     words = rules + row * WORDS
     penalised, table_row, repetition, presence, frequency = load_penalties(words)
-    index = tl.arange(0, SPAN)
-    token = stretch * SPAN + index
-    score = load_scores(
-        logits + row * row_stride,
-        token,
-        token < vocab,
-        counts + table_row * vocab,
-        penalised,
-        repetition,
-        presence,
-        frequency,
-        NATIVE,
-    )
+    logits += row * row_stride
+    counts += table_row * vocab
+    token = stretch * SPAN + tl.arange(0, SPAN)
+    score = load_scores(logits, token, token < vocab, counts, penalised, repetition, presence, frequency, NATIVE)
     temperature = load_temperature(temperatures, row)
     if (tl.load(words + FLAGS) & FILTERED) != 0:
         scaled = scale(score, tl.load(tops + row), tl.div_rn(tl.full([], 1.0, tl.float32), temperature))
         score = tl.where(distances(scaled) <= tl.load(cuts + row), score, float("-inf"))
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(score, 0)
-    best = best_of_stretch(score, highest, token, temperature, key, NATIVE)
+    best = stretch * SPAN + best_of_stretch(score, highest, token, temperature, key, NATIVE)
+    best_score = load_scores(logits, best, best < vocab, counts, penalised, repetition, presence, frequency, NATIVE)
     place = row * stretches + stretch
     plane = tl.num_programs(0).to(tl.int64) * stretches
-    tl.store(winners + place, tl.max(tl.where(index == best, score, float("-inf")), 0))
-    tl.store(winners + plane + place, gumbel(stretch * SPAN + best, key, NATIVE))
+    # Where a stretch is filtered out entirely, its winner is none.
+    tl.store(winners + place, tl.where(highest == float("-inf"), highest, best_score))
+    tl.store(winners + plane + place, gumbel(best, key, NATIVE))
     tl.store(winners + 2 * plane + place, highest)
-    tl.store(winner_ids + place, (stretch * SPAN + best).to(tl.int64))
+    tl.store(winner_ids + place, best.to(tl.int64))
 
 
 @triton.jit
