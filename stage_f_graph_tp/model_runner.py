@@ -91,7 +91,7 @@ class GraphModelRunner(AsyncModelRunner):
         decode_graphs = DecodeGraphs(sizes, *limits, padding_slot=max_num_seqs)
         self._capture(record, decode_graphs, "decode", lambda shape: self._decode_body(decode_graphs, shape))
         if (megakernel := self.megakernel) is not None:
-            for rows in range(1, megakernel.most_rows + 1):
+            for rows in range(1, min(megakernel.most_rows, max_num_seqs) + 1):
                 self._choices[rows] = record(self._choose_body(megakernel, decode_graphs, rows))
         self.graphs = decode_graphs
 
