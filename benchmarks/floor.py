@@ -72,7 +72,7 @@ def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str,
     rate = {"output_tokens_per_s": call.output_tokens / (prefill + decode)}
     if workload.name == "single":
         return {"prefill_ms": 1e3 * prefill, "tpot_ms": 1e3 * decode / call.output_tokens, **rate}
-    step = {"step_ms": 1e3 * decode / max(call.max_tokens)} if workload.name == "decode32" else {}
+    step = {"step_ms": 1e3 * decode / max(call.max_tokens)} if workload.name in ("decode32", "chat32") else {}
     return {"seconds": prefill + decode, **rate, **step}
 
 

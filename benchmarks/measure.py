@@ -172,7 +172,7 @@ def figures(workload: Workload, timed: Sequence[TimedCall]) -> dict[str, float]:
     if workload.name == "single":
         return {"prefill_ms": 1e3 * by_tag["first"].seconds, "tpot_ms": step_ms, "output_tokens_per_s": rate}
     found = {"seconds": whole.seconds, "output_tokens_per_s": rate}
-    if workload.name == "decode32":
+    if workload.name in ("decode32", "chat32"):
         found["step_ms"] = step_ms
     if whole.metrics:
         if workload.name == "prefix":

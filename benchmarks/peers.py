@@ -56,9 +56,12 @@ class TransformersEngine:
 
     def _config(self, params: Sequence[SamplingParams], longest: int) -> GenerationConfig:
         first = params[0]
-        if any((p.temperature, p.ignore_eos) != (first.temperature, first.ignore_eos) for p in params):
-            raise ValueError("a static batch has one temperature and one ignore_eos for all its requests")
-        sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0} if first.temperature else {}
+        names = ("temperature", "top_k", "top_p", "repetition_penalty", "ignore_eos")
+        if any(getattr(p, name) != getattr(first, name) for p in params for name in names):
+            raise ValueError(f"a static batch has one {', '.join(names)} for all its requests")
+        sampling = (
+            {name: getattr(first, name) for name in names[:-1]} | {"do_sample": True} if first.temperature else {}
+        )
         eos = None if first.ignore_eos else sorted(self._eos_ids)
         return GenerationConfig(max_new_tokens=longest, pad_token_id=self._pad_id, eos_token_id=eos, **sampling)
 
@@ -132,9 +135,19 @@ class MiniSGLEngine:
 
 
 def _converted(params: Sequence[SamplingParams], to: type, least_temperature: float = 0.0) -> list:
-    """Our sampling parameters as those of another project."""
+    """Our sampling parameters as those of another project.
+
+    Raises:
+        TypeError: it has no parameter of a name that is not at our default.
+    """
+    more = ("top_k", "top_p", "repetition_penalty")
     return [
-        to(temperature=max(p.temperature, least_temperature), max_tokens=p.max_tokens, ignore_eos=p.ignore_eos)
+        to(
+            temperature=max(p.temperature, least_temperature),
+            max_tokens=p.max_tokens,
+            ignore_eos=p.ignore_eos,
+            **{name: value for name in more if (value := getattr(p, name)) != getattr(SamplingParams, name)},
+        )
         for p in params
     ]
 

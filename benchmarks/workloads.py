@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -60,13 +61,13 @@ class Workload:
     description: str
     num_ids: int  # prompts hold ids in [0, num_ids)
     rounds: tuple[tuple[Call, ...], ...]
-    temperature: float = 0.0
+    sampling: Mapping[str, float]  # the parameters of every request, by name
 
     @cached_property
     def hash(self) -> str:
         """sha256 over the canonical JSON of all prompts and parameters."""
         rounds = [[[call.tag, call.prompts, call.max_tokens] for call in calls] for calls in self.rounds]
-        work = {"rounds": rounds, "temperature": self.temperature, "ignore_eos": True}
+        work = {"rounds": rounds, "ignore_eos": True, **self.sampling}
         return hashlib.sha256(json.dumps(work, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -76,7 +77,7 @@ class Workload:
         return max(len(p) + out for call in calls for p, out in zip(call.prompts, call.max_tokens, strict=True))
 
     def sampling_params(self, call: Call) -> list[SamplingParams]:
-        return [SamplingParams(temperature=self.temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
+        return [SamplingParams(max_tokens=n, ignore_eos=True, **self.sampling) for n in call.max_tokens]
 
     def warm_up_round(self) -> tuple[Call, ...]:
         """The first round's shapes with other ids, so that nothing of the timed work is in a prefix cache."""
@@ -95,9 +96,10 @@ def make_workload(name: str, size: str) -> Workload:
     """
     if name not in _MAKERS or size not in SIZES:
         raise ValueError(f"no workload {name!r} of size {size!r}; there are: {', '.join(_MAKERS)}; {', '.join(SIZES)}")
-    make, *arguments = _MAKERS[name]
+    make, sampling, *arguments = _MAKERS[name]
     description, rounds = make(_Ids(name, size), *arguments[SIZES.index(size)])
-    return Workload(name, description, NUM_IDS[size], tuple(rounds), 0.6 if name == "mixed" else 0.0)
+    how = ", ".join(f"{key} {value}" for key, value in sampling.items()) if sampling["temperature"] else "greedy"
+    return Workload(name, f"{description}, {how}", NUM_IDS[size], tuple(rounds), sampling)
 
 
 def workload_names() -> list[str]:
@@ -109,7 +111,7 @@ class _Ids(random.Random):
 
     def __init__(self, name: str, size: str) -> None:
         # nano-vllm's bench.py to the letter: a length before its ids, prompts before outputs
-        super().__init__(0 if (name, size) == ("mixed", "gpu") else f"{name}:{size}")
+        super().__init__(0 if (name, size) in {("mixed", "gpu"), ("chat", "gpu")} else f"{name}:{size}")
         self.size = size
 
     def take(self, length: int) -> Ids:
@@ -126,7 +128,7 @@ def _batch(ids: _Ids, requests: int, prompt: int, output: int, rounds: int) -> M
         return Call(tag, tuple(ids.take(prompt) for _ in range(requests)), (out,) * requests)
 
     made = [(call("first", 1), call("all", output)) for _ in range(rounds)]
-    return f"{requests} request{'s' * (requests > 1)}, {prompt} in / {output} out, greedy", made
+    return f"{requests} request{'s' * (requests > 1)}, {prompt} in / {output} out", made
 
 
 def _mixed(ids: _Ids, requests: int, least_in: int, most_in: int, least_out: int, most_out: int) -> Made:
@@ -136,7 +138,7 @@ def _mixed(ids: _Ids, requests: int, least_in: int, most_in: int, least_out: int
     else:  # most answers are short and a few are long, as people's are: evenly spread logarithms
         spread = (ids.uniform(math.log(least_out), math.log(most_out)) for _ in range(requests))
         outputs = tuple(round(math.exp(x)) for x in spread)
-    text = f"{requests} requests, {least_in}-{most_in} in / {least_out}-{most_out} out, temperature 0.6"
+    text = f"{requests} requests, {least_in}-{most_in} in / {least_out}-{most_out} out"
     return text, [(Call("all", prompts, outputs),)]
 
 
@@ -145,7 +147,7 @@ def _prefix(ids: _Ids, requests: int, shared: int, own: int, output: int, rounds
     for _ in range(rounds):
         prefix = ids.take(shared)
         made.append((Call("all", tuple(prefix + ids.take(own) for _ in range(requests)), (output,) * requests),))
-    return f"{requests} requests that share {shared} tokens, {own} of their own / {output} out, greedy", made
+    return f"{requests} requests that share {shared} tokens, {own} of their own / {output} out", made
 
 
 def _ttft(ids: _Ids, short: int, long: int, rounds: int) -> Made:
@@ -153,10 +155,14 @@ def _ttft(ids: _Ids, short: int, long: int, rounds: int) -> Made:
     return f"prompts of {short} and {long} tokens, one token out", made
 
 
-_MAKERS = {  # what makes it, and its arguments for each of `SIZES`
-    "single": (_batch, (1, 32, 64, 3), (1, 128, 512, 5), (1, 8, 8, 1)),
-    "decode32": (_batch, (8, 64, 32, 2), (32, 512, 256, 3), (2, 8, 4, 1)),
-    "mixed": (_mixed, (48, 16, 64, 4, 256), (256, 100, 1024, 100, 1024), (4, 4, 16, 2, 6)),
-    "prefix": (_prefix, (12, 512, 32, 8, 2), (64, 1024, 128, 64, 3), (3, 32, 8, 2, 1)),
-    "ttft": (_ttft, (128, 1024, 3), (1024, 8192, 10), (16, 64, 1)),
+GREEDY, WARM = {"temperature": 0.0}, {"temperature": 0.6}
+CHAT = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}  # Qwen2.5-Instruct's own
+_MAKERS = {  # what makes it, how tokens are sampled, and its arguments for each of `SIZES`
+    "single": (_batch, GREEDY, (1, 32, 64, 3), (1, 128, 512, 5), (1, 8, 8, 1)),
+    "decode32": (_batch, GREEDY, (8, 64, 32, 2), (32, 512, 256, 3), (2, 8, 4, 1)),
+    "chat32": (_batch, CHAT, (8, 64, 32, 2), (32, 512, 256, 3), (2, 8, 4, 1)),
+    "chat": (_mixed, CHAT, (48, 16, 64, 4, 256), (256, 100, 1024, 100, 1024), (4, 4, 16, 2, 6)),
+    "mixed": (_mixed, WARM, (48, 16, 64, 4, 256), (256, 100, 1024, 100, 1024), (4, 4, 16, 2, 6)),
+    "prefix": (_prefix, GREEDY, (12, 512, 32, 8, 2), (64, 1024, 128, 64, 3), (3, 32, 8, 2, 1)),
+    "ttft": (_ttft, GREEDY, (128, 1024, 3), (1024, 8192, 10), (16, 64, 1)),
 }
