@@ -19,6 +19,7 @@ from stage_e_batching.step import BatchSequence, State
 
 by_arrival = attrgetter("request_id")
 MAX_OVERTAKES = 16  # times that a request may be passed by later ones
+LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
 class FirstCome:
@@ -58,7 +59,8 @@ class Queues:
         self.prefilling: list[BatchSequence] = []
         self.decoding: list[BatchSequence] = []
         self._free_batch_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        # Of those that wait: they did not fit, and no block or slot came free since.
+        # Of those that wait: they did not fit, and no block or slot came free since. While these are all that a step
+        # would look at, it looks at none.
         self._refused: set[BatchSequence] = set()
 
     @property
@@ -88,6 +90,8 @@ class Queues:
         sequence.request_id = self._next_request_id
         self._next_request_id += 1
         self._unfinished[sequence.request_id] = sequence
+        if len(self._refused) >= LOOKAHEAD:  # the newcomer may be first: with one left to try, a step looks again
+            self._refused.pop()
         self.waiting.append(sequence)
 
     def remove(self, sequence: BatchSequence) -> None:
