@@ -18,7 +18,6 @@ from fake_model import (
     FakeTokenizer,
     LateTokens,
     completion_of,
-    completion_of,
     make_request,
     next_token,
 )
