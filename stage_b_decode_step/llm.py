@@ -102,8 +102,8 @@ class LLM(NaiveLLM):
         rope_type = self.source.config.rope_parameters.get("rope_type")
         if self.compile and rope_type in ("dynamic", "longrope"):
             raise ValueError(
-                f"compile=True cannot be combined with a model of rope scaling type {rope_type!r}: in every step Python "
-                "looks at the position to choose the frequencies; leave compile off"
+                f"compile=True cannot be combined with a model of rope scaling type {rope_type!r}: Python looks at "
+                "the position in every step to choose the frequencies; leave compile off"
             )
         if self.sdpa is None:
             return {"attn_implementation": PREFILL_NAME if self.compile else ATTENTION_NAME}

@@ -55,6 +55,7 @@ def test_there_is_an_overview_and_a_notebook_a_stage():
     assert [path.stem for path in run.notebooks()] == list(STAGES)
 
 
+@pytest.mark.timeout(1800)  # each cell has a limit of its own
 @each_notebook
 def test_the_notebook_runs(path):
     if path.stem.startswith(("0", "b", "c")) and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++"))):
