@@ -20,6 +20,7 @@ from labs import bodies
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, all_exercises, load_labs
 from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
+from stage_a_naive.interrupts import run_command
 
 FOLDER = LABS / "notebooks"
 SETUP = """REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it
@@ -155,4 +156,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -10,15 +10,27 @@ whether somebody has changed a cell since.
 
 from __future__ import annotations
 
+import signal
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+sys.path.insert(0, str(ROOT))
+
+from stage_a_naive.interrupts import end_at_once, run_command
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_at_once)  # while the rest is imported
+
+# isort: split
 import argparse
 import hashlib
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
@@ -26,8 +38,6 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent
 METADATA = "six_engines"
 CELL_SECONDS = 300
 # Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
@@ -141,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

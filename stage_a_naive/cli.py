@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stage_a_naive.errors import EngineBroken, one_line
+from stage_a_naive.interrupts import interrupts_end_the_process
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 
@@ -106,7 +105,7 @@ def _answer(stage: object, options: dict) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
-    with _interrupts_end_the_program():
+    with interrupts_end_the_process():
         params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
         llm = stage.LLM(model, **options)
     if model == "tutor" and not raw:
@@ -116,25 +115,6 @@ def _answer(stage: object, options: dict) -> None:
     [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
     print("\n" + performance_summary(llm, output))
     llm.close()
-
-
-@contextmanager
-def _interrupts_end_the_program() -> Iterator[None]:
-    """Let Ctrl-C end the program at once and not by an exception, which libraries swallow while they are imported."""
-
-    def end(*_: object) -> None:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as in the background of a shell
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _print_piece(index: int, piece: str) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from beyond.serving.__main__ import STAGES, parse
 from stage_a_naive.errors import one_line
+from stage_a_naive.interrupts import run_command
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -153,4 +154,4 @@ def reason(status: ServeStatus) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 from contextlib import closing
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
 from stage_a_naive.errors import one_line
+from stage_a_naive.interrupts import end_at_once
 
 if TYPE_CHECKING:
     from beyond.serving.remote_engine import RemoteLLM
@@ -134,17 +134,6 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
     freeze_heap()
     with asyncio.Runner(loop_factory=auto_loop_factory(use_subprocess=False)) as runner:  # uvloop, if it is installed
         runner.run(work)
-
-
-def end_at_once(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does while the server loads; the engine's process notices and ends too.
-
-    It raises no `KeyboardInterrupt`, because a library that is being imported may catch that and go on.
-    """
-    try:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-    finally:  # also where nobody reads it: in `… 2>&1 | tee log`, Ctrl-C ends `tee` too
-        os._exit(130)
 
 
 if __name__ == "__main__":
