@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from stage_a_naive.errors import EngineBroken, one_line
 from stage_a_naive.interrupts import interrupts_end_the_process
+from stage_a_naive.names import check_names
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq
 
@@ -79,6 +80,7 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
             if not sys.stderr.isatty():  # a log file
                 os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
             options = vars(build_parser(stage, description, add_options).parse_args(argv))
+            check_names(options["model"], options["device"], options["dtype"])  # before the imports, which take seconds
             if options.pop("list_questions"):
                 print(*(entry["question"] for entry in read_faq()), sep="\n")
             else:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from beyond.serving.__main__ import STAGES, parse
+from beyond.serving.address import listen
 from stage_a_naive.errors import one_line
 from stage_a_naive.interrupts import run_command
 
@@ -47,16 +48,16 @@ def run(argv: list[str] | None) -> int:
         raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
     if engine_options.get("trace"):
         raise ValueError("--trace is one file, and each replica would write over it: trace a single server")
+    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
+        port = free.getsockname()[1]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
         from ray import serve
 
-        from beyond.serving.server import listen, say
+        from beyond.serving.server import say
     except ImportError as error:
         raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
-    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
-        port = free.getsockname()[1]
     say(f"[replicas] starting Ray and {options.replicas} engines")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
