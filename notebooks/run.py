@@ -34,7 +34,7 @@ from collections.abc import Callable
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 from traitlets.config import Config
 
@@ -72,8 +72,16 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
 
     Raises:
         CellExecutionError: a cell raised; the message has the cell and the traceback.
+        TimeoutError: a cell ran longer than `CELL_SECONDS`; the message is one line.
     """
     notebook = read(path)
+    begun: list[NotebookNode] = []
+
+    def begin(cell: NotebookNode, cell_index: int) -> None:
+        begun.append(cell)
+        if on_cell is not None:
+            on_cell()
+
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -86,9 +94,14 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
             record_timing=False,
             config=Config(KernelManager=sockets),
             resources={"metadata": {"path": str(FOLDER)}},
-            on_cell_start=on_cell and (lambda **_: on_cell()),
+            on_cell_start=begin,
         )
-        client.execute(env=environment)
+        try:
+            client.execute(env=environment)
+        except CellTimeoutError:
+            first, *_ = begun[-1].source.strip().splitlines()
+            number = sum(cell.cell_type == "code" for cell in begun)
+            raise TimeoutError(f"code cell {number} ran longer than {CELL_SECONDS} s: {first}") from None
     tidy(notebook)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -140,7 +153,7 @@ def main() -> int:
         print(f"{path.name}: ", end="", flush=True)
         try:
             notebook = execute(path, on_cell=lambda: print(".", end="", flush=True))
-        except CellExecutionError as error:
+        except (CellExecutionError, TimeoutError) as error:
             print(f"\n{path.name}: {error}", file=sys.stderr)
             failed = True
             continue
