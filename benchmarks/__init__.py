@@ -4,3 +4,5 @@ python -m benchmarks.run                # every engine, into benchmarks/local/
 python -m benchmarks.micro              # list the studies of single kernels and costs
 python -m benchmarks.report             # the READMEs' tables and pictures, from the committed results files
 """
+
+import stage_a_naive.interrupts  # noqa: F401 (before all other imports: from here on, Ctrl-C ends a command)

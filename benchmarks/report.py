@@ -22,6 +22,7 @@ from benchmarks.groups import Group, group_results
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
+from stage_a_naive.interrupts import run_command
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m benchmarks.micro` say how."]
@@ -151,4 +152,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

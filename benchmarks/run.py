@@ -28,6 +28,7 @@ from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, wr
 from benchmarks.tables import overview
 from benchmarks.worker import run_job
 from benchmarks.workloads import SIZES, make_workload, workload_names
+from stage_a_naive.interrupts import run_command
 from stage_a_naive.loading import DTYPES, resolve
 
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
@@ -267,4 +268,4 @@ def difference(expected: list[list[int]], found: list[list[int]]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

@@ -33,6 +33,8 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
+from stage_a_naive.interrupts import run_command
+
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 FIRST_ID, LAST_ID = 10, 1000  # token ids that every model has
 
@@ -268,4 +270,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -28,6 +28,7 @@ from labs.exercises import ROOT, Lab, load_labs
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.errors import one_line
+from stage_a_naive.interrupts import run_command
 
 STUDENT_SECONDS = 1800.0
 
@@ -123,4 +124,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -27,6 +27,7 @@ from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
 from labs.starter import link_models
 from labs.submission import Unusable, changes_in_given_code, intruders, read_answer
+from stage_a_naive.interrupts import run_command
 
 PUBLIC_TESTS = LABS / "tests"
 # `-I`: no variable of the caller's, no folder of the user's, no current folder on Python's path.
@@ -211,4 +212,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from labs.exercises import WORK, all_exercises, load_labs
+from stage_a_naive.interrupts import run_command
 
 FILE = "hints.json"  # how many were given, by exercise
 
@@ -47,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -14,6 +14,7 @@ from pathlib import Path
 from labs import bodies
 from labs.exercises import LABS, Exercise, Lab, load_labs
 from labs.mutants import load_mutations
+from stage_a_naive.interrupts import run_command
 
 PACK, TEMPLATES = LABS / "pack", LABS / "templates"  # the templates are copied as they are
 
@@ -77,4 +78,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from labs.exercises import WORK, load_labs
 from labs.report import Report
+from stage_a_naive.interrupts import run_command
 
 FILE = "progress.json"
 BAR = 20  # characters
@@ -51,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
+from stage_a_naive.interrupts import run_command
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 
@@ -144,4 +145,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -10,24 +10,34 @@ whether somebody has changed a cell since.
 
 from __future__ import annotations
 
+import signal
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+sys.path.insert(0, str(ROOT))
+
+from stage_a_naive.interrupts import end_at_once, run_command
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_at_once)  # while the rest is imported
+
+# isort: split
 import argparse
 import hashlib
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent
 METADATA = "six_engines"
 CELL_SECONDS = 300
 # Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
@@ -62,8 +72,16 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
 
     Raises:
         CellExecutionError: a cell raised; the message has the cell and the traceback.
+        TimeoutError: a cell ran longer than `CELL_SECONDS`; the message is one line.
     """
     notebook = read(path)
+    begun: list[NotebookNode] = []
+
+    def begin(cell: NotebookNode, cell_index: int) -> None:
+        begun.append(cell)
+        if on_cell is not None:
+            on_cell()
+
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,9 +94,14 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
             record_timing=False,
             config=Config(KernelManager=sockets),
             resources={"metadata": {"path": str(FOLDER)}},
-            on_cell_start=on_cell and (lambda **_: on_cell()),
+            on_cell_start=begin,
         )
-        client.execute(env=environment)
+        try:
+            client.execute(env=environment)
+        except CellTimeoutError:
+            first, *_ = begun[-1].source.strip().splitlines()
+            number = sum(cell.cell_type == "code" for cell in begun)
+            raise TimeoutError(f"code cell {number} ran longer than {CELL_SECONDS} s: {first}") from None
     tidy(notebook)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -130,7 +153,7 @@ def main() -> int:
         print(f"{path.name}: ", end="", flush=True)
         try:
             notebook = execute(path, on_cell=lambda: print(".", end="", flush=True))
-        except CellExecutionError as error:
+        except (CellExecutionError, TimeoutError) as error:
             print(f"\n{path.name}: {error}", file=sys.stderr)
             failed = True
             continue
@@ -141,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

@@ -4,7 +4,11 @@ The words that every stage shares live here: sampling parameters, outputs, model
 and the command line.
 """
 
-from stage_a_naive.lazy import import_when_used
+from stage_a_naive.interrupts import end_at_once_if_a_command
+
+end_at_once_if_a_command()  # before all other imports
+
+from stage_a_naive.lazy import import_when_used  # noqa: E402
 
 DEFINED_IN = {
     "LLM": "stage_a_naive.llm",

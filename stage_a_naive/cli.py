@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stage_a_naive.errors import EngineBroken, one_line
+from stage_a_naive.interrupts import interrupts_end_the_process
+from stage_a_naive.names import check_names
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
 
@@ -80,6 +80,7 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
             if not sys.stderr.isatty():  # a log file
                 os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
             options = vars(build_parser(stage, description, add_options).parse_args(argv))
+            check_names(options["model"], options["device"], options["dtype"])  # before the imports, which take seconds
             if options.pop("list_questions"):
                 _list_questions()
             else:
@@ -113,7 +114,7 @@ def _answer(stage: object, options: dict) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
-    with _interrupts_end_the_program():
+    with interrupts_end_the_process():
         params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
         llm = stage.LLM(model, **options)
     if model == "tutor" and not raw:
@@ -123,25 +124,6 @@ def _answer(stage: object, options: dict) -> None:
     [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
     print("\n" + performance_summary(llm, output))
     llm.close()
-
-
-@contextmanager
-def _interrupts_end_the_program() -> Iterator[None]:
-    """Let Ctrl-C end the program at once and not by an exception, which libraries swallow while they are imported."""
-
-    def end(*_: object) -> None:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as in the background of a shell
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _print_piece(index: int, piece: str) -> None:

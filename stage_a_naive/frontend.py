@@ -6,6 +6,7 @@ plain `Request`s to the stage's own `_generate`.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import threading
@@ -21,7 +22,7 @@ from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.errors import PromptTooLong, shown
 from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.outputs import GenerationOutput, Metrics, Request, SamplingFunction
-from stage_a_naive.params import SamplingParams, as_integer
+from stage_a_naive.params import SamplingParams, as_integer, as_number
 from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
 
 if TYPE_CHECKING:
@@ -194,6 +195,8 @@ class Frontend:
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(prompt_list)} prompts but {len(params)} sampling parameters; give one, or one each")
         sampling_fn = self.sampling_fn  # read once: all requests of a call have the same
+        if sampling_fn is not None:
+            check_sampling_fn(sampling_fn)
         numbered = enumerate(zip(prompt_list, params, strict=True))
         return [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
 
@@ -218,6 +221,25 @@ class Frontend:
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed, sampling_fn)
+
+
+def check_sampling_fn(sampling_fn: object) -> None:
+    """Raise `ValueError` for what cannot be called with logits and parameters, as samplers of one tensor cannot."""
+    if not callable(sampling_fn):
+        raise ValueError(f"sampling_fn must be None or a function fn(logits, params), got {shown(sampling_fn)}")
+    try:
+        parameters = list(inspect.signature(sampling_fn).parameters.values())
+    except ValueError:  # a function of C that does not say
+        return
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
+    second = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:2]
+    # A second parameter that is a number by default, as in nucleus(logits, p=0.9), is none for a list of parameters.
+    if not second or as_number(second[0].default) is not None:
+        raise ValueError(
+            "sampling_fn is called as fn(logits, params), with one SamplingParams per row, and this one takes logits "
+            "alone; set llm.sampling_fn = lambda logits, params: your_function(logits)"
+        )
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:

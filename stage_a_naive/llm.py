@@ -35,6 +35,7 @@ class LLM(Frontend):
 
     Raises:
         ModelError: the model cannot be loaded or is not supported.
+        MemoryError: the device has not enough memory for the weights.
     """
 
     def __init__(

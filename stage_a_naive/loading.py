@@ -21,18 +21,19 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from stage_a_naive import names
 from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader, check_finite
 from stage_a_naive.errors import ModelError, one_line, shown
+from stage_a_naive.memory import check_room
 from stage_a_naive.model_config import read_config, read_json_object
 from stage_a_naive.params import as_integer
-from stage_a_naive.presets import PRESETS, preset_config
-from stage_a_naive.tutor import TUTOR_PATH, require_tutor
+from stage_a_naive.presets import preset_config
+from stage_a_naive.tutor import TUTOR_PATH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAMES = "a model is 'tutor', 'random:<preset>', a directory, or a hub id 'owner/name'"
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.DTYPES}
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,9 @@ def resolve(model: str | os.PathLike[str]) -> ModelSource:
     Raises:
         ModelError: no such model, or one with features that are not supported.
     """
-    name = os.fspath(model) if isinstance(model, os.PathLike) else model
-    if not isinstance(name, str) or not name:
-        raise ModelError(f"{NAMES}, got {shown(model)}")
-    if name == "tutor" or name.startswith("random:"):
-        require_tutor()  # random models borrow its tokenizer
+    name = names.check_model_name(model)
     if name.startswith("random:"):
-        preset = name.removeprefix("random:")
-        if preset not in PRESETS:
-            raise ModelError(f"no preset {preset!r}; there are: {', '.join('random:' + p for p in PRESETS)}")
-        return ModelSource(name, preset_config(preset), None, TUTOR_PATH)
+        return ModelSource(name, preset_config(name.removeprefix("random:")), None, TUTOR_PATH)
     path = TUTOR_PATH if name == "tutor" else _local_or_downloaded(name)
     return ModelSource(name, read_config(path), path, path)
 
@@ -69,11 +63,6 @@ def _local_or_downloaded(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.exists():
-        raise ModelError(f"{path} is a file; give the directory that holds config.json")
-    looks_like_hub_id = name.count("/") == 1 and not name.startswith(("/", ".", "~"))
-    if not looks_like_hub_id:
-        raise ModelError(f"no such directory: {name!r} ({NAMES})")
     try:
         files = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.*", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=files))
@@ -137,12 +126,11 @@ def pick_device(device: str) -> torch.device:
     """`auto` is the GPU where there is one; a named device that is not there is refused."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names.check_device_name(device)
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use device='cpu' or run `make doctor`")
     if chosen.type == "cuda" and chosen.index is not None and chosen.index >= torch.cuda.device_count():
@@ -160,11 +148,10 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU and float32 on a CPU (which computes bfloat16 slowly)."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype]
     if dtype in DTYPES.values():
         return dtype
-    raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+    names.check_dtype_name(dtype)
+    return DTYPES[dtype]
 
 
 def load_hf_model(
@@ -178,12 +165,15 @@ def load_hf_model(
 
     Raises:
         ModelError: a weight is missing, extra, of the wrong shape, or unreadable.
+        MemoryError: the device has not enough memory for the weights.
     """
     from transformers import AutoModelForCausalLM  # here: stages D to F have a model of their own and need not wait
 
+    described = _describe(source, dtype, model_options)
+    check_room(described, device)
     if source.path is None:
         return _random_hf_model(source, device, dtype, seed, **model_options)
-    _check_weights(source, model_options)
+    _check_weights(source, described)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it would warn of was checked
     try:
@@ -197,15 +187,20 @@ def load_hf_model(
     return model.eval().to(device)
 
 
-def _check_weights(source: ModelSource, model_options: dict[str, object]) -> None:
-    """Compare the headers of the weights' files with the model that the config describes."""
+def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, object]) -> PreTrainedModel:
+    """Build the model that the config describes without memory: shapes and dtypes alone."""
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):  # shapes without memory
-            described = AutoModelForCausalLM.from_config(source.config, **model_options)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(source.config, dtype=dtype, **model_options)
     except Exception as error:  # what transformers raises for a config that it cannot build is not documented
-        raise ModelError(f"{source.path / 'config.json'} describes no model: {one_line(error)}") from error
+        where = source.path / "config.json" if source.path else source.name
+        raise ModelError(f"{where} describes no model: {one_line(error)}") from error
+
+
+def _check_weights(source: ModelSource, described: PreTrainedModel) -> None:
+    """Compare the headers of the weights' files with the model that the config describes."""
     weights = WeightLoader(SafetensorsDirectory(source.path))
     for name, weight in described.named_parameters():  # tied weights once
         stored = weights.lazy(name, tuple(weight.shape))

@@ -7,6 +7,7 @@ refused here by name: a wrong shape of a model shows much later, as an error tha
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -15,7 +16,16 @@ from stage_a_naive.config_classes import CONFIG_CLASSES
 from stage_a_naive.errors import ModelError, one_line, shown
 from stage_a_naive.params import as_number
 
-SUPPORTED_ROPE_TYPES = ("default", "llama3")
+# The ways to stretch rotary embeddings that transformers has for these architectures, and the numbers that each needs.
+# Stages D to F have a model of their own, which knows fewer: see `stage_d_paged/config.py`.
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def read_config(path: Path) -> PretrainedConfig:
@@ -85,20 +95,39 @@ def check_config(config: PretrainedConfig) -> None:
         raise ModelError(f"head_dim is {head_dim}; rotary embeddings turn pairs of dimensions, so it must be even")
     if not config.rms_norm_eps > 0:
         raise ModelError(f"rms_norm_eps must be above 0, got {shown(config.rms_norm_eps)}")
-    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+    if config.pad_token_id not in (None, -1) and not 0 <= config.pad_token_id < config.vocab_size:  # -1: there is none
         raise ModelError(f"pad_token_id ({config.pad_token_id}) is outside the vocabulary of {config.vocab_size}")
     if getattr(config, "use_sliding_window", False):
         raise ModelError("use_sliding_window=true: sliding-window attention is not supported, only full attention is")
-    _check_rope(config.rope_parameters or {})
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise ModelError(f"layer_types has {shown(kind)}: only full attention (full_attention) is supported")
+    _check_rope(config.rope_parameters or {}, head_dim)
 
 
-def _check_rope(rope: dict[str, object]) -> None:
+def _check_rope(rope: dict[str, object], head_dim: int) -> None:
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        supported = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise ModelError(f"rope scaling type {shown(rope_type)} is not supported; these are: {supported}")
-    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for field in ("rope_theta", *(llama3 if rope_type == "llama3" else ())):
-        value = as_number(rope.get(field))
-        if value is None or value <= 0:
+    check_rope_type(rope_type, ROPE_NUMBERS)
+    for field in ("rope_theta", *ROPE_NUMBERS[rope_type]):
+        if not _is_above_0(rope.get(field)):
             raise ModelError(f"{field} of rope_parameters must be a number above 0, got {shown(rope.get(field))}")
+    for field in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+        factors = rope.get(field)
+        if not isinstance(factors, list) or len(factors) != head_dim // 2 or not all(map(_is_above_0, factors)):
+            raise ModelError(
+                f"{field} of rope_parameters must be a list of {head_dim // 2} numbers above 0, half as many as "
+                f"head_dim, got {shown(factors)}"
+            )
+    if rope_type != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor is not supported; only models that rotate whole heads are")
+
+
+def check_rope_type(rope_type: object, supported: Iterable[str]) -> None:
+    """Raise `ModelError` for a kind of rotary scaling that is none of `supported`."""
+    if rope_type not in list(supported):  # it may be anything, a list too
+        raise ModelError(f"rope scaling type {shown(rope_type)} is not supported; these are: {', '.join(supported)}")
+
+
+def _is_above_0(value: object) -> bool:
+    number = as_number(value)
+    return number is not None and number > 0

@@ -99,6 +99,12 @@ class LLM(NaiveLLM):
         self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
     def _model_options(self) -> dict[str, object]:
+        rope_type = self.source.config.rope_parameters.get("rope_type")
+        if self.compile and rope_type in ("dynamic", "longrope"):
+            raise ValueError(
+                f"compile=True cannot be combined with a model of rope scaling type {rope_type!r}: Python looks at "
+                "the position in every step to choose the frequencies; leave compile off"
+            )
         if self.sdpa is None:
             return {"attn_implementation": PREFILL_NAME if self.compile else ATTENTION_NAME}
         return {"attn_implementation": ATTENTION_NAME if self.sdpa else "eager"}

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from stage_a_naive.interrupts import run_command
 from stage_c_fused_mlp.toolchain import (
     STILL_WORKS,
     ExtensionError,
@@ -249,4 +250,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from stage_a_naive.errors import ModelError
-from stage_a_naive.model_config import check_config
+from stage_a_naive.model_config import check_config, check_rope_type
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class ModelConfig:
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    if config.hidden_act != "silu":
+    check_rope_type(
+        config.rope_parameters.get("rope_type", "default"), ("default", "llama3")
+    )  # stages A to C know more
+    if config.hidden_act not in ("silu", "swish"):  # two names of one function
         raise ModelError(f"the activation {config.hidden_act!r} is not supported; only 'silu' is")
     for flag in ("attention_bias", "mlp_bias"):
         if getattr(config, flag, False):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stage_a_naive.memory import free_memory
+
 CPU_POOL_BYTES = 512 * 2**20
 
 
@@ -70,8 +72,7 @@ def available_memory(device: torch.device) -> int:
     (A CPU's memory is given only when it is written to, and is shared with everything else.)
     """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch holds it for later
-        return torch.cuda.mem_get_info(device)[0] + unused
+        return free_memory(device)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

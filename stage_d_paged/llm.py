@@ -52,7 +52,7 @@ class LLM(Frontend):
         **options: object,
     ) -> None:
         start = time.perf_counter()
-        self.options = EngineOptions(**options)
+        self.options = EngineOptions.by_name(options)
         self.options.refuse_several_ranks()
         super().__init__(model, device, dtype, seed)
         self.runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed)

@@ -7,10 +7,14 @@ it runs here after changing its import line.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Self
 
 from stage_a_naive.params import as_boolean, as_integer, as_number, check_field
+
+OTHER_NAMES = {"use_cuda_graph": "CUDA graphs are on where there are any, and enforce_eager=True switches them off"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,13 @@ class EngineOptions:
                 check(field.name, as_boolean, lambda v: True, "True or False")
         if self.fused_mlp not in ("auto", "on", "off"):
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
+
+    @classmethod
+    def by_name(cls, options: Mapping[str, object]) -> Self:
+        """Make the options from what a caller wrote; one that other engines call otherwise is refused with our name."""
+        for name in OTHER_NAMES.keys() & options.keys():
+            raise TypeError(f"unknown option {name!r}: {OTHER_NAMES[name]}")
+        return cls(**options)
 
     def refuse_several_ranks(self) -> None:
         """Raise `ValueError` for more than one: only stage F has them."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from stage_a_naive.loading import ModelSource
+from stage_a_naive.memory import check_room
 from stage_d_paged.attention import AttentionBackend, pick_backend
 from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig
@@ -59,6 +60,7 @@ def build_model(
     device: torch.device,
 ) -> DecoderModel:
     """Make a model and fill in its weights."""
+    check_room(DecoderModel(config, backend, max_model_len, dtype, torch.device("meta")), device)
     model = DecoderModel(config, backend, max_model_len, dtype, device)
     model.load(WeightLoader(tensors))
     return model

@@ -62,7 +62,7 @@ class LLM(Frontend):
         **options: object,
     ) -> None:
         start = time.perf_counter()
-        self.options = self.options_class(**options)
+        self.options = self.options_class.by_name(options)
         super().__init__(model, device, dtype, seed)
         self.runtime, self.runner = self._build(seed)
         for note in self.runtime.notes:

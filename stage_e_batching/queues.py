@@ -19,6 +19,7 @@ from stage_e_batching.step import BatchSequence, State
 
 by_arrival = attrgetter("request_id")
 MAX_OVERTAKES = 16  # times that a request may be passed by later ones
+LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
 class FirstCome:
@@ -69,7 +70,8 @@ class Queues:
         # The first batch slots have a row in the sampler's table of counts, which penalties read.
         self._free_table_slots = list(range(self._num_table_slots - 1, -1, -1))
         self._free_plain_slots = list(range(self.max_num_seqs - 1, self._num_table_slots - 1, -1))
-        # Of those that wait: they did not fit, and no block or slot came free since.
+        # Of those that wait: they did not fit, and no block or slot came free since. While these are all that a step
+        # would look at, it looks at none.
         self._refused: set[BatchSequence] = set()
 
     @property
@@ -113,6 +115,8 @@ class Queues:
         sequence.request_id = self._next_request_id
         self._next_request_id += 1
         self._unfinished[sequence.request_id] = sequence
+        if len(self._refused) >= LOOKAHEAD:  # the newcomer may be first: with one left to try, a step looks again
+            self._refused.pop()
         self.waiting.append(sequence)
 
     def remove(self, sequence: BatchSequence) -> None:

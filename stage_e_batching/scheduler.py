@@ -32,12 +32,11 @@ from __future__ import annotations
 import time
 from bisect import insort
 
-from stage_e_batching.queues import MAX_OVERTAKES, FirstCome, Queues, by_arrival
+from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
 WATERMARK = 16  # tokens that each running sequence can grow by after an admission
 MAX_PROMPT_STEPS = 4
-LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
 def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:

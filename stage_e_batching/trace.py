@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class Trace:
             "end": ran - self._start,
             "finished": [{"id": s.request_id, "reason": s.completion.finish_reason} for s in ended],
         }
-        if not self._file.closed:  # a call may still run when the engine is closed
-            self._file.write(json.dumps(record) + "\n")
+        line = json.dumps(record) + "\n"
+        with suppress(ValueError):  # the file is closed: a call may still run when another thread closes the engine
+            self._file.write(line)
 
     def forget(self) -> None:
         """Drop the steps that have begun: they broke off."""

@@ -26,8 +26,13 @@ SIZES = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture, up to the largest step or 4,096."""
+    """Numbers of tokens to capture, up to the largest step or 4,096; none where a step has one token.
+
+    A prompt then runs token by token. A graph of one token would pass for a decode, with a row for the padding too.
+    """
     top = min(max_num_batched_tokens, SIZES[-1])
+    if top < 2:
+        return []
     return [*(size for size in SIZES if size < top), top]
 
 

@@ -20,10 +20,13 @@ import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 1 << 14  # elements
+# Seconds that a test may take where the default is too short, by its markers and fixtures: the first one builds an
+# extension, and a file of kernels runs in Triton's interpreter as one test.
+TIME_LIMITS = {"gpu": 1200, "compiler": 1200, "run_interpreted_tests": 1800}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test runs only where there is what its markers ask for."""
+    """A test runs only where there is what its markers ask for, and not for ever."""
     missing = {} if torch.cuda.is_available() else {"gpu": "no NVIDIA GPU"}
     if any("compiler" in item.keywords for item in items):
         from stage_c_fused_mlp.extension import ExtensionError, plan  # here: most tests can do without this import
@@ -33,6 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         except ExtensionError as error:
             missing["compiler"] = str(error)
     for item in items:
+        longer = [TIME_LIMITS[name] for name in TIME_LIMITS if name in item.keywords or name in item.fixturenames]
+        if longer and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(max(longer)))
         for marker in missing.keys() & item.keywords.keys():
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
 

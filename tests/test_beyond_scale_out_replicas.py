@@ -41,6 +41,7 @@ from beyond.serving.protocol import Limits  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 150  # for anything that Ray does; the machine may be busy
+pytestmark = pytest.mark.timeout(12 * SECONDS)
 SYSTEM = {"role": "system", "content": "You are a careful assistant. " * 20}
 
 

@@ -280,6 +280,14 @@ def test_a_sampled_token_is_among_a_completions_top_logprobs_also_when_it_was_un
             assert top[token] == logprob == min(top.values())
 
 
+def test_a_chat_has_as_many_top_logprobs_as_were_asked_for_also_when_the_sampled_token_is_not_among_them(client):
+    ask = {"messages": CHAT, "temperature": 5, "seed": 1, "max_tokens": 8, "logprobs": True}
+    for count in (0, 2):
+        told = post(client, "/v1/chat/completions", top_logprobs=count, **ask)["choices"][0]["logprobs"]["content"]
+        assert {len(token["top_logprobs"]) for token in told} == {count}
+        assert any(token["token"] not in [top["token"] for top in token["top_logprobs"]] for token in told)
+
+
 def test_answers_to_one_prompt_differ_by_their_seed_and_can_be_had_again(client):
     ask = {"prompt": QUESTION, "temperature": 3, "max_tokens": 24}
     three = [c["text"] for c in post(client, "/v1/completions", n=3, seed=5, **ask)["choices"]]

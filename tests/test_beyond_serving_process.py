@@ -24,12 +24,13 @@ from serving import wait_until  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving import async_llm, engine_process, wire  # noqa: E402
-from beyond.serving.__main__ import end_at_once, main, parse, serve_process  # noqa: E402
+from beyond.serving.__main__ import main, parse, serve_process  # noqa: E402
 from beyond.serving.engine_loop import Call, EngineClosed  # noqa: E402
 from beyond.serving.engine_process import EngineProcess  # noqa: E402
 from beyond.serving.metrics import engine_numbers  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
 from beyond.serving.server import listen, serve  # noqa: E402
+from stage_a_naive.interrupts import end_at_once  # noqa: E402
 from stage_a_naive.outputs import Request  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 from stage_e_batching.mailbox import Event, Token  # noqa: E402

@@ -38,7 +38,7 @@ from beyond.speculation.llm import make_pools
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, verification_sizes
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.scheduler import DraftScheduler, ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.cli import performance_summary
@@ -46,7 +46,7 @@ from stage_a_naive.presets import PRESETS
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.config import ModelConfig
 from stage_e_batching.engine import Sampled
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.step_input import host_views
 
@@ -266,6 +266,20 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
             assert sequence.num_indexed_blocks <= sequence.num_computed_tokens // manager.block_size
             manager.check_invariants([sequence])
     assert widest > 0, "no draft ever needed a block of its own"
+
+
+def test_a_block_of_wrong_guesses_is_handed_out_again_before_one_that_the_prefix_cache_knows():
+    manager = ShrinkingBlockManager(4, 4)
+    ended, guessing, newcomer = (BatchSequence(completion_of(list(range(i, i + 8)))) for i in (0, 100, 200))
+    assert manager.allocate(ended, 8)
+    cached, ended.num_computed_tokens = list(ended.block_table), 8
+    manager.index_computed(ended)
+    manager.free(ended)
+    assert manager.allocate(guessing, 8)
+    guessed, guessing.num_computed_tokens = guessing.block_table[1], 4
+    manager.shrink(guessing)
+    assert manager.allocate(newcomer, 4)
+    assert newcomer.block_table == [guessed] and all(map(manager.is_cached, cached))
 
 
 def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():

@@ -41,6 +41,13 @@ LOADERS = [
     pytest.param(lambda source: load_quantized_runtime(source, IN_INT8, CPU, BF16), id="8 bits"),
 ]
 every_loader = pytest.mark.parametrize("load", LOADERS)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+    "original_max_position_embeddings": 64,
+}
 NORM = "model.layers.2.post_attention_layernorm.weight"
 
 
@@ -77,9 +84,17 @@ def check_refused(directory: Path, load: object, says: str) -> None:
         ({"hidden_size": 255}, r"hidden_size \(255\) is not a multiple of num_attention_heads \(4\)"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be above 0"),
+        ({"pad_token_id": -2}, r"pad_token_id \(-2\) is outside the vocabulary of 4096"),
         ({"pad_token_id": 10**9}, "pad_token_id .* is outside the vocabulary of 4096"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta of rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "Missing required keys.*low_freq_factor"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "factor of rope_parameters must",
+        ),
+        ({"rope_parameters": LONGROPE | {"long_factor": [1.0] * 31}}, "long_factor .* must be a list of 32 numbers"),
+        ({"rope_parameters": LONGROPE | {"short_factor": ["1"] * 32}}, "short_factor .* must be a list of 32 numbers"),
+        ({"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"model_type": ["qwen2"]}, "is not supported; these are: llama, qwen2, qwen3"),
         ({"layer_types": ["x"] * 4}, "layer_types"),
     ],

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,15 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-from nbformat.v4 import new_code_cell, new_notebook, new_output  # noqa: E402
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 
 import run  # noqa: E402  (notebooks/run.py: the folder is no package)
 from try_it import check, check_digest, digest  # noqa: E402
+
+from labs.notebook import SETUP  # noqa: E402
 
 STAGES = {
     "0_overview": "stage_a_naive",
@@ -55,6 +58,7 @@ def test_there_is_an_overview_and_a_notebook_a_stage():
     assert [path.stem for path in run.notebooks()] == list(STAGES)
 
 
+@pytest.mark.timeout(1800)  # each cell has a limit of its own
 @each_notebook
 def test_the_notebook_runs(path):
     if path.stem.startswith(("0", "b", "c")) and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++"))):
@@ -79,6 +83,66 @@ def test_a_run_names_each_notebook_and_makes_a_dot_per_cell(
     monkeypatch.setattr(sys, "argv", ["run.py", "a_naive", "--check"])
     assert run.main() == 0
     assert said == ["a_naive.ipynb: "] and re.fullmatch(r"\.\. \d+ s\n", capsys.readouterr().out)
+
+
+def test_a_cell_over_its_time_limit_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [new_code_cell("x = 1"), new_markdown_cell("text"), new_code_cell("import time\ntime.sleep(600)\n")]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "slow.ipynb")
+    monkeypatch.setattr(run, "notebooks", lambda: [tmp_path / "slow.ipynb"])
+    monkeypatch.setattr(run, "CELL_SECONDS", 3)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert run.main() == 1
+    assert capsys.readouterr().err == "\nslow.ipynb: code cell 2 ran longer than 3 s: import time\n"
+
+
+FIND = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    if name == "try_it":
+        import try_it
+    elif importlib.util.find_spec(name) is None:
+        sys.exit(f"{name} is not found")
+"""
+
+
+@each_notebook
+def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path: Path) -> None:
+    """As in JupyterLab, wherever it was started, and in VS Code: nothing but the stages is installed."""
+    modules: list[str] = []
+    for cell in code_cells(run.read(path)):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom):
+                modules.append(node.module.partition(".")[0])
+            elif isinstance(node, ast.Import):
+                modules += [alias.name.partition(".")[0] for alias in node.names]
+    others = [name for name in modules if not name.startswith("stage_")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, "-c", FIND, *others]
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["labs/notebooks", "labs", "."])
+def test_a_labs_notebook_finds_the_course_that_it_is_in(folder: str) -> None:
+    find, _, _ = SETUP.partition("try:")
+    command = [sys.executable, "-c", f"{find}print(os.getcwd(), sys.path[0])"]
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(ROOT)] * 2
+
+
+def test_a_labs_notebook_alone_clones_the_course_once(tmp_path: Path) -> None:
+    git = tmp_path / "git"
+    git.write_text('#!/bin/sh\necho "$@" >> calls\nmkdir -p "$5/labs" && touch "$5/labs/exercises.toml"\n')
+    git.chmod(0o755)
+    find, _, _ = SETUP.partition("try:")
+    command = [sys.executable, "-c", f"{find}print(os.getcwd())"]
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(tmp_path / "six-engines")
+    assert (tmp_path / "calls").read_text() == "clone --depth 1  six-engines\n"
 
 
 @each_notebook

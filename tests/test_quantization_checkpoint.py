@@ -64,9 +64,9 @@ def compressed(form: str, group: int | None) -> dict:
     }
 
 
-def torchao_config(group: int | None, kind: str = "Int8WeightOnlyConfig") -> dict:
+def torchao_config(group: int | None, kind: str = "Int8WeightOnlyConfig", version: int = 2) -> dict:
     per = {"_type": "PerGroup", "_data": {"group_size": group}} if group else {"_type": "PerRow", "_data": {"dim": -1}}
-    how = {"_type": kind, "_version": 2, "_data": {"granularity": per, "group_size": None}}
+    how = {"_type": kind, "_version": version, "_data": {"granularity": per, "group_size": None}}
     return {
         "quant_method": "torchao",
         "quant_type": {"default": how},
@@ -104,6 +104,7 @@ def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
         ({"config_groups": {}}, "has 0 quantization groups"),
         (torchao_config(None, "Int4WeightOnlyConfig"), "has quant_type='Int4WeightOnlyConfig'; supported: 'Int8Weight"),
         (torchao_config(None) | {"quant_type": "int8_weight_only"}, "has quant_type='int8_weight_only'"),
+        (torchao_config(None, version=1), "has quant_type version=1; supported: 2"),
         (torchao_config(64), "has group_size=64; supported: None, 128"),
         (torchao_config(None) | {"modules_to_not_convert": ["down_proj"]}, "modules_to_not_convert="),
         (torchao_config(None) | {"include_input_output_embeddings": True}, "include_input_output_embeddings=True"),

@@ -294,6 +294,15 @@ def test_interpreted_whole_models_give_the_references_tokens(preset, options, is
     assert bool(sums) == is_share
 
 
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_the_reference_reads_no_table_entry_behind_a_context(batch):
+    query, k_cache, v_cache, metadata = make_batch(*batch, *HEADS[0], "int8", 16, CPU, F32)
+    attention = QuantizedReferenceAttention(CPU)
+    expected = attention.attend(query, k_cache, v_cache, metadata, 0.2)
+    metadata.block_tables[metadata.block_tables < 0] = 2**30  # what a step before left there
+    assert torch.equal(attention.attend(query, k_cache, v_cache, metadata, 0.2), expected)
+
+
 @interpreted
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
+from stage_a_naive.frontend import check_sampling_fn
 from stage_b_decode_step import LLM as DecodeStepLLM
 from stage_d_paged import LLM as PagedLLM
 from stage_e_batching import LLM as BatchingLLM
@@ -36,6 +40,35 @@ def test_a_call_keeps_the_sampler_that_was_set_when_it_began(llm_class: type) ->
         outputs = llm.generate(["abc", "de"], GREEDY, use_tqdm=False, on_text=exchange)
         assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in answers[name]]
     assert answers["built-in"][0]["token_ids"] != answers["replaced"][0]["token_ids"]
+
+
+def nucleus(logits: torch.Tensor, p: float = 0.9) -> torch.Tensor:
+    sorted_logits, order = logits.sort(descending=True)
+    outside = sorted_logits.softmax(-1).cumsum(-1).roll(1, -1).gt(p).index_fill(-1, torch.tensor([0]), False)
+    return order.gather(-1, sorted_logits.masked_fill(outside, -torch.inf).softmax(-1).multinomial(1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("sampler", [nucleus, partial(nucleus, p=0.5), lambda logits: logits.argmax(-1)])
+@pytest.mark.parametrize("llm_class", [*STAGES, pytest.param(BatchingLLM, id="e")])
+def test_a_sampler_of_the_logits_alone_is_refused_with_how_to_use_it(llm_class: type, sampler: Callable) -> None:
+    llm = llm_class(MODEL, device="cpu")
+    llm.sampling_fn = sampler
+    with pytest.raises(
+        ValueError, match=r"called as fn\(logits, params\).*set llm.sampling_fn = lambda logits, params:"
+    ):
+        llm.generate("abc", GREEDY, use_tqdm=False)
+    llm.sampling_fn = lambda logits, params: sampler(logits)
+    assert len(llm.generate("abc", GREEDY, use_tqdm=False)[0]["token_ids"]) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize("usual", [torch.argmax, lambda *given: 1, lambda logits, params=None: 1, second_best])
+def test_what_may_take_logits_and_parameters_is_called(usual: Callable) -> None:
+    check_sampling_fn(usual)
+
+
+def test_a_sampler_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ValueError, match="sampling_fn must be None or a function .* got 0.9"):
+        check_sampling_fn(0.9)
 
 
 @pytest.mark.parametrize("llm_class", [*STAGES, pytest.param(BatchingLLM, id="e")])

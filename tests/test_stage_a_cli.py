@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +235,38 @@ def test_an_interrupt_during_the_imports_ends_quietly(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--device", "tpu"], "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        (["--dtype", "int8"], "dtype must be 'auto' or one of float32, float16, bfloat16, got 'int8'"),
+        (["--model", "random:gpt-5"], "no preset 'gpt-5'; there are: random:qwen2.5-0.5b"),
+        (["--model", "/nowhere"], "no such directory: '/nowhere'"),
+        (["--port", "{port}"], "cannot listen on host 127.0.0.1, port {port}: Address already in use"),
+    ],
+)
+@pytest.mark.parametrize("package", ["stage_a_naive", "stage_f_graph_tp", "beyond.quantization", "beyond.serving"])
+def test_what_a_name_alone_tells_is_told_before_torch_is_imported(
+    package: str, argv: list[str], says: str, tmp_path: Path
+) -> None:
+    if "--port" in argv and package != "beyond.serving":
+        pytest.skip("it has no port")
+    for slow in ("torch", "transformers"):
+        (tmp_path / f"{slow}.py").write_text("import os\nos._exit(99)\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", package, *(word.format(port=port) for word in argv)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {says.format(port=port)}") and done.stderr.count("\n") == 1
 
 
 def test_a_progress_bar_fills_no_log_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,13 @@ def test_an_empty_directory_misses_its_config(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported; these are: llama, qwen2, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "rope_parameters": None}, "'ntk' is not supported"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        (
+            {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False, "sliding_window": 128},
+            "layer_types has 'sliding_attention': only full attention",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],
 )
@@ -97,6 +102,11 @@ def test_features_that_are_not_supported_are_refused(tutor_copy: Path, changes: 
     edit_config(tutor_copy, **changes)
     with pytest.raises(ModelError, match=says):
         resolve(tutor_copy)
+
+
+def test_no_padding_token_may_be_written_as_minus_one(tutor_copy: Path) -> None:
+    edit_config(tutor_copy, pad_token_id=-1)
+    assert torch.equal(load(tutor_copy).get_input_embeddings().weight, load(TUTOR_PATH).get_input_embeddings().weight)
 
 
 def test_a_config_that_is_not_json_is_named(tutor_copy: Path) -> None:

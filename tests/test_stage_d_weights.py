@@ -164,6 +164,11 @@ def test_random_weights_depend_on_the_seed_alone():
     assert not torch.equal(one.layers[1].mlp.down_proj.weight, other.layers[1].mlp.down_proj.weight)
 
 
+def test_swish_is_another_name_of_silu():
+    config = Qwen2Config(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True, hidden_act="swish")
+    assert ModelConfig.from_hf(config) == ModelConfig.from_hf(TIED)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

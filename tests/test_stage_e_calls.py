@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import ClassVar
 
 import pytest
@@ -134,6 +135,33 @@ def test_a_short_call_beside_a_long_one_does_not_wait_for_its_end(llm, alone):
         assert ids(llm.generate([PROMPTS[2]], GREEDY, False)) == [alone[2]]
         short_ended.set()
         assert running.result(60)[0]["text"] == "".join(pieces) and len(pieces) > 40
+
+
+def test_a_thread_that_waits_for_anothers_step_is_woken_at_its_end(llm, monkeypatch):
+    engine = llm.engine
+    monkeypatch.setattr(engine, "longest_wait", 600)  # seconds
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow_step() -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(engine, "run_step", slow_step)
+    waiting = engine.new_mailbox()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            step = threads.submit(engine.step)
+            assert begun.wait(60)
+            waiter = threads.submit(engine.advance, waiting)
+            while not engine._waiting:
+                time.sleep(0.001)
+            may_end.set()
+            step.result(60)
+            done, _ = wait([waiter], timeout=30)
+            waiting.ring()  # so that the test ends whatever the engine does
+    finally:
+        may_end.set()
+    assert done, "it would have waited ten minutes"
 
 
 def test_a_call_that_drives_no_step_still_lets_the_others_through(llm, alone):

@@ -599,6 +599,20 @@ def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):
     assert timeline.draw(timeline.read_trace(tmp_path / "trace.jsonl")).png.startswith(b"\x89PNG")
 
 
+def test_a_trace_that_another_thread_closes_while_a_step_is_written_raises_nothing(tmp_path, monkeypatch):
+    engine = make_engine(**ROOMY)
+    engine.trace = Trace(tmp_path / "trace.jsonl")
+    add(engine, 9, 5)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", lambda record: engine.trace.close() or "{}")
+        engine.step()
+    run_all(engine)
+    assert engine.counters.num_finished == 1
+    [record] = (tmp_path / "trace.jsonl").read_text().splitlines()
+    assert json.loads(record)["step"] == 0
+
+
 def test_a_trace_keeps_nothing_of_steps_that_broke_off(tmp_path):
     engine = make_engine(**ROOMY, fail_at=frozenset({2}))
     engine.trace = Trace(tmp_path / "trace.jsonl")

@@ -10,7 +10,7 @@ from fake_model import completion_of
 from stage_a_naive.params import SamplingParams
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
-from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.scheduler import LOOKAHEAD, Scheduler
 from stage_e_batching.step import BatchSequence, State
 from stage_e_batching.waiting_order import LongestCachedPrefix, Priority, ShortestFirst
 
@@ -71,3 +71,18 @@ def test_nobody_starves_whatever_the_order(order):
             break
     assert long.state is not State.WAITING
     assert long.times_overtaken <= MAX_OVERTAKES + scheduler.max_num_seqs
+
+
+@pytest.mark.parametrize("num_refused", [LOOKAHEAD - 1, LOOKAHEAD, 2 * LOOKAHEAD])
+def test_a_short_request_is_looked_at_however_many_were_refused_before_it_came(num_refused):
+    scheduler = Scheduler(num_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=400)
+    scheduler.order = ShortestFirst()
+    running = BatchSequence(completion_of(list(range(300)), SamplingParams(max_tokens=4)))
+    scheduler.add(running)
+    scheduler.schedule()
+    for number in range(1, num_refused + 1):
+        scheduler.add(BatchSequence(completion_of([1000 * number + i for i in range(200)])))
+    assert not scheduler.schedule().admitted
+    short = BatchSequence(completion_of([1, 2, 3]))
+    scheduler.add(short)
+    assert scheduler.schedule().admitted == [short]

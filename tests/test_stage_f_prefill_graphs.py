@@ -25,7 +25,7 @@ def expected() -> list[list[int]]:
     return ids(llm.generate(PROMPTS, GREEDY, False))
 
 
-@pytest.mark.parametrize("limit", [1, 15, 16, 17, 1000, 4096, 16384])
+@pytest.mark.parametrize("limit", [2, 15, 16, 17, 1000, 4096, 16384])
 def test_sizes_end_with_the_largest_step_or_4096(limit):
     sizes = prefill_sizes(limit)
     assert sizes == sorted(set(sizes)) and sizes[-1] == min(limit, 4096)
@@ -77,6 +77,16 @@ def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
     assert ids([llm.generate([prompt], GREEDY, False)[0] for prompt in PROMPTS]) == expected
     assert sum(count for name, count in replays.items() if isinstance(name, str)) > 5
     assert llm.engine.stats()["num_used_blocks"] == 0
+
+
+def test_steps_of_one_token_have_no_prefill_graph(expected):
+    sizes = prefill_sizes(1)
+    llm, replays = build(
+        [1], prefills=sizes, max_num_seqs=1, max_num_batched_tokens=1, kvcache_block_size=4, num_kvcache_blocks=512
+    )
+    assert not sizes and llm.runner.prefill_graphs is None
+    assert ids(llm.generate(PROMPTS[:2], GREEDY, False)) == expected[:2]
+    assert replays[1] > 0, "decode steps have their graph all the same"
 
 
 def test_larger_steps_run_eagerly(expected):

@@ -13,6 +13,7 @@ from benchmarks import micro
 from benchmarks.engines import read_option
 from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
 from benchmarks.timing import measure_ceilings
+from stage_a_naive.interrupts import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,4 +75,4 @@ def run(args: argparse.Namespace) -> Path:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

@@ -10,6 +10,7 @@ import argparse
 from benchmarks.micro import coalescing
 from benchmarks.pictures import pages, quantization, shards, stage_d
 from benchmarks.results import ROOT
+from stage_a_naive.interrupts import run_command
 
 FIGURES = {
     "stage_c_fused_mlp/reads.png": coalescing.draw_reads,
@@ -38,4 +39,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run_command(main))

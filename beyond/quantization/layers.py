@@ -17,6 +17,7 @@ from beyond.quantization.formats import FORMATS, Quantized, dequantize_matrix, q
 from beyond.quantization.options import QuantizationOptions
 from stage_a_naive.checkpoint import check_finite
 from stage_a_naive.errors import ModelError
+from stage_a_naive.memory import check_room
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding, PackedLinear, ResidualLinear, RotaryEmbedding
@@ -150,6 +151,7 @@ def empty_model(
         tied = model.lm_head is model.embed_tokens
         model.lm_head = QuantizedEmbedding(model.lm_head, *scheme)
         model.embed_tokens = model.lm_head if tied else model.embed_tokens
+    check_room(model, device)
     model.to_empty(device=device)
     model.rotary = RotaryEmbedding(config, max_model_len, dtype, device)  # computed, not loaded: made once more
     return model

@@ -18,7 +18,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from beyond.serving.__main__ import STAGES, parse
+from beyond.serving.address import listen
 from stage_a_naive.errors import one_line
+from stage_a_naive.interrupts import run_command
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -46,16 +48,16 @@ def run(argv: list[str] | None) -> int:
         raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
     if engine_options.get("trace"):
         raise ValueError("--trace is one file, and each replica would write over it: trace a single server")
+    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
+        port = free.getsockname()[1]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
         from ray import serve
 
-        from beyond.serving.server import listen, say
+        from beyond.serving.server import say
     except ImportError as error:
         raise ImportError(f"replicas need Ray Serve: pip install 'ray[serve]' ({error})") from error
-    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
-        port = free.getsockname()[1]
     say(f"[replicas] starting Ray and {options.replicas} engines")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="warning")
@@ -153,4 +155,4 @@ def reason(status: ServeStatus) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(main))

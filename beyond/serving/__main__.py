@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 from contextlib import closing
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from beyond.serving.address import listen
 from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
 from stage_a_naive.errors import one_line
+from stage_a_naive.interrupts import end_at_once
+from stage_a_naive.names import check_names
 
 if TYPE_CHECKING:
     from beyond.serving.remote_engine import RemoteLLM
@@ -27,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit code: 0, 1 if the engine died, or 2 after another one-line error."""
     try:
         options, engine_options = parse(argv)
+        listen(options.host, options.port).close()  # a port that is taken is told before PyTorch is imported
         with closing(EngineProcess(options.engine or STAGES[options.stage], engine_options)) as process:
             return serve_process(process, options)
     except (ValueError, OSError, MemoryError, ImportError) as error:
@@ -75,6 +78,7 @@ def parse(
         raise ValueError(f"--max-queue and --deadline must be 0 or more, {given}")
     if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
         raise ValueError("--host and --api-key must not be empty")
+    check_names(options.model, options.device, options.dtype)
     names = [action.dest for action in engine._group_actions]
     return options, {name: getattr(options, name) for name in names}
 
@@ -89,9 +93,7 @@ def _options_module(chosen: argparse.Namespace) -> str:
 def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
     """Serve the engine that a process is loading; returns the exit code."""
     from beyond.serving.remote_engine import EngineDied, RemoteLLM  # here: the process imports PyTorch meanwhile
-    from beyond.serving.server import listen
 
-    listen(options.host, options.port).close()  # a port that is taken is told before the model is loaded
     try:
         serve_llm(RemoteLLM(process), process.engine, options)
     except EngineDied as error:
@@ -134,17 +136,6 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
     freeze_heap()
     with asyncio.Runner(loop_factory=auto_loop_factory(use_subprocess=False)) as runner:  # uvloop, if it is installed
         runner.run(work)
-
-
-def end_at_once(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does while the server loads; the engine's process notices and ends too.
-
-    It raises no `KeyboardInterrupt`, because a library that is being imported may catch that and go on.
-    """
-    try:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-    finally:  # also where nobody reads it: in `… 2>&1 | tee log`, Ctrl-C ends `tee` too
-        os._exit(130)
 
 
 if __name__ == "__main__":

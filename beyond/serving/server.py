@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from beyond.serving.address import listen
 from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.live_view import LiveView
@@ -83,20 +84,6 @@ def say(line: str) -> None:
         print(line, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Listen on an address; port 0 takes a free one.
-
-    Raises:
-        OSError: there is no such port, it is taken, or the address is not this machine's.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # what follows is the address
-        raise OSError(f"cannot listen on host {host}, port {port}: {why}; choose others") from error
 
 
 async def serve(

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stage_a_naive.memory import check_room
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding, ResidualLinear
@@ -74,7 +75,9 @@ def build_sharded_model(
     group: RankGroup,
 ) -> DecoderModel:
     """Build this rank's share of stage D's model, with its weights and its collectives."""
-    model = DecoderModel(shard_config(config, group.size), backend, max_model_len, dtype, device)
+    share = shard_config(config, group.size)
+    check_room(DecoderModel(share, backend, max_model_len, dtype, torch.device("meta")), device)
+    model = DecoderModel(share, backend, max_model_len, dtype, device)
     model.load(ShardedWeightLoader(tensors, config, group.rank, group.size))
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)

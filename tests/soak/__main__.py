@@ -21,6 +21,7 @@ from dataclasses import asdict
 
 from benchmarks.local_server import local_server
 from benchmarks.results import LOCAL, RESULTS, environment, write
+from stage_a_naive.interrupts import run_command
 from stage_e_batching import LLM
 
 from .engine import Soak
@@ -105,4 +106,4 @@ def over_http(llm: LLM, arguments: argparse.Namespace) -> tuple[Tally, dict[str,
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -30,7 +30,11 @@ class QuantizedReferenceAttention(ReferenceAttention):
         self, query: Tensor, k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """Stage D's attention on a small pool: the blocks of this batch alone, in the model's dtype."""
-        used, tables = metadata.block_tables.clamp(min=0).unique(return_inverse=True)
+        tables, block_size = metadata.block_tables, k_cache.values.shape[1]
+        first = torch.arange(tables.shape[1], device=tables.device) * block_size  # position of each entry's block
+        # Behind a context's end a table may hold anything; block 0 is there.
+        tables = tables.masked_fill(first >= metadata.context_lens[:, None], 0)
+        used, tables = tables.unique(return_inverse=True)
         keys, values = (_dequantize(cache, used, query.dtype) for cache in (k_cache, v_cache))
         return super().attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale)
 

@@ -1,0 +1,55 @@
+"""Ctrl-C ends a command with one word and the exit status 130, from its first line on.
+
+While Python imports, an exception is the wrong way to be interrupted: nobody catches it, or a library that is being
+imported does and goes on. So a package that is run as a command (`python -m stage_a_naive`) first of all has Ctrl-C end
+the process. When the command's work begins, Ctrl-C is an exception again, and what is open gets closed.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+COMMANDS = ("stage_", "beyond", "benchmarks", "labs", "doctor", "tests.soak")  # beginnings of what `python -m` runs
+
+
+def end_at_once(*_: object) -> None:
+    """End the process, as a handler of SIGINT."""
+    try:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    finally:  # also where nobody reads it: in `… 2>&1 | tee log`, Ctrl-C ends `tee` too
+        os._exit(130)
+
+
+def end_at_once_if_a_command() -> None:
+    """From now on let Ctrl-C end the process, if it was started as `python -m` and one of our packages."""
+    words = sys.orig_argv
+    is_command = "-m" in words[:-1] and words[words.index("-m") + 1].startswith(COMMANDS)
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+
+
+@contextmanager
+def interrupts_end_the_process() -> Iterator[None]:
+    """Within the block, let Ctrl-C end the process at once; after it, raise `KeyboardInterrupt`."""
+    before = signal.getsignal(signal.SIGINT)
+    if before not in (signal.default_int_handler, end_at_once):  # ignored, as in the background of a shell
+        yield
+        return
+    signal.signal(signal.SIGINT, end_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_command(main: Callable[[], int | None]) -> int | None:
+    """Run a command's main function, in which Ctrl-C raises `KeyboardInterrupt`; returns its exit status, or 130."""
+    try:
+        if signal.getsignal(signal.SIGINT) is end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return main()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
