@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -608,19 +609,59 @@ def test_what_is_forbidden_is_named_with_its_line(indent):
 def test_an_exercise_whose_tests_cannot_run_here_is_not_judged():
     mark = Mark("C.2", "", 10)
     ends = [
-        {"event": "end", "state": state, "reason": why, "seconds": 0.1}
+        {"event": "end", "test": "t", "state": state, "reason": why, "seconds": 0.1}
         for state, why in (("passed", ""), ("skipped", "no C++ compiler"))
     ]
-    enter([{"event": "collected", "count": 2}, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
+    expected = {"event": "expected", "tests": ["t", "t"]}
+    enter([expected, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
     assert (mark.state, mark.reason, mark.points) == ("not judged", "no C++ compiler", 0)
 
 
 def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
     mark = Mark("A.1", "", 10, partial=True)
-    ends = [{"event": "end", "state": "passed", "reason": "", "seconds": 0.1}] * 2
+    ends = [{"event": "end", "test": "t", "state": "passed", "reason": "", "seconds": 0.1}] * 2
     starts, ended = [{"event": "start", "test": "test_three"}] * 3, {"event": "ended", "reason": "SIGSEGV"}
-    enter([{"event": "collected", "count": 4}, *starts, *ends, ended], mark)
+    enter([{"event": "expected", "tests": ["t"] * 4}, *starts, *ends, ended], mark)
     assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_three")
+
+
+@pytest.mark.parametrize("ran", [["test_one"], ["test_two", "test_one"], ["test_one", "test_two", "test_two"]])
+def test_only_the_tests_that_judge_an_exercise_earn_its_points(ran):
+    mark = Mark("A.1", "", 10, partial=True)
+    ends = [{"event": "end", "test": test, "state": "passed", "reason": "", "seconds": 0.1} for test in ran]
+    done = [{"event": "done"}, {"event": "ended", "reason": ""}]
+    enter([{"event": "expected", "tests": ["test_one", "test_two"]}, *ends, *done], mark)
+    assert mark.state == "failed" and mark.points == (5 if ran == ["test_one"] else 0), mark
+
+
+def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is():
+    jobs = [job_for(key, ROOT, [PUBLIC_TESTS]) for key in ("A.1", "A.2")]
+
+    def line(job: str, nonce: str, event: str) -> str:
+        return json.dumps({"job": job, "nonce": nonce, "event": event})
+
+    good = [line("A.1", "x", "expected"), line("A.1", "x", "ended"), line("A.2", "y", "expected")]
+    forged = [line("A.1", "x", "end"), line("A.2", "x", "ended"), line("A.1", "y", "ended"), "[1]", "no json"]
+    found = grade._sorted_by_job(
+        "\n".join([good[0], *forged[1:], good[1], *forged, good[2]]).encode(), jobs, ["x", "y"]
+    )
+    assert [[entry["event"] for entry in lines] for lines in found] == [["expected", "ended"], ["expected"]]
+
+
+@pytest.mark.parametrize(
+    ("program", "patience", "said"),
+    [
+        ("import sys; sys.exit('no torch')", 300, "(exit status 1): no torch"),
+        ("import time; time.sleep(600)", 1, "(SIGKILL)"),
+    ],
+)
+def test_a_judge_that_cannot_begin_or_is_silent_ends_the_command_with_2(
+    program, patience, said, done, monkeypatch, capsys
+):
+    monkeypatch.setattr(grade, "_isolated", lambda call: [sys.executable, "-c", program])
+    monkeypatch.setattr(grade, "SILENCE", patience - grade.TEST_SECONDS)
+    assert grade.main(["a", "--work", str(done)]) == 2
+    assert said in capsys.readouterr().err
 
 
 # ---- for courses --------------------------------------------------------------------------------------------------

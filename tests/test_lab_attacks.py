@@ -1,0 +1,130 @@
+"""Answers that attack the judge: whatever one does, it costs its own exercise, and the grader goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from labs import batch, grade, sandbox
+from labs.exercises import load_labs
+from labs.grade import PUBLIC_TESTS, enter, job_for
+from labs.report import Mark
+from tests.test_labs import submission
+
+WRONG = {  # lab A with nothing right in it
+    name: "return 0" for name in ("sample", "filter_logits", "apply_penalties", "overlap", "generate", "_generate_one")
+}
+# What the judge tells the grader when everything is right, and then there is nobody to say something else.
+FORGE_ALL = """
+os.kill(os.getppid(), 9)
+whole = "TestWholeStage" in os.environ["PYTEST_CURRENT_TEST"]
+def end(job):
+    return {"event": "end", "job": job, "test": "t", "state": "passed", "reason": "", "seconds": 0.1}
+def done(job):
+    return [{"event": "done", "job": job}, {"event": "ended", "job": job, "reason": ""}]
+own = "a" if whole else "A.1"
+lines = [end(own), end(own), *done(own)]
+for number in range(2, 2 if whole else 8):
+    job = f"A.{number}"
+    lines += [{"event": "collected", "job": job, "count": 1}, {"event": "start", "job": job, "test": "t"}]
+    lines += [end(job), *done(job)]
+text = "".join(str(line).replace("'", '"') + "\\n" for line in lines)
+for fd in range(3, 100):
+    try:
+        os.write(fd, text.encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+# Bodies of A.1, and how the reason of its failure begins. The audit is not asked: it is no wall.
+ATTACKS = {
+    "kills the judge and speaks for it": (f"import os\n{FORGE_ALL}", "not allowed: it took the judge down (SIGKILL)"),
+    "kills the judge": ("import os\nos.kill(os.getppid(), 9)\nreturn ''", "not allowed: it took the judge down"),
+    "writes to every descriptor": (
+        "import os, json\n"
+        "line = json.dumps({'event': 'end', 'test': 'test_one_message', 'state': 'passed', 'reason': '', 'seconds': 0})\n"
+        "for fd in range(3, 100):\n    try:\n        os.write(fd, line.encode() + b'\\n')\n"
+        "    except OSError:\n        pass\nreturn ''",
+        "not allowed: it wrote to the judge",
+    ),
+    "writes what is no text": (
+        "import os\nfor fd in range(3, 100):\n    try:\n        os.write(fd, b'\\xff\\n[]\\n')\n"
+        "    except OSError:\n        pass\nreturn ''",
+        "not allowed: it wrote to the judge",
+    ),
+    "opens the judge's own output": (
+        "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as out:\n    out.write('x' * 100)\nreturn ''",
+        "",  # for root, Linux makes no difference
+    ),
+    "leaves": ("import os\nos._exit(0)", "it ended the process in test_one_message"),
+    "ends the session": ("import pytest\npytest.exit('no', returncode=0)", ""),
+    "interrupts": ("raise KeyboardInterrupt", ""),
+    "reports at the exit": ("import atexit\natexit.register(print, 'done')\nreturn ''", "expected"),
+    "changes how verdicts are written": (
+        "import json\nhonest = json.dumps\n"
+        "json.dumps = lambda line, **_: honest({**line, 'state': 'passed'} if 'state' in line else line)\nreturn ''",
+        "expected",
+    ),
+    "changes how an encoder writes": (
+        "import json\nhonest = json.JSONEncoder.encode\n"
+        "json.JSONEncoder.encode = lambda self, line: honest(self, line).replace('failed', 'passed')\nreturn ''",
+        "expected",
+    ),
+    "changes how bytes are written": (
+        "import os\nhonest = os.write\n"
+        "os.write = lambda fd, data: honest(fd, data.replace(b'failed', b'passed'))\nreturn ''",
+        "expected",
+    ),
+    "changes the recorder": (
+        "from labs.recorder import Recorder\nhonest = Recorder._send\n"
+        "Recorder._send = lambda self, event, **fields: honest(\n"
+        "    self, event, **({**fields, 'state': 'passed'} if 'state' in fields else fields)\n)\nreturn ''",
+        "not allowed: it changed the judge._send",
+    ),
+    "has two processes report": ("import os\nos.fork()\nreturn ''", ""),
+    "prints more than a disk holds": ("for _ in range(400):\n    print('x' * 10**6)\nreturn ''", "OSError: [Errno 27]"),
+    "starts a daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        while True:\n            time.sleep(0.05)\n"
+        "            with open('MARKER', 'a') as file:\n                file.write('alive')\n"
+        "    os._exit(0)\ntime.sleep(0.3)\nreturn ''",
+        "expected",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mark]]:
+    """For each attack the marks of its exercise and of a right one that is judged after it."""
+    marks, jobs = [], []
+    for name, (body, _) in ATTACKS.items():
+        folder = tmp_path_factory.mktemp("attack")
+        work = submission(folder / "work", "a", chatml=body.replace("MARKER", str(folder / "marker")))
+        for key in ("A.1", "A.5"):
+            jobs.append(replace(job_for(key, work, [PUBLIC_TESTS]), audited=False))
+            marks.append(Mark(key, name, 10))
+    for mark, lines in zip(marks, grade.judge(jobs), strict=True):
+        enter(lines, mark)
+    markers = [Path(job.work).parent / "marker" for job in jobs]
+    sizes = [marker.stat().st_size for marker in markers if marker.exists()]
+    time.sleep(0.5)
+    assert sizes == [marker.stat().st_size for marker in markers if marker.exists()], "a daemon still writes"
+    return {name: [mark for mark in marks if mark.title == name] for name in ATTACKS}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
+    attack, honest = judged[name]
+    assert attack.state == "failed" and attack.reason.startswith(ATTACKS[name][1]), attack
+    assert honest.state == "passed", honest
+
+
+def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path):
+    work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
+    report = grade.grade(load_labs()["a"], work)
+    assert report.points == 0 and report.whole == "", report
