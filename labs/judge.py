@@ -16,6 +16,7 @@ import ast
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -113,22 +114,30 @@ def _run_tests(job: Job, plugins: list[object], options: tuple[str, ...]) -> int
 
 @dataclass(frozen=True)
 class Child:
-    """A process that was forked for a job: its id, the pipe it reports through, what its lines carry, what it prints."""
+    """A process that was forked for a job.
+
+    Attributes:
+        receiver: the end of the pipe where its reports come.
+        token: what each of them begins with.
+        log: a file without a name, with what it prints.
+    """
 
     job: Job
     pid: int
     receiver: int
     token: str
-    log: BinaryIO
+    log: int
 
 
 def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], object]) -> Child:
     """Run `task(job, send)` in a process of its own; `send` reports one line."""
     receiver, sender = os.pipe()
-    log, token = tempfile.TemporaryFile(), secrets.token_hex(8)
+    log, name = tempfile.mkstemp()
+    os.unlink(name)
+    token = secrets.token_hex(8)
     child = os.fork()
     if child == 0:
-        _be_the_child(job, task, sender, log.fileno(), token)
+        _be_the_child(job, task, sender, log, token)
     os.close(sender)
     return Child(job, child, receiver, token, log)
 
@@ -158,8 +167,8 @@ def supervise(child: Child) -> Iterator[dict[str, object]]:
     status = _end(child.pid, patience=0.0 if done else 0.5)
     sandbox.end_children()
     os.close(child.receiver)
-    with child.log:
-        yield {"event": "ended", "reason": ended or _how_it_ended(status, child.log)}
+    with os.fdopen(child.log, "rb") as log:
+        yield {"event": "ended", "reason": ended or _how_it_ended(status, log)}
 
 
 def _reporter(sender: int, token: str) -> Callable[[dict[str, object]], None]:
@@ -246,7 +255,7 @@ def main(file: str) -> None:
     """Judge the jobs in a JSON file; the standard input has one line per job, its nonce."""
     sandbox.guard()
     jobs = [Job(**job | {"tests": tuple(job["tests"])}) for job in json.loads(Path(file).read_bytes())]
-    nonces = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # what is not read yet is in no fork
+    nonces = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
     # Imported once, before the forks. Nothing is computed: a fork does not have its parent's threads.
     for letter in sorted({job.lab.letter for job in jobs}):
         for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from labs import batch, grade, sandbox
+from labs import grade
 from labs.exercises import load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.report import Mark
@@ -47,7 +45,7 @@ ATTACKS = {
     "kills the judge": ("import os\nos.kill(os.getppid(), 9)\nreturn ''", "not allowed: it took the judge down"),
     "writes to every descriptor": (
         "import os, json\n"
-        "line = json.dumps({'event': 'end', 'test': 'test_one_message', 'state': 'passed', 'reason': '', 'seconds': 0})\n"
+        "line = json.dumps({'event': 'end', 'test': 'test_one_message', 'state': 'passed', 'seconds': 0})\n"
         "for fd in range(3, 100):\n    try:\n        os.write(fd, line.encode() + b'\\n')\n"
         "    except OSError:\n        pass\nreturn ''",
         "not allowed: it wrote to the judge",

@@ -713,13 +713,6 @@ def test_the_references_answer_is_no_sign_of_having_copied(done):
     assert similarity.similar_pairs(load_labs()["a"], {"ada": done, "bob": done}) == []
 
 
-def test_a_submission_is_a_folder_or_an_archive(tmp_path):
-    (tmp_path / "ada").mkdir()
-    for name in ("bob.tar.gz", "cay.tgz", "dan.tar", "README.md"):
-        (tmp_path / name).touch()
-    assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan"]
-
-
 def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_container_it_is_run(tmp_path, monkeypatch):
     commands, seeds = [], []
 
