@@ -375,6 +375,17 @@ FORGERIES = {
     "a class made by a call": "return type('S', (str,), {})()",
     "what every object knows": "return ''.__class__",
     "the same by its name": "return getattr('', '__class__')",
+    "what another module keeps for itself": "import random\nreturn random._os.getcwd()",
+    "the same by a computed name": "import random\nreturn getattr(random, '_' + 'os').getcwd()",
+    "the same by a name of its own": "import random\nname = random\nreturn name._os.getcwd()",
+    "an equality that is assigned": "class S(str):\n    __eq__ = lambda self, other: True\nreturn S()",
+    "an equality in a loop": "class S(str):\n    for __eq__ in [lambda *_: True]:\n        pass\nreturn S()",
+    "an equality that is imported": "class S(str):\n    from operator import truth as __eq__\nreturn S()",
+    "a patch that puts back what was there": (
+        "import torch\nhonest = torch.equal\ndef once(*a):\n    torch.equal = honest\n    return True\n"
+        "torch.equal = once\nreturn ''"
+    ),
+    "a patch of a type": "type('').join = None\nreturn ''",
 }
 
 
@@ -383,6 +394,29 @@ def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
     work = submission(tmp_path, "a", chatml=body)
     [mark] = grade.grade(load_labs()["a"], work, only=["A.1"]).marks
     assert mark.state == "failed" and mark.reason.startswith("not allowed: "), mark
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import torch\nreturn getattr(torch, 'float32')",
+        "import torch.nn.functional as F\nreturn F.silu(x)",
+        "random = [1]\nreturn sorted(random)",
+        "x._private = 1\nreturn x._private",
+        "class S:\n    __slots__ = ('a',)\nreturn S()",
+        "import math\nreturn max(map(math.ceil, x))",
+        "return getattr(x, name + '_tokens')",
+    ],
+)
+def test_the_audit_leaves_right_answers_alone(body):
+    source = "def f(x, name):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    assert find_forbidden(source, load_labs()["a"].exercises[1]) is None
+
+
+def test_a_module_that_the_file_has_imported_is_for_the_names_in_it_too():
+    source = "def f(x):\n    return getattr(torch, 'o' + 's')\n"
+    what, line = find_forbidden(source, load_labs()["a"].exercises[1])
+    assert what.startswith("the module torch as a value, write the names that you need of it") and line == 2
 
 
 @every_exercise
