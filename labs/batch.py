@@ -27,7 +27,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from labs import similarity
+from labs import sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
@@ -126,6 +126,7 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(target)]
     command += ["--tests", str(args.tests.resolve())] if args.tests else []
     command += ["--partial"] if args.partial else []
+    command += ["--sandbox"] if args.sandbox else []
     if args.run:  # such as: docker run --rm --network none -v {work}:{work} -v {results}:{results} IMAGE {command}
         words = {"work": str(work), "results": str(target.parent), "command": shlex.join(command)}
         command = shlex.split(args.run.format(**words))
@@ -162,6 +163,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed-secret", type=Path, help="a file; its text makes each student's seed for hidden tests")
     parser.add_argument("--run", help="how to run {command}: a container, with {work} and {results} mounted")
     args = parser.parse_args(argv)
+    why_not = "" if args.run else sandbox.why_not()
+    args.sandbox = not args.run and not why_not
+    if why_not:
+        print(f"note: answers run without a sandbox ({why_not}): use a container, with --run", file=sys.stderr)
     args.secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)

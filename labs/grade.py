@@ -4,7 +4,7 @@
     python -m labs.grade d --only D.2           (make grade-d ONLY=D.2)
     python -m labs.grade d --only D.2 --show    (make grade-d ONLY=D.2 SHOW=1): prints, tracebacks, breakpoint()
     python -m labs.grade d --tests hidden/      (make grade-d LAB_TESTS=hidden/)
-    python -m labs.grade d --json results.json --form gradescope
+    python -m labs.grade d --json results.json --form gradescope --sandbox
 
 Of the learner's copy only the functions of the exercises are taken (`submission.py`), each into a process of its own
 (`judge.py`); everything else that runs is this repository's.
@@ -24,7 +24,7 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from labs import progress
+from labs import progress, sandbox
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
@@ -47,6 +47,7 @@ def grade(
     only: list[str] | None = None,
     extra_tests: Path | None = None,
     seconds: float = TEST_SECONDS,
+    enclosed: bool = False,
 ) -> Report:
     """Judge the exercises of a lab.
 
@@ -55,6 +56,7 @@ def grade(
         only: ids of exercises; None is all.
         extra_tests: a directory with more tests, files and classes named like the public ones; both must pass.
         seconds: that a test may take.
+        enclosed: run each answer in namespaces of its own.
     """
     chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
     directories = [PUBLIC_TESTS] + ([extra_tests] if extra_tests else [])
@@ -66,19 +68,21 @@ def grade(
         mark.hidden = extra_tests is not None
         mark.state, mark.reason = _before_judging(exercise, work)
         if not mark.state:
-            jobs.append((mark, job_for(exercise.id, work, directories, seconds)))
+            jobs.append((mark, job_for(exercise.id, work, directories, seconds, enclosed)))
     for (mark, _), lines in zip(jobs, judge([job for _, job in jobs]), strict=True):
         enter(lines, mark)
     if only is None and all(mark.state == "passed" for mark in report.marks):
         whole = Mark(lab.letter, "", 0)
-        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds)])[0], whole)
+        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, enclosed)])[0], whole)
         report.whole = "right" if whole.state == "passed" else whole.reason
     return report
 
 
-def job_for(key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS) -> Job:
+def job_for(
+    key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS, enclosed: bool = False
+) -> Job:
     """The job for an exercise's id or a lab's letter."""
-    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds)
+    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds, enclosed=enclosed)
 
 
 def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
@@ -237,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
+    parser.add_argument("--sandbox", action="store_true", help="each answer in Linux namespaces: no network, no files")
     args = parser.parse_args(argv)
     lab = load_labs()[args.lab]
     try:
@@ -248,6 +253,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{args.tests} has no test_lab_{lab.letter}.py")
         if args.show and (only is None or len(only) != 1):
             raise ValueError(f"SHOW=1 shows one exercise: ONLY={lab.exercises[0].id}")
+        why_not = sandbox.why_not() if args.sandbox else ""
+        if why_not:
+            raise ValueError(f"--sandbox needs namespaces ({why_not}); grade without it, in a container of your own")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -260,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
     try:
-        report = grade(lab, args.work, only, args.tests and args.tests.resolve())
+        report = grade(lab, args.work, only, args.tests and args.tests.resolve(), enclosed=args.sandbox)
     except JudgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

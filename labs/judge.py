@@ -37,7 +37,7 @@ from typing import BinaryIO
 import pytest
 
 from labs import sandbox
-from labs.exercises import all_exercises
+from labs.exercises import ROOT, all_exercises
 from labs.job import TEST_SECONDS, Job
 from labs.recorder import Collector, Recorder, first_line
 from labs.submission import Answer, Unusable, read_answer
@@ -197,7 +197,7 @@ def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -
                 with contextlib.suppress(OSError):  # the listing's own
                     os.close(fd)
         if job.enclosed:
-            sandbox.enclose(Path.cwd())
+            _enclose(Path.cwd())
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -208,6 +208,18 @@ def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _enclose(folder: Path) -> None:
+    """Leave this process nothing to write to but `folder`; what was compiled before can be used, and not changed."""
+    before = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve()
+    sandbox.enclose(folder)
+    build = folder / "build"
+    build.mkdir()
+    for library in before.iterdir() if before.is_dir() else ():
+        (build / library.name).symlink_to(library)
+    os.environ |= {"TMPDIR": str(folder), "SIX_ENGINES_BUILD": str(build)}
+    tempfile.tempdir = None  # it was chosen before
 
 
 def _judge(job: Job, send: Callable[[dict[str, object]], None]) -> None:

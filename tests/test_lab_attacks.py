@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from labs import grade
+from labs import batch, grade, sandbox
 from labs.exercises import load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.report import Mark
@@ -126,3 +128,79 @@ def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path
     work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
     report = grade.grade(load_labs()["a"], work)
     assert report.points == 0 and report.whole == "", report
+
+
+# ---- in a sandbox -------------------------------------------------------------------------------------------------
+
+needs_namespaces = pytest.mark.skipif(bool(sandbox.why_not()), reason=f"no namespaces: {sandbox.why_not()}")
+TRIES = """
+import os, socket, subprocess
+subprocess.Popen(["sleep", "54321"], start_new_session=True)
+tries = [
+    lambda: open("OUTSIDE", "w"),
+    lambda: os.unlink("WORK/stage_a_naive/chat.py"),
+    lambda: socket.create_connection(("127.0.0.1", PORT), 5),
+    lambda: os.kill(PID, 0),
+    lambda: os.readlink("/proc/PID/fd/1"),
+    lambda: open("mine", "w"),
+]
+said = []
+for attempt in tries:
+    try:
+        attempt()
+        said.append("done")
+    except OSError as error:
+        said.append(type(error).__name__)
+raise RuntimeError(f"{said}, {os.listdir()}")
+"""
+
+
+@needs_namespaces
+def test_a_sandboxed_answer_reaches_no_file_no_network_and_no_process_and_leaves_none(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        body = TRIES.replace("OUTSIDE", str(tmp_path / "outside")).replace("WORK", str(tmp_path / "work"))
+        body = body.replace("PORT", str(server.getsockname()[1])).replace("PID", str(os.getpid()))
+        work = submission(tmp_path / "work", "a", chatml=body)
+        job = replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False)
+        mark = Mark("A.1", "", 10)
+        enter(grade.judge([job])[0], mark)
+    refused = "['OSError', 'OSError', 'ConnectionRefusedError', 'ProcessLookupError', 'PermissionError', 'done']"
+    assert mark.reason.startswith(f"RuntimeError: {refused}, ['mine'"), mark
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert b"sleep\x0054321\x00" not in commands
+
+
+@needs_namespaces
+def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(tmp_path):
+    ends = {"os.abort()": "SIGABRT", "os.kill(os.getpid(), 9)": "SIGKILL", "os.kill(os.getppid(), 9)": ""}
+    jobs = []
+    for number, end in enumerate(ends):
+        work = submission(tmp_path / str(number), "a", chatml=f"import os\n{end}\nreturn ''")
+        jobs.append(replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False))
+    marks = [Mark("A.1", "", 10) for _ in jobs]
+    for mark, lines in zip(marks, grade.judge(jobs), strict=True):
+        enter(lines, mark)
+    taken_down = [f"it took the process down ({name}) in test_one_message" for name in ("SIGABRT", "SIGKILL")]
+    assert [mark.reason for mark in marks[:2]] == taken_down
+    assert marks[2].reason.startswith("expected "), "nobody can kill the first process of a namespace from in it"
+
+
+@needs_namespaces
+def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
+    work = submission(tmp_path / "work", "a")
+    assert grade.main(["a", "--work", str(work), "--sandbox"]) == 0
+    table = capsys.readouterr().out
+    assert "100/100" in table and "on the tutor: right" in table
+
+
+def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
+    work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
+    assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
+    assert "--sandbox needs namespaces (no such luck); grade without it" in capsys.readouterr().err
+    commands = []
+    monkeypatch.setattr(batch.subprocess, "run", lambda command, **_: commands.append(command) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")])
+    assert "answers run without a sandbox (no such luck)" in capsys.readouterr().err
+    assert "--sandbox" not in commands[0]

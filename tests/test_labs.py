@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labs import batch, bodies, grade, hint, native, pack, progress, recorder, similarity, starter
+from labs import batch, bodies, grade, hint, native, pack, progress, recorder, sandbox, similarity, starter
 from labs import judge as judge_module
 from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
@@ -765,7 +765,9 @@ def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_containe
     command, in_container = commands
     assert command[command.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in command
     ada = tmp_path / "submissions" / "ada"
-    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *command]
+    in_box = [word for word in command if word != "--sandbox"]
+    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *in_box]
+    assert ("--sandbox" in command) == (sandbox.why_not() == "")
     assert seeds == [str(batch.student_seed("ada", "x"))] * 2
     assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
 
