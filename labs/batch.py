@@ -130,6 +130,7 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     if args.run:  # such as: docker run --rm --network none -v {work}:{work} -v {results}:{results} IMAGE {command}
         words = {"work": str(work), "results": str(target.parent), "command": shlex.join(command)}
         command = shlex.split(args.run.format(**words))
+    target.unlink(missing_ok=True)  # marks of an earlier run
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if args.secret:
         environment[SEED_VARIABLE] = str(student_seed(student, args.secret))
@@ -141,7 +142,9 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     except subprocess.TimeoutExpired:
         problem = f"not done after {STUDENT_SECONDS:.0f} s"
     row: dict[str, object] = {"student": student, "points": 0, "problem": problem}
-    if not problem:
+    if not problem and not target.is_file():
+        row["problem"] = f"the grader wrote no {target.name}"
+    elif not problem:
         report = json.loads(target.read_text(encoding="utf-8"))
         row |= {"points": report["points"], "notes": len(report["notes"]), "whole_stage": report["whole_stage"]}
         for mark in report["exercises"]:
@@ -194,4 +197,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sandbox.hide()
     sys.exit(main())

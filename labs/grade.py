@@ -282,4 +282,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sandbox.hide()
     sys.exit(main())

@@ -29,6 +29,7 @@ RECURSIVE, PRIVATE, NO_SETUID, NO_DEVICES = 0x4000, 0x40000, 2, 4
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
 CAPABILITY_VERSION = 0x20080522
+PATIENCE = 30.0  # seconds in which processes that were killed have ended
 SCRATCH = "size=1g"  # of the folder that an enclosed process may write to
 
 
@@ -39,23 +40,37 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        with contextlib.suppress(OSError):  # systems that only look like Linux have fewer of them
+            _call("prctl", option, value, 0, 0, 0)
+
+
+def hide() -> None:
+    """Close this process's memory and descriptors to others of its user."""
+    _prctl(DUMPABLE, 0)
+
+
 def guard() -> None:
     """Close this process's memory and descriptors to others of its user, adopt orphans, and end with its parent."""
-    if LINUX:
-        _call("prctl", DUMPABLE, 0, 0, 0, 0)
-        _call("prctl", SUBREAPER, 1, 0, 0, 0)
+    hide()
+    _prctl(SUBREAPER, 1)
     die_with_parent()
 
 
 def die_with_parent() -> None:
     """Have this process killed when the one that started it ends."""
-    if LINUX:
-        _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(PDEATHSIG, signal.SIGKILL)
 
 
 def end_children() -> None:
-    """Kill all children of this process, and those that it inherits from them, until there are none."""
-    while True:
+    """Kill all children of this process, and those that it inherits from them, until there are none.
+
+    Raises:
+        TimeoutError: some do not end.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -65,6 +80,7 @@ def end_children() -> None:
         except ChildProcessError:
             return
         time.sleep(0.01)
+    raise TimeoutError(f"processes of an answer have not ended after {PATIENCE:.0f} s")
 
 
 def _children() -> list[int]:
@@ -89,11 +105,11 @@ def enclose(folder: Path) -> None:
         OSError: the system does not let this user have namespaces.
     """
     user, group = os.getuid(), os.getgid()
-    _call("prctl", DUMPABLE, 1, 0, 0, 0)  # else the maps below are root's
+    _prctl(DUMPABLE, 1)  # else the maps below are root's
     _call("unshare", NEW_USER | NEW_MOUNTS | NEW_PIDS | NEW_NETWORK | NEW_IPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         Path("/proc/self", name).write_text(text)
-    _call("prctl", DUMPABLE, 0, 0, 0, 0)
+    hide()
     _go_on_in_a_fork()
     _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +64,10 @@ ATTACKS = {
         "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as out:\n    out.write('x' * 100)\nreturn ''",
         "",  # for root, Linux makes no difference
     ),
+    "counts its descriptors": (
+        "import os\nraise RuntimeError([os.readlink(f'/dev/fd/{n}')[:4] for n in os.listdir('/dev/fd')[:-1]].count('pipe'))",
+        "RuntimeError: 1 ",
+    ),
     "leaves": ("import os\nos._exit(0)", "it ended the process in test_one_message"),
     "ends the session": ("import pytest\npytest.exit('no', returncode=0)", ""),
     "interrupts": ("raise KeyboardInterrupt", ""),
@@ -98,6 +105,9 @@ ATTACKS = {
 }
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the means")
+
+
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mark]]:
     """For each attack the marks of its exercise and of a right one that is judged after it."""
@@ -117,6 +127,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mark]]:
     return {name: [mark for mark in marks if mark.title == name] for name in ATTACKS}
 
 
+@linux
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
     attack, honest = judged[name]
@@ -128,6 +139,19 @@ def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path
     work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
     report = grade.grade(load_labs()["a"], work)
     assert report.points == 0 and report.whole == "", report
+
+
+@linux
+def test_a_judges_processes_end_with_their_grader_however_it_ends():
+    program = (
+        "import os, time\nfrom labs import sandbox\nif os.fork() == 0:\n    sandbox.die_with_parent()\n"
+        "    print('ready', flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.kill()
+        ended, _, _ = select.select([process.stdout], [], [], 60)
+        assert ended, "nobody can write there any more"
 
 
 # ---- in a sandbox -------------------------------------------------------------------------------------------------
