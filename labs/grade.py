@@ -13,6 +13,7 @@ Of the learner's copy only the functions of the exercises are taken (`submission
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -119,8 +120,9 @@ def _judge_until_it_ends(jobs: list[Job]) -> list[list[dict]]:
             log.open("wb") as stderr,
             subprocess.Popen(command, env=_environment(), cwd=folder, stderr=stderr, **pipes) as process,
         ):
-            process.stdin.write("".join(f"{nonce}\n" for nonce in nonces).encode())
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
+                process.stdin.write("".join(f"{nonce}\n" for nonce in nonces).encode())
+                process.stdin.close()
             reported = _read(process, jobs[0].seconds + SILENCE)
         end = _how(process.returncode)
         said = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]

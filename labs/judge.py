@@ -215,9 +215,10 @@ def _enclose(folder: Path) -> None:
     before = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve()
     sandbox.enclose(folder)
     build = folder / "build"
-    build.mkdir()
-    for library in before.iterdir() if before.is_dir() else ():
-        (build / library.name).symlink_to(library)
+    for library in before.glob("*/*.so"):
+        link = build / library.relative_to(before)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(library)
     os.environ |= {"TMPDIR": str(folder), "SIX_ENGINES_BUILD": str(build)}
     tempfile.tempdir = None  # it was chosen before
 
