@@ -413,10 +413,16 @@ def test_the_audit_leaves_right_answers_alone(body):
     assert find_forbidden(source, load_labs()["a"].exercises[1]) is None
 
 
-def test_a_module_that_the_file_has_imported_is_for_the_names_in_it_too():
-    source = "def f(x):\n    return getattr(torch, 'o' + 's')\n"
-    what, line = find_forbidden(source, load_labs()["a"].exercises[1])
-    assert what.startswith("the module torch as a value, write the names that you need of it") and line == 2
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("getattr(torch, 'o' + 's')", "the module torch as a value, write the names that you need of it"),
+        ("torch.hub._get_torch_home()", "the private name _get_torch_home of the module torch"),
+    ],
+)
+def test_a_module_that_the_file_has_imported_is_for_the_public_names_in_it(expression, said):
+    what, line = find_forbidden(f"def f(x):\n    return {expression}\n", load_labs()["a"].exercises[1])
+    assert what.startswith(said) and line == 2
 
 
 @every_exercise
