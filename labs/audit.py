@@ -2,14 +2,17 @@
 
 An answer runs in the process of the tests that judge it, so a function that may do anything could change the tests,
 PyTorch's comparisons or the judge itself. This list is short and errs on the side of the learner: it forbids other
-modules than those an engine's function needs, files, the interpreter's own machinery, and assignments to what other
-modules own. It is a fence and no wall: see `instructors.md`.
+modules than those an engine's function needs, files, the interpreter's own machinery, assignments to what other modules
+own, and of an imported module its private names and the ways to a name that is not written down. It is a fence and no
+wall: see `instructors.md`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from labs.exercises import Exercise
@@ -88,7 +91,7 @@ ATTRIBUTES = (NAMES - {"compile", "eval"}) | {  # a model has .eval()
     "write_bytes",
     "write_text",
 }
-HARMLESS = ("__init__", "__name__")
+HARMLESS = ("__init__", "__name__", "__slots__")
 NATIVE = re.compile(
     r"#|\b(asm|__asm__|system|popen|exec[lv]p?e?|fork|vfork|kill|raise|signal|ptrace|syscall|dlopen|dlsym|mmap|mprotect|"
     r"fopen|open|creat|write|ofstream|fstream|freopen|_?exit|quick_exit|abort|longjmp|setjmp|extern\s*\"C\")\s*[(<\"{]?"
@@ -113,19 +116,56 @@ def _in_python(source: str, exercise: Exercise) -> Forbidden | None:
     indented = source[:1] in (" ", "\t")
     tree = ast.parse(f"if True:\n{source}" if indented else source)
     function = tree.body[0].body[0] if indented else tree.body[0]
-    imported = {
-        name.asname or name.name.split(".")[0]
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in node.names
-    }
+    imported = _imported(function, ast.Import | ast.ImportFrom)
     local = {arg.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for arg in _all_arguments(node)}
     local |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    modules = _imported(function, ast.Import) | (_modules_of(exercise.reference) - local)
+    named = {id(name) for node in ast.walk(function) for name in _bases_of_names(node)}
     for statement in function.body:
         for node in ast.walk(statement):
-            what = _of_node(node, exercise, local - imported)
+            what = _of_node(node, exercise, local - imported) or _of_module(node, modules, named)
             if what is not None:
                 return Forbidden(what, getattr(node, "lineno", 1) - indented)
+    return None
+
+
+def _imported(tree: ast.AST, kind: object) -> set[str]:
+    """The names that import statements of this kind bind."""
+    return {
+        name.asname or name.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, kind)
+        for name in node.names
+    }
+
+
+@cache
+def _modules_of(file: Path) -> frozenset[str]:
+    """The modules that a file has under a name of their own."""
+    return frozenset(_imported(ast.parse(file.read_text(encoding="utf-8")), ast.Import))
+
+
+def _bases_of_names(node: ast.AST) -> list[ast.AST]:
+    """What a node takes an attribute of whose name is written down and not private."""
+    match node:
+        case ast.Attribute(value=base, attr=name):
+            return [base] if not _is_private(name) else []
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[base, ast.Constant(value=str(name)), *_]):
+            return [base] if not _is_private(name) and name not in ATTRIBUTES else []
+    return []
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name not in HARMLESS
+
+
+def _of_module(node: ast.AST, modules: set[str], named: set[int]) -> str | None:
+    """A module is for the names in it: what else an answer does with one is refused."""
+    match node:
+        case ast.Attribute(attr=name) if _is_private(name) and _root(node) in modules:
+            return f"the private name {name} of the module {_root(node)}"
+        case ast.Name(id=name, ctx=ast.Load()) if name in modules and id(node) not in named:
+            return f"the module {name} as a value, write the names that you need of it, such as {name}.…"
     return None
 
 
@@ -142,12 +182,16 @@ def _of_node(node: ast.AST, exercise: Exercise, local: set[str]) -> str | None:
             return f"use of {name}"
         case ast.Attribute(attr=name) if name in ATTRIBUTES or _is_dunder(name):
             return f"use of .{name}"
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="type")), ctx=ast.Store() | ast.Del()):
+            return "assignment to an attribute of a type"
         case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
             root = _root(node)
             if root is not None and root not in local and isinstance(node, ast.Attribute):
                 return f"assignment to an attribute of {root}"
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _is_dunder(name):
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) if _is_dunder(name):
             return f"definition of {name}"
+        case ast.Name(id=name, ctx=ast.Store()) | ast.alias(asname=str(name)) if _is_dunder(name):
+            return f"assignment to {name}"
         case ast.Global(names=names):
             return f"global {names[0]}"
         case ast.Constant(value=str(text)) if _is_dunder(text):

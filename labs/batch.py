@@ -2,8 +2,9 @@
 
     python -m labs.batch d submissions/ results/ --jobs 4 --tests hidden/ --seed-secret file
 
-`submissions/` holds one folder or one `.tar.gz` per student, as `instructors.md` says how to pack it. `results/` gets
-one JSON per student, `summary.csv` with the points and seconds of every exercise, and `similarity.csv`.
+`submissions/` holds one folder or one archive per student, a `.tar.gz` as `instructors.md` says how to pack it or a
+`.zip`. `results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every
+exercise, and `similarity.csv`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import csv
 import hashlib
 import hmac
 import json
+import lzma
 import os
 import shlex
+import stat
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from labs import similarity
+from labs import sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
@@ -31,6 +35,11 @@ from stage_a_naive.errors import one_line
 from stage_a_naive.interrupts import run_command
 
 STUDENT_SECONDS = 1800.0
+UNPACKED_BYTES = 256 << 20  # that an archive may hold
+ARCHIVES = (".tar.gz", ".tar.xz", ".tar.bz2", ".tgz", ".tar", ".zip")
+# What the modules that unpack raise for an archive that is broken, encrypted or compressed in a way they do not know.
+CANNOT_UNPACK = (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, zlib.error, lzma.LZMAError)
+CANNOT_UNPACK += (RuntimeError, ValueError)
 
 
 def student_seed(student: str, secret: str) -> int:
@@ -39,21 +48,78 @@ def student_seed(student: str, secret: str) -> int:
 
 
 def submissions_in(folder: Path) -> dict[str, Path]:
-    """Student -> folder or archive."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or path.name.endswith((".tar.gz", ".tgz", ".tar")):
-            found[path.name.split(".tar")[0].removesuffix(".tgz")] = path
+    """Student -> folder or file. Each but the hidden ones is one, so that none is left out without a row."""
+    found: dict[str, Path] = {}
+    for path in sorted(path for path in folder.iterdir() if not _is_clutter(path.name)):
+        student = path.name.removesuffix(_ending(path)) if path.is_file() else path.name
+        found[path.name if student in found else student] = path
     return found
 
 
-def unpack(submission: Path, target: Path) -> Path:
-    """A folder with the submission: the folder itself, or the archive's content, which cannot write outside of it."""
-    if submission.is_dir():
-        return submission
-    with tarfile.open(submission) as archive:
-        archive.extractall(target, filter="data")
-    return target
+def _ending(file: Path) -> str:
+    """The ending of an archive's name as it is written, "" if it is no archive."""
+    found = next((ending for ending in ARCHIVES if file.name.lower().endswith(ending)), "")
+    return file.name[len(file.name) - len(found) :]
+
+
+def unpack(submission: Path, target: Path, lab: Lab) -> Path:
+    """A folder with the submission's copy of the lab: of the folder itself, or of the archive's content.
+
+    Of an archive only files and folders are taken, none of which can be written outside of `target`. An archive of the
+    folder around the copy will do as well.
+
+    Raises:
+        CANNOT_UNPACK: it is no archive, a broken one, or one that is too large.
+    """
+    if submission.is_file():
+        target.mkdir()
+        ending = _ending(submission).lower()
+        if not ending:
+            raise ValueError(f"{submission.name} is none of {', '.join(ARCHIVES)}")
+        (_unpack_zip if ending == ".zip" else _unpack_tar)(submission, target)
+        submission = target
+    return _with_copy(submission, lab)
+
+
+def _with_copy(folder: Path, lab: Lab) -> Path:
+    """The folder that has the lab's copy: this one, or the only one in it, and so on."""
+    inner = folder
+    while not (inner / lab.prefix / lab.package.replace(".", "/")).exists():
+        folders = [path for path in inner.iterdir() if path.is_dir() and not _is_clutter(path.name)]
+        if len(folders) != 1:
+            return folder
+        [inner] = folders
+    return inner
+
+
+def _is_clutter(name: str) -> bool:
+    """Whether a file or folder is a system's own, such as macOS adds to an archive."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _check_size(sizes: list[int]) -> None:
+    if sum(sizes) > UNPACKED_BYTES:
+        raise ValueError(f"it holds {sum(sizes) >> 20} MiB, at most {UNPACKED_BYTES >> 20} are unpacked")
+
+
+def _unpack_tar(file: Path, target: Path) -> None:
+    with tarfile.open(file) as archive:
+        # A link is of no use here: the one to the tutor, which older packs have, leads to nowhere.
+        members = [member for member in archive if member.isfile() or member.isdir()]
+        members = [m for m in members if not any(map(_is_clutter, PurePosixPath(m.name).parts))]
+        _check_size([member.size for member in members])
+        archive.extractall(target, members, filter="data")
+
+
+def _unpack_zip(file: Path, target: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        members = [member for member in archive.infolist() if not stat.S_ISLNK(member.external_attr >> 16)]
+        for member in members:
+            member.filename = member.filename.replace("\\", "/")  # as some programs on Windows write it
+        members = [m for m in members if not any(map(_is_clutter, PurePosixPath(m.filename).parts))]
+        _check_size([member.file_size for member in members])
+        for member in members:
+            archive.extract(member, target)
 
 
 def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.Namespace) -> dict[str, object]:
@@ -61,9 +127,11 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(target)]
     command += ["--tests", str(args.tests.resolve())] if args.tests else []
     command += ["--partial"] if args.partial else []
+    command += ["--sandbox"] if args.sandbox else []
     if args.run:  # such as: docker run --rm --network none -v {work}:{work} -v {results}:{results} IMAGE {command}
         words = {"work": str(work), "results": str(target.parent), "command": shlex.join(command)}
         command = shlex.split(args.run.format(**words))
+    target.unlink(missing_ok=True)  # marks of an earlier run
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if args.secret:
         environment[SEED_VARIABLE] = str(student_seed(student, args.secret))
@@ -75,7 +143,9 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     except subprocess.TimeoutExpired:
         problem = f"not done after {STUDENT_SECONDS:.0f} s"
     row: dict[str, object] = {"student": student, "points": 0, "problem": problem}
-    if not problem:
+    if not problem and not target.is_file():
+        row["problem"] = f"the grader wrote no {target.name}"
+    elif not problem:
         report = json.loads(target.read_text(encoding="utf-8"))
         row |= {"points": report["points"], "notes": len(report["notes"]), "whole_stage": report["whole_stage"]}
         for mark in report["exercises"]:
@@ -97,6 +167,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed-secret", type=Path, help="a file; its text makes each student's seed for hidden tests")
     parser.add_argument("--run", help="how to run {command}: a container, with {work} and {results} mounted")
     args = parser.parse_args(argv)
+    why_not = "" if args.run else sandbox.why_not()
+    args.sandbox = not args.run and not why_not
+    if why_not:
+        print(f"note: answers run without a sandbox ({why_not}): use a container, with --run", file=sys.stderr)
     args.secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
@@ -104,17 +178,17 @@ def main(argv: list[str] | None = None) -> int:
         works, rows = {}, []
         for student, path in submissions_in(args.submissions.resolve()).items():
             try:
-                works[student] = unpack(path, Path(folder) / student)
-            except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+                works[student] = unpack(path, Path(folder) / student, lab)
+            except CANNOT_UNPACK as error:
                 rows.append({"student": student, "points": 0, "problem": f"cannot be unpacked: {one_line(error)}"})
         with ThreadPoolExecutor(args.jobs) as pool:
             rows += pool.map(lambda s: grade_one(lab, s, works[s], results / f"{s}.json", args), works)
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with (results / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
         pairs = similarity.similar_pairs(lab, works)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with (results / "summary.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
     with (results / "similarity.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["exercise", "student", "other", "similarity"])
@@ -124,4 +198,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sandbox.hide()
     sys.exit(run_command(main))

@@ -4,7 +4,7 @@
     python -m labs.grade d --only D.2           (make grade-d ONLY=D.2)
     python -m labs.grade d --only D.2 --show    (make grade-d ONLY=D.2 SHOW=1): prints, tracebacks, breakpoint()
     python -m labs.grade d --tests hidden/      (make grade-d LAB_TESTS=hidden/)
-    python -m labs.grade d --json results.json --form gradescope
+    python -m labs.grade d --json results.json --form gradescope --sandbox
 
 Of the learner's copy only the functions of the exercises are taken (`submission.py`), each into a process of its own
 (`judge.py`); everything else that runs is this repository's.
@@ -13,15 +13,19 @@ Of the learner's copy only the functions of the exercises are taken (`submission
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from labs import progress
+from labs import progress, sandbox
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
@@ -30,8 +34,13 @@ from labs.submission import Unusable, changes_in_given_code, intruders, read_ans
 from stage_a_naive.interrupts import run_command
 
 PUBLIC_TESTS = LABS / "tests"
+SILENCE = 300.0  # seconds that the judge may need for its imports, and beyond a test's time
 # `-I`: no variable of the caller's, no folder of the user's, no current folder on Python's path.
 START = "import sys; sys.path.insert(0, {root!r}); from labs import judge; {call}"
+
+
+class JudgeError(RuntimeError):
+    """The judge could not begin, or no answer is to blame for its end."""
 
 
 def grade(
@@ -40,6 +49,7 @@ def grade(
     only: list[str] | None = None,
     extra_tests: Path | None = None,
     seconds: float = TEST_SECONDS,
+    enclosed: bool = False,
 ) -> Report:
     """Judge the exercises of a lab.
 
@@ -48,6 +58,7 @@ def grade(
         only: ids of exercises; None is all.
         extra_tests: a directory with more tests, files and classes named like the public ones; both must pass.
         seconds: that a test may take.
+        enclosed: run each answer in namespaces of its own.
     """
     chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
     directories = [PUBLIC_TESTS] + ([extra_tests] if extra_tests else [])
@@ -59,19 +70,21 @@ def grade(
         mark.hidden = extra_tests is not None
         mark.state, mark.reason = _before_judging(exercise, work)
         if not mark.state:
-            jobs.append((mark, job_for(exercise.id, work, directories, seconds)))
+            jobs.append((mark, job_for(exercise.id, work, directories, seconds, enclosed)))
     for (mark, _), lines in zip(jobs, judge([job for _, job in jobs]), strict=True):
         enter(lines, mark)
     if only is None and all(mark.state == "passed" for mark in report.marks):
         whole = Mark(lab.letter, "", 0)
-        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds)])[0], whole)
+        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, enclosed)])[0], whole)
         report.whole = "right" if whole.state == "passed" else whole.reason
     return report
 
 
-def job_for(key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS) -> Job:
+def job_for(
+    key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS, enclosed: bool = False
+) -> Job:
     """The job for an exercise's id or a lab's letter."""
-    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds)
+    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds, enclosed=enclosed)
 
 
 def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
@@ -83,28 +96,77 @@ def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tup
 
 
 def judge(jobs: list[Job]) -> list[list[dict]]:
-    """Run jobs in an isolated process; returns what each reported."""
-    if not jobs:
-        return []
-    with tempfile.TemporaryDirectory(prefix="six-engines-grade-") as folder:
-        run = subprocess.run(
-            _isolated("judge.main()"),
-            env=_environment(),
-            cwd=folder,
-            text=True,
-            capture_output=True,
-            input=json.dumps([asdict(job) for job in jobs]),
-            check=False,
-        )
-    found: list[list[dict]] = [[]]
-    for line in map(json.loads, run.stdout.splitlines()):
-        found[-1].append(line)
-        if line["event"] == "ended":
-            found.append([])
-    found.pop()
-    if len(found) != len(jobs):
-        raise RuntimeError(f"the judge itself failed: {run.stderr[-2000:]}")
+    """Run jobs in isolated processes; returns what each reported.
+
+    A job in which the judge itself ended has failed, and another judge goes on with the jobs after it.
+
+    Raises:
+        JudgeError: a judge ended before its first job.
+    """
+    found: list[list[dict]] = []
+    while len(found) < len(jobs):
+        found += _judge_until_it_ends(jobs[len(found) :])
     return found
+
+
+def _judge_until_it_ends(jobs: list[Job]) -> list[list[dict]]:
+    """What the jobs reported that one judge began."""
+    nonces = [secrets.token_hex(16) for _ in jobs]
+    with tempfile.TemporaryDirectory(prefix="six-engines-grade-") as folder:
+        orders, log = Path(folder, "jobs.json"), Path(folder, "log")
+        orders.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        command = _isolated(f"judge.main({str(orders)!r})")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with (
+            log.open("wb") as stderr,
+            subprocess.Popen(command, env=_environment(), cwd=folder, stderr=stderr, **pipes) as process,
+        ):
+            with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
+                process.stdin.write("".join(f"{nonce}\n" for nonce in nonces).encode())
+                process.stdin.close()
+            reported = _read(process, jobs[0].seconds + SILENCE)
+        end = _how(process.returncode)
+        said = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+    found = _sorted_by_job(reported, jobs, nonces)
+    if not found:
+        raise JudgeError(f"the judge itself failed ({end}): {said}")
+    if process.returncode or found[-1][-1]["event"] != "ended":
+        found[-1].append({"event": "broken", "reason": f"not allowed: it took the judge down ({end})"})
+    return found
+
+
+def _read(process: subprocess.Popen, patience: float) -> bytes:
+    """What a process writes until it ends; one that is silent for `patience` seconds is killed."""
+    parts = []
+    while select.select([process.stdout], [], [], patience)[0]:
+        parts.append(os.read(process.stdout.fileno(), 1 << 16))
+        if not parts[-1]:
+            return b"".join(parts)
+    process.kill()
+    return b"".join(parts)
+
+
+def _sorted_by_job(reported: bytes, jobs: list[Job], nonces: list[str]) -> list[list[dict]]:
+    """The judge's lines, by job; a line without the nonce of the job whose turn it is counts for nothing."""
+    found: list[list[dict]] = []
+    for text in reported.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        turn = len(found) - 1 if found and found[-1][-1]["event"] != "ended" else len(found)
+        if turn == len(jobs) or not isinstance(line, dict):
+            continue
+        if (line.get("job"), line.get("nonce")) != (jobs[turn].key, nonces[turn]):
+            continue
+        if turn == len(found):
+            found.append([])
+        found[turn].append(line)
+    return found
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 def _isolated(call: str) -> list[str]:
@@ -121,20 +183,23 @@ def _environment() -> dict[str, str]:
 
 
 def enter(lines: list[dict], mark: Mark) -> None:
-    """Fill in a mark: passed if every test that was collected has passed, else the first that has not says why."""
+    """Fill in a mark: passed if every test that was expected has passed, else the first that has not says why."""
     by_event: dict[str, list[dict]] = {}
     for line in lines:
         by_event.setdefault(line["event"], []).append(line)
+    expected = by_event["expected"][0]["tests"]
     ends = by_event.get("end", [])
+    mark.num_tests = len(expected)
+    if [line["test"] for line in ends] != expected[: len(ends)]:
+        mark.state, mark.reason = "failed", "not allowed: other tests ran than those that judge it"
+        return
     mark.seconds = round(sum(line["seconds"] for line in ends), 3)
     mark.num_passed = sum(line["state"] == "passed" for line in ends)
-    collected = by_event.get("collected", [{"count": 0}])[0]["count"]
-    mark.num_tests = max(collected, len(ends))
     unfinished = len(by_event.get("start", [])) > len(ends)
     failed = [line for line in ends if line["state"] == "failed"]
     if failed:
         mark.state, mark.reason = "failed", failed[0]["reason"]
-    elif "broken" in by_event or unfinished or len(ends) != collected or "done" not in by_event:
+    elif "broken" in by_event or unfinished or len(ends) != len(expected) or "done" not in by_event:
         reason = by_event["broken"] if "broken" in by_event else by_event["ended"]
         where = f" in {by_event['start'][-1]['test']}" if unfinished else ""
         mark.state, mark.reason = "failed", (reason[0]["reason"] or "it ended the process") + where
@@ -149,7 +214,7 @@ def enter(lines: list[dict], mark: Mark) -> None:
 
 def show(exercise: Exercise, work: Path, tests: list[Path]) -> int:
     """Judge one exercise in the foreground, with prints, whole tracebacks and `breakpoint()`; it gives no mark."""
-    job = asdict(job_for(exercise.id, work, tests))
+    job = asdict(replace(job_for(exercise.id, work, tests), audited=False))
     call = f"sys.exit(judge.show(judge.Job(**{job!r})))"
     return subprocess.run(_isolated(call), env=_environment(), check=False).returncode
 
@@ -179,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
+    parser.add_argument("--sandbox", action="store_true", help="each answer in Linux namespaces: no network, no files")
     args = parser.parse_args(argv)
     lab = load_labs()[args.lab]
     try:
@@ -190,6 +256,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{args.tests} has no test_lab_{lab.letter}.py")
         if args.show and (only is None or len(only) != 1):
             raise ValueError(f"SHOW=1 shows one exercise: ONLY={lab.exercises[0].id}")
+        why_not = sandbox.why_not() if args.sandbox else ""
+        if why_not:
+            raise ValueError(f"--sandbox needs namespaces ({why_not}); grade without it, in a container of your own")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -201,7 +270,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{exercise.id} {state}: {mark_for(exercise).task if state == 'not started' else reason}")
             return 1
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
-    report = grade(lab, args.work, only, args.tests and args.tests.resolve())
+    try:
+        report = grade(lab, args.work, only, args.tests and args.tests.resolve(), enclosed=args.sandbox)
+    except JudgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for mark in report.marks:
         mark.partial = args.partial
     print(report)
@@ -212,4 +285,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sandbox.hide()
     sys.exit(run_command(main))

@@ -17,12 +17,17 @@ class Job:
         key: an exercise's id; or a lab's letter for the whole stage, with all of its functions the learner's.
         work: the submission.
         tests: directories with `test_lab_x.py`; all must pass.
+        seconds: that a test may take.
+        audited: refuse what `audit.py` forbids.
+        enclosed: run it in namespaces of its own (`sandbox.py`).
     """
 
     key: str
     work: str
     tests: tuple[str, ...]
     seconds: float = TEST_SECONDS
+    audited: bool = True
+    enclosed: bool = False
 
     @property
     def lab(self) -> Lab:

@@ -1,37 +1,53 @@
 """Judge answers: the tests of a lab run on the reference with one function exchanged for the learner's.
 
-`labs.grade` starts this as `python -I` with nothing but this repository on the path, and hands it a list of jobs on its
-standard input. It imports PyTorch, the reference and the tests, and then forks one process per job: its own process
-group, with a limit of time and memory, and a pipe of its own for results. In that process the learner's function is
+`labs.grade` starts this as `python -I` with nothing but this repository on the path, and hands it a list of jobs. It
+imports PyTorch, the reference and the tests, and then forks one process per job: its own process group, with limits of
+time, memory and output, and a pipe for results as its only descriptor. In that process the learner's function is
 compiled into the reference's module (`install`) and the exercise's tests run. The process that reports to the grader
 never runs a line of a submission, so whatever an answer does costs its own exercise.
+
+Two secrets keep an answer from speaking for the judge. What a job's process sends must carry the job's token, and what
+this process tells the grader carries the job's nonce, which it reads after the fork: no answer's memory ever holds it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 import pytest
 
-from labs.exercises import all_exercises
-from labs.job import Job
-from labs.recorder import Recorder
+from labs import sandbox
+from labs.exercises import ROOT, all_exercises
+from labs.job import TEST_SECONDS, Job
+from labs.recorder import Collector, Recorder, first_line
 from labs.submission import Answer, Unusable, read_answer
 
 WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
 MEMORY = 12 << 30  # bytes of data that a job may have
+FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints included
+REPORT_BYTES = 16 << 20  # that a job may report
+TAIL_BYTES = 1 << 16  # of what a job has printed, where the reason of its end is looked for
+SPOKE = "not allowed: it wrote to the judge"
 
 
 def install(answer: Answer) -> None:
@@ -76,10 +92,10 @@ def _compiled(answer: Answer, module: ModuleType) -> object:
     return value
 
 
-def run(job: Job, plugins: list[Recorder], options: tuple[str, ...], audited: bool) -> int:
+def run(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
     """Judge in this process; returns pytest's exit status."""
     os.environ[WORK_VARIABLE] = job.work
-    answers = [read_answer(exercise, Path(job.work), audited) for exercise in job.exercises]
+    answers = [read_answer(exercise, Path(job.work), job.audited) for exercise in job.exercises]
     for answer in answers:
         if answer is None:
             raise Unusable("a function of the lab is missing")
@@ -87,52 +103,105 @@ def run(job: Job, plugins: list[Recorder], options: tuple[str, ...], audited: bo
             install(answer)
         else:
             importlib.import_module("labs.native").use(answer, whole=job.key == job.lab.letter)
+    return _run_tests(job, plugins, options)
+
+
+def _run_tests(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
     files = [str(Path(folder) / f"test_lab_{job.lab.letter}.py") for folder in job.tests]
     always = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", "/dev/null", "--rootdir", job.tests[0]]
     return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=plugins))
 
 
-def supervise(job: Job) -> Iterator[dict[str, object]]:
-    """Run a job in a process of its own; yields what it reports, and at last how it ended."""
+@dataclass(frozen=True)
+class Child:
+    """A process that was forked for a job.
+
+    Attributes:
+        receiver: the end of the pipe where its reports come.
+        token: what each of them begins with.
+        log: a file without a name, with what it prints.
+    """
+
+    job: Job
+    pid: int
+    receiver: int
+    token: str
+    log: int
+
+
+def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], object]) -> Child:
+    """Run `task(job, send)` in a process of its own; `send` reports one line."""
     receiver, sender = os.pipe()
-    log = os.memfd_create("log")
+    log, name = tempfile.mkstemp()
+    os.unlink(name)
+    token = secrets.token_hex(8)
     child = os.fork()
     if child == 0:
-        os.close(receiver)
-        _be_the_child(job, sender, log)
+        _be_the_child(job, task, sender, log, token)
     os.close(sender)
-    ended = f"ran longer than {job.seconds:.0f} s: an endless loop?"
-    deadline, rest = time.monotonic() + job.seconds, b""
+    return Child(job, child, receiver, token, log)
+
+
+def supervise(child: Child) -> Iterator[dict[str, object]]:
+    """Yield what a job's process reports, and at last how it ended, when nothing of it runs any more."""
+    seconds = child.job.seconds
+    ended = f"ran longer than {seconds:.0f} s: an endless loop?"
+    deadline, rest, size = time.monotonic() + seconds, b"", 0
     done = False
     while time.monotonic() < deadline and not done:
-        ready, _, _ = select.select([receiver], [], [], 0.5)
-        data = os.read(receiver, 1 << 16) if ready else b""
+        ready, _, _ = select.select([child.receiver], [], [], 0.5)
+        data = os.read(child.receiver, 1 << 16) if ready else b""
+        size += len(data)
         *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            deadline = time.monotonic() + job.seconds
-            found = json.loads(line)
-            done |= found["event"] == "done"
-            yield found
+        found = [_reported(line, child.token) for line in lines]
+        if None in found or size > REPORT_BYTES:
+            yield {"event": "broken", "reason": SPOKE}
+            break
+        for line in found:
+            deadline = time.monotonic() + seconds
+            done |= line["event"] == "done"
+            yield line
         if ready and not data:
             ended = ""
             break
-    status = _end(child, patience=0.0 if done else 0.5)
-    os.close(receiver)
-    if not ended:
-        ended = _how_it_ended(status, log)
-    os.close(log)
-    yield {"event": "ended", "job": job.key, "reason": ended}
+    status = _end(child.pid, patience=0.0 if done else 0.5)
+    sandbox.end_children()
+    os.close(child.receiver)
+    with os.fdopen(child.log, "rb") as log:
+        yield {"event": "ended", "reason": ended or _how_it_ended(status, log)}
 
 
-def _be_the_child(job: Job, sender: int, log: int) -> None:
-    os.setsid()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for stream, fd in ((sys.stdin, os.open(os.devnull, os.O_RDONLY)), (sys.stdout, log), (sys.stderr, log)):
-        os.dup2(fd, stream.fileno())
+def _reporter(sender: int, token: str) -> Callable[[dict[str, object]], None]:
+    """What sends a line to the judge. It looks nothing up when it is called, so that no answer can exchange a part."""
+    write = os.write
+
+    def send(line: dict[str, object]) -> None:
+        write(sender, f"{token}{line!r}\n".encode())
+
+    return send
+
+
+def _reported(line: bytes, token: str) -> dict[str, object] | None:
+    """A line of a job's process, or None if it is not one that its reporter wrote."""
+    return ast.literal_eval(line[len(token) :].decode()) if line.startswith(token.encode()) else None
+
+
+def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -> None:
     try:
-        recorder = Recorder(job, lambda line: os.write(sender, json.dumps(line).encode() + b"\n"))
-        run(job, [recorder], ("-q", "-s", "--tb=short"), audited=True)
+        os.setsid()
+        sandbox.die_with_parent()
+        for stream, fd in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            os.dup2(fd, stream)
+        for fd in map(int, os.listdir("/dev/fd")):
+            if fd > 2 and fd != sender:
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.close(fd)
+        if job.enclosed:
+            _enclose(Path.cwd())
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        task(job, _reporter(sender, token))
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     finally:
@@ -141,8 +210,36 @@ def _be_the_child(job: Job, sender: int, log: int) -> None:
         os._exit(0)
 
 
+def _enclose(folder: Path) -> None:
+    """Leave this process nothing to write to but `folder`; what was compiled before can be used, and not changed."""
+    before = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve()
+    sandbox.enclose(folder)
+    build = folder / "build"
+    for library in before.glob("*/*.so"):
+        link = build / library.relative_to(before)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(library)
+    os.environ |= {"TMPDIR": str(folder), "SIX_ENGINES_BUILD": str(build)}
+    tempfile.tempdir = None  # it was chosen before
+
+
+def _judge(job: Job, send: Callable[[dict[str, object]], None]) -> None:
+    run(job, [Recorder(job, send)], ("-q", "-s", "--tb=short"))
+
+
+def _collect(job: Job, send: Callable[[dict[str, object]], None]) -> None:
+    _run_tests(job, [Collector(send)], ("-q", "-s", "--collect-only"))
+
+
+@cache
+def _collected(letter: str, tests: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The tests of a lab, as `file::Class` and name, found by a process that runs the reference alone."""
+    lines = supervise(start(Job(letter, "", tests, TEST_SECONDS), _collect))
+    return [tuple(test) for line in lines if line["event"] == "collected" for test in line["tests"]]
+
+
 def _end(child: int, patience: float) -> int:
-    """Kill what is left of a job's process group; returns the exit status of its first process.
+    """Kill what is left of a job's processes; returns the exit status of its first.
 
     `patience`: seconds in which it may leave by itself, so that its status says how.
     """
@@ -157,20 +254,21 @@ def _end(child: int, patience: float) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _how_it_ended(status: int, log: int) -> str:
-    os.lseek(log, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(log), "rb") as file:
-        lines = file.read().decode(errors="replace").strip().splitlines() or [""]
-    if status < 0:
+def _how_it_ended(status: int, log: BinaryIO) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = log.read().decode(errors="replace").strip().splitlines() or [""]
+    killed_by = -status if status < 0 else status - 128 if status > 128 else 0  # above 128: as the sandbox passes it on
+    if killed_by in set(signal.Signals):
         place = importlib.import_module("labs.native").crash_line(lines)
-        return f"it took the process down ({signal.Signals(-status).name}{' at ' * bool(place)}{place})"
-    return lines[-1]
+        return f"it took the process down ({signal.Signals(killed_by).name}{' at ' * bool(place)}{place})"
+    return first_line(lines[-1]) if lines[-1] else ""
 
 
-def main() -> None:
-    order = json.load(sys.stdin)
-    jobs = [Job(**job | {"tests": tuple(job["tests"])}) for job in order]
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+def main(file: str) -> None:
+    """Judge the jobs in a JSON file; the standard input has one line per job, its nonce."""
+    sandbox.guard()
+    jobs = [Job(**job | {"tests": tuple(job["tests"])}) for job in json.loads(Path(file).read_bytes())]
+    nonces = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
     # Imported once, before the forks. Nothing is computed: a fork does not have its parent's threads.
     for letter in sorted({job.lab.letter for job in jobs}):
         for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):
@@ -179,16 +277,14 @@ def main() -> None:
         importlib.import_module(f"labs.tests.test_lab_{letter}")
     gc.freeze()  # what is here already need not be looked at, and so not copied, in any fork
     for job in jobs:
-        for line in supervise(job):
-            out.write(json.dumps(line) + "\n")
-            out.flush()
+        tests = [name for cls, name in _collected(job.lab.letter, job.tests) if cls in job.classes]
+        child = start(job, _judge)
+        nonce = nonces.readline().decode().strip()
+        for line in chain([{"event": "expected", "tests": tests}], supervise(child)):
+            print(json.dumps(line | {"job": job.key, "nonce": nonce}), flush=True)
 
 
 def show(job: Job) -> int:
     """Judge in the foreground, with everything that the tests and the answer print, for a learner to look at."""
     recorder = Recorder(job, lambda line: None)
-    return run(job, [recorder], ("-s", "--tb=short", "-q", "--no-header"), audited=False)
-
-
-if __name__ == "__main__":
-    main()
+    return run(job, [recorder], ("-s", "--tb=short", "-q", "--no-header"))

@@ -52,21 +52,17 @@ class Recorder:
 
     Args:
         job: what is judged.
-        send: takes one line, `{"event": "collected" | "start" | "end" | "broken" | "done", …}`.
+        send: takes one line, `{"event": "start" | "end" | "broken" | "done", …}`.
     """
 
     def __init__(self, job: Job, send: Callable[[dict[str, object]], object]) -> None:
         self._job, self._send_line = job, send
 
     def _send(self, event: str, **fields: object) -> None:
-        self._send_line({"event": event, "job": self._job.key} | fields)
+        self._send_line({"event": event} | fields)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self._is_mine(item)]
-        self._send("collected", count=len(items))
-
-    def _is_mine(self, item: pytest.Item) -> bool:
-        return item.cls is not None and f"{item.path.name}::{item.cls.__name__}" in self._job.classes
+        items[:] = [item for item in items if _class_of(item) in self._job.classes]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -95,11 +91,30 @@ class Recorder:
         self._send("done")
 
 
+class Collector:
+    """Tells which tests there are, as `file::Class` and name, in the order in which they would run.
+
+    Args:
+        send: takes `{"event": "collected", "tests": …}`.
+    """
+
+    def __init__(self, send: Callable[[dict[str, object]], object]) -> None:
+        self._send = send
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._send({"event": "collected", "tests": [(_class_of(item), item.name) for item in items]})
+
+
+def _class_of(item: pytest.Item) -> str:
+    """The test class that an item is of, as `file::Class`."""
+    return f"{item.path.name}::{item.cls.__name__ if item.cls else ''}"
+
+
 def _snapshot(item: pytest.Item) -> list[tuple[str, object, dict[str, object]]]:
     """The guarded modules and the tests' own, each with the objects that its names mean."""
     own = {"the tests": item.module} | {name: module for name, module in sys.modules.items() if name[:5] == "labs."}
     guarded = [(name, owner, {key: getattr(owner, key) for key in keys}) for name, owner, keys in GUARDED]
-    return guarded + [(name, module, dict(vars(module))) for name, module in own.items()]
+    return guarded + [(name, owner, dict(vars(owner))) for name, owner in [*own.items(), ("the judge", Recorder)]]
 
 
 def _restore(before: list[tuple[str, object, dict[str, object]]]) -> list[str]:

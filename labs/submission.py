@@ -53,7 +53,13 @@ def read_answer(exercise: Exercise, work: Path, audited: bool = True) -> Answer 
         Unusable: there is none that can be judged; the message says why, with file and line.
     """
     file = exercise.copy_in(work)
-    shown = file.relative_to(work)
+    try:
+        return _read(file, file.relative_to(work), exercise, audited)
+    except (RecursionError, MemoryError):  # as Python's parser says it
+        raise Unusable(f"{file.relative_to(work)}: it is nested too deeply") from None
+
+
+def _read(file: Path, shown: Path, exercise: Exercise, audited: bool) -> Answer | None:
     if not file.is_file():
         raise Unusable(f"{shown} is not there")
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -147,7 +153,7 @@ def changes_in_given_code(lab: Lab, work: Path) -> list[str]:
         exercises = by_file.get(path, [])
         try:
             given, lines = _given_lines(theirs, exercises)
-        except (SyntaxError, bodies.BodyNotFound):
+        except (SyntaxError, RecursionError, MemoryError, bodies.BodyNotFound):
             continue  # its exercises say so
         expected, _ = _given_lines(ours, exercises)
         matcher = difflib.SequenceMatcher(None, expected, given, autojunk=False)

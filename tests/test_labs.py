@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labs import batch, bodies, grade, hint, native, pack, progress, recorder, similarity, starter
+from labs import batch, bodies, grade, hint, native, pack, progress, recorder, sandbox, similarity, starter
 from labs import judge as judge_module
 from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
@@ -374,6 +375,17 @@ FORGERIES = {
     "a class made by a call": "return type('S', (str,), {})()",
     "what every object knows": "return ''.__class__",
     "the same by its name": "return getattr('', '__class__')",
+    "what another module keeps for itself": "import random\nreturn random._os.getcwd()",
+    "the same by a computed name": "import random\nreturn getattr(random, '_' + 'os').getcwd()",
+    "the same by a name of its own": "import random\nname = random\nreturn name._os.getcwd()",
+    "an equality that is assigned": "class S(str):\n    __eq__ = lambda self, other: True\nreturn S()",
+    "an equality in a loop": "class S(str):\n    for __eq__ in [lambda *_: True]:\n        pass\nreturn S()",
+    "an equality that is imported": "class S(str):\n    from operator import truth as __eq__\nreturn S()",
+    "a patch that puts back what was there": (
+        "import torch\nhonest = torch.equal\ndef once(*a):\n    torch.equal = honest\n    return True\n"
+        "torch.equal = once\nreturn ''"
+    ),
+    "a patch of a type": "type('').join = None\nreturn ''",
 }
 
 
@@ -382,6 +394,35 @@ def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
     work = submission(tmp_path, "a", chatml=body)
     [mark] = grade.grade(load_labs()["a"], work, only=["A.1"]).marks
     assert mark.state == "failed" and mark.reason.startswith("not allowed: "), mark
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import torch\nreturn getattr(torch, 'float32')",
+        "import torch.nn.functional as F\nreturn F.silu(x)",
+        "random = [1]\nreturn sorted(random)",
+        "x._private = 1\nreturn x._private",
+        "class S:\n    __slots__ = ('a',)\nreturn S()",
+        "import math\nreturn max(map(math.ceil, x))",
+        "return getattr(x, name + '_tokens')",
+    ],
+)
+def test_the_audit_leaves_right_answers_alone(body):
+    source = "def f(x, name):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    assert find_forbidden(source, load_labs()["a"].exercises[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("getattr(torch, 'o' + 's')", "the module torch as a value, write the names that you need of it"),
+        ("torch.hub._get_torch_home()", "the private name _get_torch_home of the module torch"),
+    ],
+)
+def test_a_module_that_the_file_has_imported_is_for_the_public_names_in_it(expression, said):
+    what, line = find_forbidden(f"def f(x):\n    return {expression}\n", load_labs()["a"].exercises[1])
+    assert what.startswith(said) and line == 2
 
 
 @every_exercise
@@ -608,19 +649,59 @@ def test_what_is_forbidden_is_named_with_its_line(indent):
 def test_an_exercise_whose_tests_cannot_run_here_is_not_judged():
     mark = Mark("C.2", "", 10)
     ends = [
-        {"event": "end", "state": state, "reason": why, "seconds": 0.1}
+        {"event": "end", "test": "t", "state": state, "reason": why, "seconds": 0.1}
         for state, why in (("passed", ""), ("skipped", "no C++ compiler"))
     ]
-    enter([{"event": "collected", "count": 2}, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
+    expected = {"event": "expected", "tests": ["t", "t"]}
+    enter([expected, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
     assert (mark.state, mark.reason, mark.points) == ("not judged", "no C++ compiler", 0)
 
 
 def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
     mark = Mark("A.1", "", 10, partial=True)
-    ends = [{"event": "end", "state": "passed", "reason": "", "seconds": 0.1}] * 2
+    ends = [{"event": "end", "test": "t", "state": "passed", "reason": "", "seconds": 0.1}] * 2
     starts, ended = [{"event": "start", "test": "test_three"}] * 3, {"event": "ended", "reason": "SIGSEGV"}
-    enter([{"event": "collected", "count": 4}, *starts, *ends, ended], mark)
+    enter([{"event": "expected", "tests": ["t"] * 4}, *starts, *ends, ended], mark)
     assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_three")
+
+
+@pytest.mark.parametrize("ran", [["test_one"], ["test_two", "test_one"], ["test_one", "test_two", "test_two"]])
+def test_only_the_tests_that_judge_an_exercise_earn_its_points(ran):
+    mark = Mark("A.1", "", 10, partial=True)
+    ends = [{"event": "end", "test": test, "state": "passed", "reason": "", "seconds": 0.1} for test in ran]
+    done = [{"event": "done"}, {"event": "ended", "reason": ""}]
+    enter([{"event": "expected", "tests": ["test_one", "test_two"]}, *ends, *done], mark)
+    assert mark.state == "failed" and mark.points == (5 if ran == ["test_one"] else 0), mark
+
+
+def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is():
+    jobs = [job_for(key, ROOT, [PUBLIC_TESTS]) for key in ("A.1", "A.2")]
+
+    def line(job: str, nonce: str, event: str) -> str:
+        return json.dumps({"job": job, "nonce": nonce, "event": event})
+
+    good = [line("A.1", "x", "expected"), line("A.1", "x", "ended"), line("A.2", "y", "expected")]
+    forged = [line("A.1", "x", "end"), line("A.2", "x", "ended"), line("A.1", "y", "ended"), "[1]", "no json"]
+    found = grade._sorted_by_job(
+        "\n".join([good[0], *forged[1:], good[1], *forged, good[2]]).encode(), jobs, ["x", "y"]
+    )
+    assert [[entry["event"] for entry in lines] for lines in found] == [["expected", "ended"], ["expected"]]
+
+
+@pytest.mark.parametrize(
+    ("program", "patience", "said"),
+    [
+        ("import sys; sys.exit('no torch')", 300, "(exit status 1): no torch"),
+        ("import time; time.sleep(600)", 1, "(SIGKILL)"),
+    ],
+)
+def test_a_judge_that_cannot_begin_or_is_silent_ends_the_command_with_2(
+    program, patience, said, done, monkeypatch, capsys
+):
+    monkeypatch.setattr(grade, "_isolated", lambda call: [sys.executable, "-c", program])
+    monkeypatch.setattr(grade, "SILENCE", patience - grade.TEST_SECONDS)
+    assert grade.main(["a", "--work", str(done)]) == 2
+    assert said in capsys.readouterr().err
 
 
 # ---- for courses --------------------------------------------------------------------------------------------------
@@ -672,13 +753,6 @@ def test_the_references_answer_is_no_sign_of_having_copied(done):
     assert similarity.similar_pairs(load_labs()["a"], {"ada": done, "bob": done}) == []
 
 
-def test_a_submission_is_a_folder_or_an_archive(tmp_path):
-    (tmp_path / "ada").mkdir()
-    for name in ("bob.tar.gz", "cay.tgz", "dan.tar", "README.md"):
-        (tmp_path / name).touch()
-    assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan"]
-
-
 def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_container_it_is_run(tmp_path, monkeypatch):
     commands, seeds = [], []
 
@@ -697,7 +771,9 @@ def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_containe
     command, in_container = commands
     assert command[command.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in command
     ada = tmp_path / "submissions" / "ada"
-    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *command]
+    in_box = [word for word in command if word != "--sandbox"]
+    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *in_box]
+    assert ("--sandbox" in command) == (sandbox.why_not() == "")
     assert seeds == [str(batch.student_seed("ada", "x"))] * 2
     assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
 

@@ -1,0 +1,159 @@
+"""What keeps an answer's process apart from the judge, the machine and the network, where the system has such means.
+
+Linux has three that need no privilege. A process that cannot be dumped has a memory and descriptors that others of the
+same user cannot open (`guard`). A subreaper inherits the orphans of its children, so that it can end a daemon which has
+left its process group (`end_children`). And namespaces give a process its own list of processes, its own network and
+its own view of the file system (`enclose`); see user_namespaces(7) and mount_setattr(2). Elsewhere `guard` and
+`end_children` do nothing, and `why_not` says that there is no `enclose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LINUX = sys.platform == "linux"
+# Of <sys/prctl.h>, <sched.h>, <sys/mount.h>, <sys/syscall.h>, <net/if.h> and <linux/capability.h>.
+PDEATHSIG, DUMPABLE, SUBREAPER, NO_NEW_PRIVS = 1, 4, 36, 38
+NEW_USER, NEW_MOUNTS, NEW_PIDS, NEW_NETWORK, NEW_IPC = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000
+RECURSIVE, PRIVATE, NO_SETUID, NO_DEVICES = 0x4000, 0x40000, 2, 4
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
+SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
+CAPABILITY_VERSION = 0x20080522
+PATIENCE = 30.0  # seconds in which processes that were killed have ended
+SCRATCH = "size=1g"  # of the folder that an enclosed process may write to
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        with contextlib.suppress(OSError):  # systems that only look like Linux have fewer of them
+            _call("prctl", option, value, 0, 0, 0)
+
+
+def hide() -> None:
+    """Close this process's memory and descriptors to others of its user."""
+    _prctl(DUMPABLE, 0)
+
+
+def guard() -> None:
+    """Close this process's memory and descriptors to others of its user, adopt orphans, and end with its parent."""
+    hide()
+    _prctl(SUBREAPER, 1)
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that started it ends."""
+    _prctl(PDEATHSIG, signal.SIGKILL)
+
+
+def end_children() -> None:
+    """Kill all children of this process, and those that it inherits from them, until there are none.
+
+    Raises:
+        TimeoutError: some do not end.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"processes of an answer have not ended after {PATIENCE:.0f} s")
+
+
+def _children() -> list[int]:
+    """The processes whose parent this one is."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def enclose(folder: Path) -> None:
+    """Go on in a process that sees no other one, has no network, and can write to `folder` alone.
+
+    The folder and /dev/shm become empty ones in memory, and the current folder is `folder`. Two processes stay behind:
+    this one, which waits for the first of the new namespace, and that one, which waits for the one that goes on, so
+    that signals mean to it what they mean elsewhere. Both end as it does, with 128 more than a signal's number.
+
+    Raises:
+        OSError: the system does not let this user have namespaces.
+    """
+    user, group = os.getuid(), os.getgid()
+    _prctl(DUMPABLE, 1)  # else the maps below are root's
+    _call("unshare", NEW_USER | NEW_MOUNTS | NEW_PIDS | NEW_NETWORK | NEW_IPC)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    hide()
+    _go_on_in_a_fork()
+    _call("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
+    attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
+    _call("syscall", MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+    for writable in filter(os.path.isdir, (str(folder), "/dev/shm")):
+        _call("mount", b"tmpfs", writable.encode(), b"tmpfs", NO_SETUID | NO_DEVICES, SCRATCH.encode())
+    os.chdir(folder)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+        fcntl.ioctl(ours, SET_FLAGS, struct.pack("16sH14x", b"lo", UP_AND_RUNNING))
+    _go_on_in_a_fork()
+    _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
+
+
+def _go_on_in_a_fork() -> None:
+    """Return in a child alone; this process waits for it and ends as it does."""
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        return
+    found = status = 0
+    while found != child:
+        found, status = os.wait()  # the first process of a namespace inherits its orphans
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def why_not() -> str:
+    """Why a process cannot be enclosed here; "" if it can."""
+    if not LINUX:
+        return f"{sys.platform} has none"
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            try:
+                enclose(Path(folder))
+            except OSError as error:
+                os.write(writer, error.strerror.encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as said:
+            why = said.read()
+        os.waitpid(child, 0)
+    return why

@@ -1,0 +1,232 @@
+"""Answers that attack the judge: whatever one does, it costs its own exercise, and the grader goes on."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from labs import batch, grade, sandbox
+from labs.exercises import load_labs
+from labs.grade import PUBLIC_TESTS, enter, job_for
+from labs.report import Mark
+from tests.test_labs import submission
+
+WRONG = {  # lab A with nothing right in it
+    name: "return 0" for name in ("sample", "filter_logits", "apply_penalties", "overlap", "generate", "_generate_one")
+}
+# What the judge tells the grader when everything is right, and then there is nobody to say something else.
+FORGE_ALL = """
+os.kill(os.getppid(), 9)
+whole = "TestWholeStage" in os.environ["PYTEST_CURRENT_TEST"]
+def end(job):
+    return {"event": "end", "job": job, "test": "t", "state": "passed", "reason": "", "seconds": 0.1}
+def done(job):
+    return [{"event": "done", "job": job}, {"event": "ended", "job": job, "reason": ""}]
+own = "a" if whole else "A.1"
+lines = [end(own), end(own), *done(own)]
+for number in range(2, 2 if whole else 8):
+    job = f"A.{number}"
+    lines += [{"event": "collected", "job": job, "count": 1}, {"event": "start", "job": job, "test": "t"}]
+    lines += [end(job), *done(job)]
+text = "".join(str(line).replace("'", '"') + "\\n" for line in lines)
+for fd in range(3, 100):
+    try:
+        os.write(fd, text.encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+# Bodies of A.1, and how the reason of its failure begins. The audit is not asked: it is no wall.
+ATTACKS = {
+    "kills the judge and speaks for it": (f"import os\n{FORGE_ALL}", "not allowed: it took the judge down (SIGKILL)"),
+    "kills the judge": ("import os\nos.kill(os.getppid(), 9)\nreturn ''", "not allowed: it took the judge down"),
+    "writes to every descriptor": (
+        "import os, json\n"
+        "line = json.dumps({'event': 'end', 'test': 'test_one_message', 'state': 'passed', 'seconds': 0})\n"
+        "for fd in range(3, 100):\n    try:\n        os.write(fd, line.encode() + b'\\n')\n"
+        "    except OSError:\n        pass\nreturn ''",
+        "not allowed: it wrote to the judge",
+    ),
+    "writes what is no text": (
+        "import os\nfor fd in range(3, 100):\n    try:\n        os.write(fd, b'\\xff\\n[]\\n')\n"
+        "    except OSError:\n        pass\nreturn ''",
+        "not allowed: it wrote to the judge",
+    ),
+    "opens the judge's own output": (
+        "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as out:\n    out.write('x' * 100)\nreturn ''",
+        "",  # for root, Linux makes no difference
+    ),
+    "counts its descriptors": (
+        "import os\nopen_now = [os.readlink(f'/dev/fd/{fd}')[:4] for fd in os.listdir('/dev/fd')[:-1]]\n"
+        "raise RuntimeError(open_now.count('pipe'))",
+        "RuntimeError: 1 ",
+    ),
+    "leaves": ("import os\nos._exit(0)", "it ended the process in test_one_message"),
+    "ends the session": ("import pytest\npytest.exit('no', returncode=0)", ""),
+    "interrupts": ("raise KeyboardInterrupt", ""),
+    "reports at the exit": ("import atexit\natexit.register(print, 'done')\nreturn ''", "expected"),
+    "changes how verdicts are written": (
+        "import json\nhonest = json.dumps\n"
+        "json.dumps = lambda line, **_: honest({**line, 'state': 'passed'} if 'state' in line else line)\nreturn ''",
+        "expected",
+    ),
+    "changes how an encoder writes": (
+        "import json\nhonest = json.JSONEncoder.encode\n"
+        "json.JSONEncoder.encode = lambda self, line: honest(self, line).replace('failed', 'passed')\nreturn ''",
+        "expected",
+    ),
+    "changes how bytes are written": (
+        "import os\nhonest = os.write\n"
+        "os.write = lambda fd, data: honest(fd, data.replace(b'failed', b'passed'))\nreturn ''",
+        "expected",
+    ),
+    "changes the recorder": (
+        "from labs.recorder import Recorder\nhonest = Recorder._send\n"
+        "Recorder._send = lambda self, event, **fields: honest(\n"
+        "    self, event, **({**fields, 'state': 'passed'} if 'state' in fields else fields)\n)\nreturn ''",
+        "not allowed: it changed the judge._send",
+    ),
+    "has two processes report": ("import os\nos.fork()\nreturn ''", ""),
+    "prints more than a disk holds": ("for _ in range(400):\n    print('x' * 10**6)\nreturn ''", "OSError: [Errno 27]"),
+    "starts a daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        while True:\n            time.sleep(0.05)\n"
+        "            with open('MARKER', 'a') as file:\n                file.write('alive')\n"
+        "    os._exit(0)\ntime.sleep(0.3)\nreturn ''",
+        "expected",
+    ),
+}
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the means")
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mark]]:
+    """For each attack the marks of its exercise and of a right one that is judged after it."""
+    marks, jobs = [], []
+    for name, (body, _) in ATTACKS.items():
+        folder = tmp_path_factory.mktemp("attack")
+        work = submission(folder / "work", "a", chatml=body.replace("MARKER", str(folder / "marker")))
+        for key in ("A.1", "A.5"):
+            jobs.append(replace(job_for(key, work, [PUBLIC_TESTS]), audited=False))
+            marks.append(Mark(key, name, 10))
+    for mark, lines in zip(marks, grade.judge(jobs), strict=True):
+        enter(lines, mark)
+    markers = [Path(job.work).parent / "marker" for job in jobs]
+    sizes = [marker.stat().st_size for marker in markers if marker.exists()]
+    time.sleep(0.5)
+    assert sizes == [marker.stat().st_size for marker in markers if marker.exists()], "a daemon still writes"
+    return {name: [mark for mark in marks if mark.title == name] for name in ATTACKS}
+
+
+@linux
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
+    attack, honest = judged[name]
+    assert attack.state == "failed" and attack.reason.startswith(ATTACKS[name][1]), attack
+    assert honest.state == "passed", honest
+
+
+def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path):
+    work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
+    report = grade.grade(load_labs()["a"], work)
+    assert report.points == 0 and report.whole == "", report
+
+
+@linux
+def test_a_judges_processes_end_with_their_grader_however_it_ends():
+    program = (
+        "import os, time\nfrom labs import sandbox\nif os.fork() == 0:\n    sandbox.die_with_parent()\n"
+        "    print('ready', flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.kill()
+        ended, _, _ = select.select([process.stdout], [], [], 60)
+        assert ended, "nobody can write there any more"
+
+
+# ---- in a sandbox -------------------------------------------------------------------------------------------------
+
+WHY_NOT = sandbox.why_not()
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=f"no namespaces: {WHY_NOT}")
+TRIES = """
+import os, socket, subprocess
+subprocess.Popen(["sleep", "54321"], start_new_session=True)
+tries = [
+    lambda: open("OUTSIDE", "w"),
+    lambda: os.unlink("WORK/stage_a_naive/chat.py"),
+    lambda: socket.create_connection(("127.0.0.1", PORT), 5),
+    lambda: os.kill(PID, 0),
+    lambda: os.readlink("/proc/PID/fd/1"),
+    lambda: open("mine", "w"),
+]
+said = []
+for attempt in tries:
+    try:
+        attempt()
+        said.append("done")
+    except OSError as error:
+        said.append(type(error).__name__)
+raise RuntimeError(f"{said}, {set(os.listdir()) - {'build'}}")
+"""
+
+
+@needs_namespaces
+def test_a_sandboxed_answer_reaches_no_file_no_network_and_no_process_and_leaves_none(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        body = TRIES.replace("OUTSIDE", str(tmp_path / "outside")).replace("WORK", str(tmp_path / "work"))
+        body = body.replace("PORT", str(server.getsockname()[1])).replace("PID", str(os.getpid()))
+        work = submission(tmp_path / "work", "a", chatml=body)
+        job = replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False)
+        mark = Mark("A.1", "", 10)
+        enter(grade.judge([job])[0], mark)
+    refused = "['OSError', 'OSError', 'ConnectionRefusedError', 'ProcessLookupError', 'PermissionError', 'done']"
+    assert mark.reason.startswith(f"RuntimeError: {refused}, {{'mine'}}"), mark
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert b"sleep\x0054321\x00" not in commands
+
+
+@needs_namespaces
+def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(tmp_path):
+    ends = {"os.abort()": "SIGABRT", "os.kill(os.getpid(), 9)": "SIGKILL", "os.kill(os.getppid(), 9)": ""}
+    jobs = []
+    for number, end in enumerate(ends):
+        work = submission(tmp_path / str(number), "a", chatml=f"import os\n{end}\nreturn ''")
+        jobs.append(replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False))
+    marks = [Mark("A.1", "", 10) for _ in jobs]
+    for mark, lines in zip(marks, grade.judge(jobs), strict=True):
+        enter(lines, mark)
+    taken_down = [f"it took the process down ({name}) in test_one_message" for name in ("SIGABRT", "SIGKILL")]
+    assert [mark.reason for mark in marks[:2]] == taken_down
+    assert marks[2].reason.startswith("expected "), "nobody can kill the first process of a namespace from in it"
+
+
+@needs_namespaces
+def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
+    work = submission(tmp_path / "work", "a")
+    assert grade.main(["a", "--work", str(work), "--sandbox"]) == 0
+    table = capsys.readouterr().out
+    assert "100/100" in table and "on the tutor: right" in table
+
+
+def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
+    work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
+    assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
+    assert "--sandbox needs namespaces (no such luck); grade without it" in capsys.readouterr().err
+    commands = []
+    monkeypatch.setattr(batch.subprocess, "run", lambda command, **_: commands.append(command) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")])
+    assert "answers run without a sandbox (no such luck)" in capsys.readouterr().err
+    assert "--sandbox" not in commands[0]

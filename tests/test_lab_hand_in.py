@@ -1,0 +1,162 @@
+"""From a learner's folder to a row of the course's table: the page's lines, and archives of other systems."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from labs import batch, pack, starter
+from labs.exercises import LABS, ROOT, load_labs
+
+LAB = load_labs()["d"]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A learner's folder with one exercise done, as `make lab-d` left it: the tutor is a link there."""
+    work = tmp_path_factory.mktemp("repository") / "labs" / "work"
+    starter.write_starter(LAB, work, missing=LAB.exercises[1:])
+    (work / "old" / "d-20260101-000000").mkdir(parents=True)
+    return work
+
+
+def lines_of_the_page(tool: str) -> list[str]:
+    """Of `instructors.md` the lines in a code block that begin with `tool`."""
+    blocks = re.findall(r"^```\n(.*?)^```", (LABS / "instructors.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if line.startswith(tool)]
+
+
+def test_the_pages_lines_pack_unpack_and_grade_a_submission(copy, tmp_path):
+    def run(line: str, folder: Path) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+        line = line.replace("/tmp/alice", str(tmp_path / "alice"))
+        done = subprocess.run(["sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    repository = copy.parent.parent
+    [pack_line] = lines_of_the_page("tar ")
+    run(pack_line, repository)
+    packed = repository / "submission.tar.gz"
+    with tarfile.open(packed) as archive:
+        names = archive.getnames()
+    assert "./stage_d_paged/llm.py" in names and not any("models" in name or "/old" in name for name in names)
+    shutil.copy(packed, tmp_path)
+    [unpack_line] = lines_of_the_page("mkdir ")
+    run(unpack_line, tmp_path)
+    [grade_line] = lines_of_the_page("python -m labs.grade d")
+    run(grade_line, tmp_path)
+    first = LAB.exercises[0]
+    assert json.loads((tmp_path / "alice-d.json").read_text())["points"] == first.points
+
+    for folder in ("submissions", "hidden"):
+        (tmp_path / folder).mkdir()
+    packed.rename(tmp_path / "submissions" / "alice.tar.gz")
+    (tmp_path / "submissions" / "bob.rar").write_bytes(b"Rar!")
+    shutil.copy(pack.TEMPLATES / "hidden" / "test_lab_d.py", tmp_path / "hidden")
+    (tmp_path / "secret.txt").write_text("a secret\n")
+    [batch_line] = lines_of_the_page("python -m labs.batch d")
+    run(batch_line, tmp_path)
+    with (tmp_path / "results" / "summary.csv").open() as file:
+        rows = {row["student"]: row for row in csv.DictReader(file)}
+    assert rows["alice"]["points"] == str(first.points) and rows["alice"]["problem"] == ""
+    assert rows["bob.rar"]["points"] == "0"
+    assert rows["bob.rar"]["problem"].startswith("cannot be unpacked: bob.rar is none of .tar.gz, ")
+
+
+def zipped(names: dict[str, bytes], target: Path) -> Path:
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, data in names.items():
+            entry = zipfile.ZipInfo()  # its constructor would change backslashes on Windows
+            entry.filename = name
+            archive.writestr(entry, data)
+    return target
+
+
+ZIPS = {
+    "as it is": "stage_d_paged/llm.py",
+    "with the folder around it": "work/stage_d_paged/llm.py",
+    "with all folders around it": "repository/labs/work/stage_d_paged/llm.py",
+    "with backslashes": "work\\stage_d_paged\\llm.py",
+}
+
+
+@pytest.mark.parametrize("name", ZIPS.values(), ids=ZIPS)
+def test_a_zip_of_another_system_is_unpacked_without_what_that_system_added(name, tmp_path):
+    top = name.replace("\\", "/").split("/")[0]
+    added = {"__MACOSX/._stage_d_paged": b"x", f"{top}/.DS_Store": b"x", f"{top}/._llm.py": b"x"}
+    file = zipped({name: b"code", **added}, tmp_path / "ada.zip")
+    work = batch.unpack(file, tmp_path / "ada", LAB)
+    assert (work / "stage_d_paged" / "llm.py").read_bytes() == b"code"
+    assert [path.name for path in (tmp_path / "ada").rglob("*") if path.is_file()] == ["llm.py"]
+
+
+def test_nothing_is_unpacked_outside_of_the_students_folder(tmp_path):
+    zipped({"../evil": b"", "/tmp/six-engines-evil": b"", "..\\evil": b""}, tmp_path / "ada.zip")
+    with tarfile.open(tmp_path / "bob.tar", "w") as archive:
+        for name in ("../evil", "/tmp/six-engines-evil"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+        link = tarfile.TarInfo("stage_d_paged/llm.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    for name in ("ada.zip", "bob.tar"):
+        batch.unpack(tmp_path / name, tmp_path / name[:3], LAB)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != "tmp"}
+    assert not Path("/tmp/six-engines-evil").exists() and "evil" not in found
+    assert found == {"ada", "bob", "ada.zip", "bob.tar", "ada/tmp/six-engines-evil", "bob/tmp/six-engines-evil"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["no zip", "half a zip", "half a tar", "an encrypted zip", "a bomb", "of another kind"]
+)
+def test_what_cannot_be_unpacked_is_refused_for_a_reason_of_one_kind(kind, tmp_path, monkeypatch):
+    file = zipped({"stage_d_paged/llm.py": bytes(1000)}, tmp_path / "ada.zip")
+    data = file.read_bytes()
+    if kind == "no zip":
+        file.write_bytes(b"x" * 100)
+    elif kind == "half a zip":
+        file.write_bytes(data[: len(data) // 2])
+    elif kind == "half a tar":
+        file = tmp_path / "ada.tar.gz"
+        with tarfile.open(file, "w:gz") as archive:
+            archive.add(ROOT / "labs" / "grade.py", "grade.py")
+        file.write_bytes(file.read_bytes()[:1000])
+    elif kind == "an encrypted zip":
+        flag = data.rindex(b"PK\x01\x02") + 8
+        file.write_bytes(data[:6] + b"\x01" + data[7:flag] + b"\x01" + data[flag + 1 :])
+    elif kind == "a bomb":
+        monkeypatch.setattr(batch, "UNPACKED_BYTES", 999)
+    else:
+        file = file.rename(tmp_path / "ada.7z")
+    with pytest.raises(batch.CANNOT_UNPACK):
+        batch.unpack(file, tmp_path / "ada", LAB)
+
+
+def test_each_folder_and_file_is_a_submission_but_hidden_ones(tmp_path):
+    for folder in ("ada", "eve", "__MACOSX"):
+        (tmp_path / folder).mkdir()
+    for name in ("bob.tar.gz", "cay.tgz", "dan.tar", "eve.zip", "fay.ZIP", "gil.rar", ".DS_Store"):
+        (tmp_path / name).touch()
+    assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan", "eve", "eve.zip", "fay", "gil.rar"]
+
+
+@pytest.mark.parametrize("text", [f"x = {'-' * 200_000}1\n", f"x = {'a.' * 100_000}b\n"])
+def test_a_file_that_python_cannot_parse_costs_its_own_exercises_and_not_the_courses_table(text, tmp_path):
+    for student in ("ada", "bob"):
+        folder = tmp_path / "submissions" / student / "stage_a_naive"
+        folder.mkdir(parents=True)
+        (folder / "chat.py").write_text(text)
+    assert batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")]) == 0
+    report = json.loads((tmp_path / "results" / "ada.json").read_text())
+    assert report["exercises"][0]["reason"] == "stage_a_naive/chat.py: it is nested too deeply"
