@@ -27,11 +27,17 @@ from stage_f_graph_tp.tensor_parallel import WorkerError, workers
 
 TRACED = ("stage_d_paged/", "stage_e_batching/", "stage_f_graph_tp/", "beyond/scale_out/", "contextlib.py")
 RANKS = ("rank_runner.py", "/tensor_parallel/", "/scale_out/", "async_runner.py", "overlap.py", "contextlib.py")
-SAMPLE = 16  # lines, of those with something to do with ranks, and a quarter as many of the others
+SAMPLE = 12  # lines, of those with something to do with ranks, and a quarter as many of the others
 SECONDS = 10  # much less than a rank that waits would take
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13]]
 PARAMS = [SamplingParams(temperature=0, max_tokens=4 + i, top_k=5 * (i == 1), ignore_eos=True) for i in range(3)]
-OPTIONS = {"device": "cpu", "num_kvcache_blocks": 24, "kvcache_block_size": 2, "max_num_batched_tokens": 8}
+OPTIONS = {
+    "device": "cpu",
+    "num_kvcache_blocks": 24,
+    "kvcache_block_size": 2,
+    "max_num_batched_tokens": 8,
+    "max_num_seqs": 4,
+}
 ENGINES = {
     "two ranks": lambda: stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **OPTIONS),
     "two stages": lambda: scale_out.LLM("tutor", pipeline_parallel_size=2, **OPTIONS),
@@ -59,6 +65,9 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Makes an engine on several ranks, which are forks; the last one is closed after the test."""
     monkeypatch.setattr(workers, "_start_worker", fork_worker)
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 2.0 * SECONDS)  # instead of waiting for ever
+    monkeypatch.setattr(
+        workers.Workers, "explain", workers.Workers.check
+    )  # no rank dies of itself: nothing to wait for
     made: list[LLM] = []
 
     def make_next() -> LLM:
@@ -82,11 +91,13 @@ def lines_to_raise_at(llm: LLM) -> list[int]:
     if os.environ.get("EVERY_LINE"):
         return sorted(middles.values())
     ranks = [number for place, number in middles.items() if any(part in place for part in RANKS)]
-    others = sorted(middles.values() - ranks)
+    others = sorted(set(middles.values()).difference(ranks))
     chance = random.Random(len(middles))
     return sorted(chance.sample(ranks, SAMPLE) + chance.sample(others, SAMPLE // 4))
 
 
+# An exception in one of contextlib's own lines leaves a block to the garbage collector: that it was left is an error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_at_any_line_of_a_step_gives_right_tokens_or_an_error_and_a_new_engine_answers(make, expected):
     handler = signal.getsignal(signal.SIGINT)
     llm = make()

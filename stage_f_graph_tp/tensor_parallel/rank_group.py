@@ -78,8 +78,8 @@ class RankGroup:
         """Connect to the other ranks. All ranks call it, once each of them is known to be ready."""
         if self.device.type == "cuda":
             self._group = _nccl_group(self._rendezvous)
-            # The thread is there from the start: a program that ends can start no other. And it has to be done before
-            # the interpreter is: a thread that comes back from NCCL to an interpreter that has ended aborts the process.
+            # The thread is there from the start: a program that ends can start no other. It has to end before the
+            # interpreter does: a thread that comes back from NCCL when there is none aborts the process.
             self._abort = threading.Thread(target=self._abort_library, daemon=True)
             self._abort.start()
             weakref.finalize(self, _finish_abort, self._stopping, self._abort)
