@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
-from beyond.scale_out.links import Link, Position
+from beyond.scale_out.links import SENDER, Link, Position
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.pipeline_runner import PipelineRunner
@@ -252,6 +254,25 @@ def test_a_link_waits_for_the_oldest_tensor_where_too_many_have_not_arrived(monk
     for i in range(5):
         link.send(torch.full((2, 3), float(i)), number=7)
     assert [int(tensor[0, 0]) for tensor in waited] == [0, 1, 2] and link.num_bytes == 5 * 2 * 3 * 4
+
+
+def test_a_stage_does_not_take_the_states_of_another_command_for_its_own():
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        link = Link(Rendezvous(store, rank, 2), CPU, None, max_unsent=2)
+        link.connect()
+        out = torch.zeros(2, 3)
+        if rank == SENDER:
+            link.send(torch.ones(2, 3), number=7)
+            link.send(torch.ones(2, 3), number=9)
+        else:
+            assert link.receive(out, number=7).tolist() == [[1.0] * 3] * 2
+            with pytest.raises(RuntimeError, match="out of step: command 9 came where command 8 was expected"):
+                link.receive(out, number=8)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 # ---- what a stage holds ----------------------------------------------------------------------------------------------

@@ -481,6 +481,14 @@ def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late_and_nobod
     assert workers._awaited is None
 
 
+def test_a_wait_for_a_collective_on_cpus_is_left_when_a_rank_has_died(puppets):
+    ranks = puppets(2)
+    group = RankGroup(open_rendezvous(2), torch.device("cpu"), ranks)
+    ranks.send(DIE.encode())
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        group._wait(SimpleNamespace(is_completed=lambda: False, wait=lambda: pytest.fail("it would wait for ever")))
+
+
 def test_a_launch_that_is_blocked_behind_a_stopped_rank_ends_with_the_waits(puppets, monkeypatch):
     monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 0.4)
     ranks, unblocked = puppets(2), threading.Event()
