@@ -176,6 +176,8 @@ class Workers:
                 if command is not None:
                     self.send(command)
                 yield
+            except GeneratorExit:  # an exception in contextlib's own lines has left the block, and is on its way
+                raise
             except BaseException as error:
                 self.explain()
                 self.fail(f"rank 0 could not run a step: {error!r}")
