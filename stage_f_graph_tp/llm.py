@@ -27,8 +27,8 @@ from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 if TYPE_CHECKING:
-    from stage_f_graph_tp.rank_runner import Job
-    from stage_f_graph_tp.tensor_parallel import Build
+    from stage_f_graph_tp.rank_runner import Job, RankRunner
+    from stage_f_graph_tp.tensor_parallel import Build, Workers
 
 
 class LLM(stage_e.LLM):
@@ -92,7 +92,7 @@ class LLM(stage_e.LLM):
         runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker)
         self.device = runtime.device
         # Called by close(), and also when the engine is dropped or the program ends without it.
-        self._end_workers = weakref.finalize(self, runner.workers.close)
+        self._end_workers = weakref.finalize(self, end_ranks, runner.workers, weakref.ref(runner))
         return runtime, runner
 
     def close(self) -> None:
@@ -100,3 +100,10 @@ class LLM(stage_e.LLM):
         super().close()
         self._end_workers()
         self.runner.release()
+
+
+def end_ranks(workers: Workers, runner: weakref.ref[RankRunner]) -> None:
+    """End the workers and release the graphs, in this order; a runner that has been collected has none."""
+    workers.close()
+    if (left := runner()) is not None:
+        left.release()

@@ -41,7 +41,6 @@ from stage_f_graph_tp.tensor_parallel import (
     Workers,
     build_sharded_model,
     check_divisible,
-    interrupts_held,
     start_ranks,
 )
 
@@ -165,7 +164,8 @@ class RankRunner(GraphModelRunner):
     ) -> None:
         self.group = group
         self.workers = workers
-        self._sampling_failed = False  # in this step, on rank 0
+        self._number = 0  # of the command that is executed, or was last
+        self._sampling_error: BaseException | None = None  # of this step, on rank 0
         self._sample_shards = ShardSampler(runtime.model.lm_head) if group.size > 1 else None
         if self._sample_shards is not None:  # which has no whole row of logits
             self.beyond_graphs, self.logits_in_graphs = ~RANDOM, False
@@ -173,9 +173,15 @@ class RankRunner(GraphModelRunner):
 
     def execute_command(self, message: bytes) -> None:
         """Execute a step that rank 0 sent."""
+        self.begin_command()
         command = StepCommand.decode(message)
         self.buffers.unpack(command.data)
         self.execute_step(command.shape, np.empty(command.num_live, np.int64), command.needs)
+
+    def begin_command(self) -> None:
+        """Count a command. All of its ranks begin it, or there is an error."""
+        self._number += 1
+        self.group.agree_on(self._number)
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
         """As one rank does; rank 0 sends the step to the others first."""
@@ -192,22 +198,20 @@ class RankRunner(GraphModelRunner):
 
     @contextmanager
     def in_step(self, command: bytes | None) -> Iterator[None]:
-        """Send the others a command, and execute rank 0's part in the block. It must not be left while they wait.
+        """Send the others a command, if there is one, and execute rank 0's part in the block: see `Workers.in_step`.
 
-        Without a command, the others know from an earlier one what to do.
+        Raises:
+            WorkerError: a rank died or failed, this one too.
+            Exception: a replaced sampler's, when all ranks have ended the step.
         """
-        self._sampling_failed = False
-        with interrupts_held(), self.workers.awaited():
+        self._sampling_error = None
+        with self.workers.in_step(command):
             if command is not None:
-                self.workers.send(command)
-            try:
-                yield
-            except BaseException as error:
-                if not self._sampling_failed:  # rank 0 left before the step's last collective: the others still wait
-                    self.workers.explain()
-                    self.workers.fail(f"rank 0 could not run a step: {error!r}")
-                self.workers.check()
-                raise
+                self.begin_command()
+            yield
+        if self._sampling_error is not None:
+            self.workers.check()
+            raise self._sampling_error
 
     def choose(self, hidden: Tensor, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
         """Choose a token for every row of the final states, the same on all ranks."""
@@ -226,14 +230,14 @@ class RankRunner(GraphModelRunner):
                 if self._sample_shards is not None:
                     result = replace(result, ids=self.sampler.choose(whole, rows))
                 sampled = super().complete(result, rows, sample_slots)
-        except BaseException:  # a replaced sampler may raise; the others get zeros, so that all stay in step
-            self._sampling_failed = True
-            raise
-        finally:
-            self.group.broadcast(sampled.ids)
+        except BaseException as error:  # a replaced sampler may raise; all ranks get zeros and end the step
+            self._sampling_error = error
+        self.group.broadcast(sampled.ids)
         return sampled
 
     def release(self) -> None:
+        if not self.workers.is_owner:
+            return  # the graphs are another process's
         super().release()
         self.group.wait_released(RELEASE_SECONDS)
 
@@ -263,8 +267,9 @@ class WatchedInFlight(InFlight):
             WorkerError: a rank died or failed, or the step took too long.
         """
         with self.workers.awaited():
-            while self.arrived is not None and not self.arrived.query():
-                self.workers.check()
+            if self.arrived is not None:
+                self.arrived.synchronize()  # without the GIL; what ends the waits on the GPU ends it too
+        self.workers.check()
         sampled = super().wait()
         self.workers.check()
         return sampled

@@ -31,15 +31,20 @@ class Countdown:
 
     Lines that begin with `with` are left out: tracing stops there a second time when the block has been left and its
     lock is not released yet, where the interpreter itself never lets a signal in.
+
+    Attributes:
+        places: the lines it has seen, where it raises at none.
     """
 
-    def __init__(self, lines: int, error: type[BaseException]) -> None:
+    def __init__(self, lines: int, error: type[BaseException], traced: Sequence[str] = TRACED) -> None:
         self.lines = lines
         self.seen = 0
+        self.places: list[str] = []
         self._error = error
+        self._traced = traced
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> object:
-        if not any(part in frame.f_code.co_filename for part in TRACED):
+        if not any(part in frame.f_code.co_filename for part in self._traced):
             return None
         return self._line
 
@@ -48,16 +53,20 @@ class Countdown:
             source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
             if not source.lstrip().startswith("with "):
                 self.seen += 1
-                if self.seen == self.lines:
-                    self.at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                    raise self._error(f"at {frame.f_code.co_filename}:{frame.f_lineno}")
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                if not self.lines:
+                    self.places.append(place)
+                elif self.seen == self.lines:
+                    raise self._error(f"at {place}")
         return self._line
 
 
 @contextmanager
-def interrupt_after(lines: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[Countdown]:
-    """Within the block, raise `error` at one line of the engines' code."""
-    countdown = Countdown(lines, error)
+def interrupt_after(
+    lines: int, error: type[BaseException] = KeyboardInterrupt, traced: Sequence[str] = TRACED
+) -> Iterator[Countdown]:
+    """Within the block, raise `error` at one line of the engines' code, those files whose paths contain a `traced`."""
+    countdown = Countdown(lines, error, traced)
     before = sys.gettrace()
     sys.settrace(countdown)
     try:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
-from beyond.scale_out.links import Link, Position
+from beyond.scale_out.links import SENDER, Link, Position
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.pipeline_runner import PipelineRunner
@@ -246,12 +248,31 @@ def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_pr
 
 def test_a_link_waits_for_the_oldest_tensor_where_too_many_have_not_arrived(monkeypatch):
     link = Link(Rendezvous(None, 0, 2), CPU, None, max_unsent=2)
-    started, waited = [], []
-    monkeypatch.setattr(link, "_start", lambda operation, tensors, *to: started.append(tensors) or len(started))
+    waited = []
+    monkeypatch.setattr(link, "_start", lambda operation, tensor, *to: tensor)
     monkeypatch.setattr(link, "_wait", waited.append)
     for i in range(5):
-        link.send(torch.full((2, 3), float(i)))
-    assert waited == [1, 2, 3] and link.num_bytes == 5 * 2 * 3 * 4
+        link.send(torch.full((2, 3), float(i)), number=7)
+    assert [int(tensor[0, 0]) for tensor in waited] == [0, 1, 2] and link.num_bytes == 5 * 2 * 3 * 4
+
+
+def test_a_stage_does_not_take_the_states_of_another_command_for_its_own():
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        link = Link(Rendezvous(store, rank, 2), CPU, None, max_unsent=2)
+        link.connect()
+        out = torch.zeros(2, 3)
+        if rank == SENDER:
+            link.send(torch.ones(2, 3), number=7)
+            link.send(torch.ones(2, 3), number=9)
+        else:
+            assert link.receive(out, number=7).tolist() == [[1.0] * 3] * 2
+            with pytest.raises(RuntimeError, match="out of step: command 9 came where command 8 was expected"):
+                link.receive(out, number=8)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 # ---- what a stage holds ----------------------------------------------------------------------------------------------
@@ -371,7 +392,7 @@ def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_wit
     monkeypatch.setattr(RankGroup, "stop_waiting", lambda group: seen.append((group, runner.head_graphs)))
     monkeypatch.setattr(RankGroup, "wait_released", lambda group, _: seen.append((group, runner.head_graphs)))
     llm.close()
-    assert seen == [(group, graphs) for graphs in (recorded, None) for group in groups]
+    assert seen[: 2 * len(groups)] == [(group, graphs) for graphs in (recorded, None) for group in groups]
 
 
 def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(monkeypatch, tmp_path):
@@ -404,7 +425,7 @@ def test_the_trace_shows_in_which_order_the_stages_worked(batches, tmp_path):
     assert {span["work"] for span in stages[1]} == {"layers"} and layers.keys() == head.keys() == after.keys()
     for step in layers:
         assert layers[step]["start"] < after[step]["start"] < after[step]["end"] < head[step]["start"]
-    early = [step for step in layers if step and layers[step]["start"] < head[step - 1]["start"]]
+    early = [step for step in layers if step > 1 and layers[step]["start"] < head[step - 1]["start"]]
     assert bool(early) == (batches > 1), "with two batches stage 0 begins one before the other has come back"
     assert 0 < idle_share(stages) < 1
 

@@ -124,6 +124,18 @@ def test_a_rank_may_be_late_for_a_collective_and_none_begins_after_the_ranks_wer
     assert on_ranks(2, work) == [torch.tensor([2.0])] * 2
 
 
+def test_ranks_that_execute_different_commands_notice_it_before_any_tensor_is_mixed_up():
+    def work(group: RankGroup) -> None:
+        group.agree_on(7)
+        if group.rank == 0:
+            group.agree_on(9)
+        else:
+            with pytest.raises(RuntimeError, match="out of step: command 9 came where command 8 was expected"):
+                group.agree_on(8)
+
+    on_ranks(2, work)
+
+
 def test_under_torchrun_the_number_of_processes_is_checked_and_a_gpu_is_this_machines(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)

@@ -334,7 +334,7 @@ from multiprocessing.connection import Connection
 parent, connection, port, rank, size = map(int, sys.argv[3:])
 connection = Connection(connection)
 while True:
-    exec(connection.recv_bytes())
+    exec(connection.recv_bytes()[8:])  # behind the number
 """
 
 
@@ -434,20 +434,22 @@ def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
 
 
 def test_a_step_that_will_not_arrive_because_a_rank_died_is_not_waited_for(puppets):
-    workers, asked = puppets(2), []
+    workers, ended = puppets(2), threading.Event()
+    workers.stop_waiting = ended.set  # on a GPU, the kernels that wait for the rank end
+    late = SimpleNamespace(synchronize=lambda: ended.wait(SECONDS))
+    step = WatchedInFlight(SampledTokens(torch.tensor([7])), None, late, workers)
     workers.send(DIE.encode())
-    workers._failing.wait(SECONDS)
-    late = SimpleNamespace(query=lambda: asked.append(None) or len(asked) > 1, synchronize=lambda: None)
-    step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), late, workers)
     with pytest.raises(WorkerError, match="rank 1 of 2 died"):
         step.wait()
-    assert len(asked) == 1
+    assert ended.is_set()
 
 
 def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
     monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 0.4)
-    never = SimpleNamespace(query=lambda: False)
-    step = WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), never, puppets(2))
+    workers, ended = puppets(2), threading.Event()
+    workers.stop_waiting = ended.set
+    never = SimpleNamespace(synchronize=lambda: ended.wait(SECONDS))
+    step = WatchedInFlight(SampledTokens(torch.tensor([7])), None, never, workers)
     with pytest.raises(WorkerError, match="the other ranks did not answer within 0 s"):
         step.wait()
 
@@ -455,24 +457,23 @@ def test_a_step_that_never_arrives_is_an_error(puppets, monkeypatch):
 def test_a_command_that_a_stopped_rank_does_not_read_is_an_error_that_names_it(puppets, monkeypatch):
     monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 1.0)
     before = children()
-    runner = object.__new__(RankRunner)
-    runner.workers = puppets(4)
-    os.kill(runner.workers._processes[2].pid, signal.SIGSTOP)
+    ranks = puppets(4)
+    os.kill(ranks._processes[2].pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match="rank 2 of 4 is stopped and did not answer within 1 s"):
         for _ in range(100):
-            with runner.in_step(b"#" * 2**20):
+            with ranks.in_step(b"#" * 2**20):
                 pass
-    runner.workers.close()
+    ranks.close()
     assert children() == before
 
 
 def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late_and_nobody_waits_after_it(puppets):
-    runner = object.__new__(RankRunner)
-    workers = runner.workers = puppets(2)
+    workers = puppets(2)
     group, waits = RankGroup(open_rendezvous(2), torch.device("cpu"), workers), []
-    with runner.in_step(b"pass"):
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: waits.append(workers._awaited))
+    with workers.in_step(b"pass"):
         waits.append(workers._awaited)
-        group._wait(SimpleNamespace(wait=lambda _: waits.append(workers._awaited)))
+        group._wait(work)
         assert workers._awaited is None, "what rank 0 computes then has no limit"
     assert None not in waits and waits[0] is not waits[1]
     with pytest.raises(KeyboardInterrupt), workers.awaited():
@@ -480,14 +481,21 @@ def test_a_long_step_in_which_the_ranks_answer_one_another_is_not_late_and_nobod
     assert workers._awaited is None
 
 
+def test_a_wait_for_a_collective_on_cpus_is_left_when_a_rank_has_died(puppets):
+    ranks = puppets(2)
+    group = RankGroup(open_rendezvous(2), torch.device("cpu"), ranks)
+    ranks.send(DIE.encode())
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+        group._wait(SimpleNamespace(is_completed=lambda: False, wait=lambda: pytest.fail("it would wait for ever")))
+
+
 def test_a_launch_that_is_blocked_behind_a_stopped_rank_ends_with_the_waits(puppets, monkeypatch):
     monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 0.4)
-    runner, unblocked = object.__new__(RankRunner), threading.Event()
-    runner.workers = puppets(2)
-    runner.workers.stop_waiting = unblocked.set  # on a GPU, the kernels that the launch waits for end
-    with pytest.raises(WorkerError, match="the other ranks did not answer"), runner.in_step(b"pass"):
+    ranks, unblocked = puppets(2), threading.Event()
+    ranks.stop_waiting = unblocked.set  # on a GPU, the kernels that the launch waits for end
+    with pytest.raises(WorkerError, match="the other ranks did not answer"), ranks.in_step(b"pass"):
         assert unblocked.wait(SECONDS)
-        runner.workers.check()
+        ranks.check()
 
 
 def test_an_error_that_rank_0_cannot_raise_because_a_call_does_not_end_is_printed(puppets, monkeypatch):
@@ -555,16 +563,14 @@ def test_a_rank_that_stops_is_an_error_after_a_time_limit_and_leaves_no_process(
 
 def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error(puppets):
     runner = object.__new__(RankRunner)
-    runner.workers = puppets(2)
+    runner.workers, runner.begin_command = puppets(2), lambda: None
     with pytest.raises(WorkerError, match="rank 1 of 2 died"), runner.in_step(DIE.encode()):
-        runner._sampling_failed = True
+        runner._sampling_error = ZeroDivisionError()
         runner.workers._failing.wait(SECONDS)
-        raise ZeroDivisionError
 
 
 def test_a_step_that_broke_because_a_rank_died_is_the_ranks_error(puppets, monkeypatch):
-    runner = object.__new__(RankRunner)
-    workers = runner.workers = puppets(2)
+    workers = puppets(2)
 
     def explain() -> None:  # the death comes to light behind the step's own error
         workers.send(DIE.encode())
@@ -572,8 +578,65 @@ def test_a_step_that_broke_because_a_rank_died_is_the_ranks_error(puppets, monke
         workers.check()
 
     monkeypatch.setattr(workers, "explain", explain)
-    with pytest.raises(WorkerError, match="rank 1 of 2 died"), runner.in_step(b"pass"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"), workers.in_step(b"pass"):
         raise RuntimeError("Connection closed by peer")
+
+
+class Alarm(Exception):
+    """What a signal's handler raises."""
+
+
+def throw(*args: object) -> None:
+    raise Alarm
+
+
+@pytest.mark.parametrize("where", ["send", "fail"])
+def test_a_step_that_rank_0_left_before_its_end_is_the_last(puppets, monkeypatch, where):
+    """In the sending of its command, and where the exception came while another one ended the engine."""
+    ranks = puppets(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, where, throw)
+        with pytest.raises((WorkerError, Alarm)), ranks.in_step(b"pass"):
+            raise ZeroDivisionError
+    begun, reason = [], "rank 0 (could not run a step|left a step before its end)"
+    with pytest.raises(WorkerError, match=reason), ranks.in_step(b"pass"):
+        begun.append(True)
+    assert not begun
+
+
+def test_an_end_that_is_interrupted_is_finished(puppets, monkeypatch):
+    ranks, calls = puppets(2), []
+
+    def interrupted_once() -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise Alarm
+
+    ranks.stop_waiting = interrupted_once
+    with pytest.raises(Alarm), ranks.in_step(b"pass"):
+        raise ZeroDivisionError
+    with pytest.raises(WorkerError, match="rank 0 was interrupted; the engine cannot go on"):
+        ranks.check()
+    assert len(calls) == 2 and ranks._processes[1].wait(SECONDS) == -signal.SIGKILL
+
+
+def keep_quiet(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Execute any command by doing nothing."""
+    return lambda message: None
+
+
+def test_a_command_that_is_missing_or_comes_twice_is_an_error_of_the_rank(monkeypatch):
+    monkeypatch.setattr(workers_module, "_start_worker", fork_worker)
+    for lost in (-1, 1):
+        ranks = Workers(open_rendezvous(2), keep_quiet)
+        try:
+            ranks.send(b"job")
+            ranks.send(b"first")
+            ranks._num_sent += lost
+            ranks.send(b"second")
+            assert re.match(rf"rank 1 of 2 failed: .* command {2 + lost} came where command 2 was", raised_by(ranks))
+        finally:
+            ranks.close()
 
 
 def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(puppets):

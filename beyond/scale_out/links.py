@@ -5,7 +5,9 @@ one group for both directions between two stages, a send that waits for its rece
 it, and both stages would wait for each other.
 
 What is sent in a step is known to both sides from the step's command: `[tokens, hidden]` to the next stage, and from
-the last one back to stage 0 `[samples, hidden]`, the rows that need the LM head. No sizes travel.
+the last one back to stage 0 `[samples, hidden]`, the rows that need the LM head. No sizes travel. Between CPU
+processes the number of the command travels ahead, so that no stage takes another step's states for its own. Between
+GPUs it would cost a message, and a wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from beyond.scale_out.spans import Spans
-from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, check_number
 
 SENDER, RECEIVER = 0, 1  # their ranks within a link
 
@@ -39,17 +41,36 @@ class Link(RankGroup):
         self.num_bytes = 0  # sent so far
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, x: Tensor) -> None:
-        """Send a tensor. It must not be written to afterwards. Returns before it has arrived."""
+    def send(self, x: Tensor, number: int) -> None:
+        """Send a tensor. It must not be written to afterwards. Returns before it has arrived.
+
+        Args:
+            number: of the command that it belongs to.
+        """
         x = x.contiguous()
         self.num_bytes += x.nbytes
-        self._unsent.append((self._start("send", [x], RECEIVER, 0), x))
+        if self.device.type == "cuda":
+            sent = self._start("send", [x], RECEIVER, 0)
+        else:  # not gloo's `send`: whether that has ended cannot be asked
+            self._start("broadcast", torch.tensor([number]), SENDER)
+            sent = self._start("broadcast", x, SENDER)
+        self._unsent.append((sent, x))
         if len(self._unsent) > self.max_unsent:
             self._wait(self._unsent.popleft()[0])
 
-    def receive(self, out: Tensor) -> Tensor:
-        """The next tensor that was sent, written over `out`."""
-        self._run("recv", [out], SENDER, 0)
+    def receive(self, out: Tensor, number: int) -> Tensor:
+        """The next tensor that was sent, written over `out`.
+
+        Raises:
+            RuntimeError: on a CPU, it belongs to another command than `number`.
+        """
+        if self.device.type == "cuda":
+            self._run("recv", [out], SENDER, 0)
+        else:
+            found = torch.tensor([-1])
+            self._run("broadcast", found, SENDER)
+            check_number(int(found), number)
+            self._run("broadcast", out, SENDER)
         return out
 
     def connect(self) -> None:
@@ -129,13 +150,13 @@ class StageLinks:
         for link in self.links:
             link.connect()
 
-    def send(self, x: Tensor) -> None:
-        """Send hidden states to the next stage; the last one sends to stage 0."""
-        self._out.send(x)
+    def send(self, x: Tensor, number: int) -> None:
+        """Send the hidden states of command `number` to the next stage; the last one sends to stage 0."""
+        self._out.send(x, number)
 
-    def receive(self, rows: int) -> Tensor:
-        """Hidden states of the stage before, `[rows, hidden]`. They are valid until the next are received."""
-        x = self._in.receive(self.states[:rows])
+    def receive(self, rows: int, number: int) -> Tensor:
+        """The stage before's hidden states of command `number`, `[rows, hidden]`, valid until the next are received."""
+        x = self._in.receive(self.states[:rows], number)
         if self.spans is not None:
             self.spans.begin()
         return x

@@ -42,7 +42,7 @@ SAMPLE = b"sample"  # the command to sample the oldest step, for the other ranks
 class Unsampled(NamedTuple):
     """A step on its way through the stages, and what its rows need of the sampler."""
 
-    number: int
+    number: int  # of its command
     shape: StepShape  # without block tables
     sample_slots: np.ndarray
     needs: int
@@ -70,7 +70,6 @@ class PipelineRunner(RankRunner):
         links: StageLinks,
     ) -> None:
         self.links = links
-        self._num_steps = 0
         self._unsampled: deque[Unsampled] = deque()  # on stage 0, oldest first
         self.head_graphs: StepGraphs | None = None  # on stage 0, of the LM head and the sampler
         size = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
@@ -130,28 +129,28 @@ class PipelineRunner(RankRunner):
         """Run this stage's layers, and hand on what comes of them. Hidden states of padding rows are sent too."""
         inputs, links, count = self.buffers.send(shape), self.links, len(sample_slots)
         if links.stage > 0:
-            links.receive(shape.num_tokens)
+            links.receive(shape.num_tokens, self._number)
         elif links.spans:
             links.spans.begin()
         hidden = run(inputs)
-        self._end_span("layers", shape.num_tokens, self._num_steps)
+        self._end_span("layers", shape.num_tokens, self._number)
         if not links.is_last:
-            links.send(hidden.clone())  # the next step writes over it
+            links.send(hidden.clone(), self._number)  # the next step writes over it
         elif count:
-            links.send(hidden.index_select(0, inputs.sample_tokens[:count]))
+            links.send(hidden.index_select(0, inputs.sample_tokens[:count]), self._number)
         if count and links.stage == 0:
             shape = _without_tables(shape)
-            self._unsampled.append(
-                Unsampled(self._num_steps, shape, sample_slots.copy(), needs, self.buffers.packed(shape))
-            )
-        self._num_steps += 1
+            data = self.buffers.packed(shape)
+            self._unsampled.append(Unsampled(self._number, shape, sample_slots.copy(), needs, data))
         return InFlight(None)
 
     def execute_command(self, message: bytes) -> None:
         """Execute what rank 0 sent: a step, or the sampling of the oldest one."""
         if message != SAMPLE:
             super().execute_command(message)
-        elif self.links.stage == 0:
+            return
+        self.begin_command()
+        if self.links.stage == 0:
             self._sample(self._unsampled.popleft())
 
     def sample_oldest(self) -> InFlight:
@@ -182,7 +181,7 @@ class PipelineRunner(RankRunner):
         number, shape, sample_slots, needs, data = step
         self._head_buffers.unpack(data)
         inputs = self._head_buffers.send(shape)
-        hidden = self.links.receive(len(sample_slots))
+        hidden = self.links.receive(len(sample_slots), number)
         graphs = self.head_graphs
         if recorded := graphs and graphs.find(shape):
             recorded.replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -30,6 +31,7 @@ def fork_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[Fork, 
     parent = os.getpid()
 
     def run() -> None:
+        gc.freeze()  # what is garbage here is the parent's: a group waits for threads that the fork does not have
         own.close()
         threading.Thread(target=end_with, args=(parent,), daemon=True).start()
         run_worker(build, other.detach(), rendezvous.store.port, rank, rendezvous.size)

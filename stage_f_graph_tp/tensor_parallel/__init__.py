@@ -13,7 +13,7 @@ from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezv
 from stage_f_graph_tp.tensor_parallel.shard_sampling import ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model, check_divisible
 from stage_f_graph_tp.tensor_parallel.worker_loop import run_torchrun_worker
-from stage_f_graph_tp.tensor_parallel.workers import Build, WorkerError, Workers, interrupts_held
+from stage_f_graph_tp.tensor_parallel.workers import Build, WorkerError, Workers, check_number
 
 __all__ = [
     "Build",
@@ -24,7 +24,7 @@ __all__ = [
     "Workers",
     "build_sharded_model",
     "check_divisible",
-    "interrupts_held",
+    "check_number",
     "start_ranks",
 ]
 

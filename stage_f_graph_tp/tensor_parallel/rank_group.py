@@ -12,6 +12,8 @@ import os
 import queue
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -22,15 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, WatchedStore
-from stage_f_graph_tp.tensor_parallel.workers import Workers
+from stage_f_graph_tp.tensor_parallel.workers import Workers, check_number
 
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 
 SHORT = 2**21  # bytes of a tensor; of longer ones, NCCL sends less than our kernel between more than two ranks
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # gloo asks for one; how long rank 0 waits is the workers' matter (`awaited`)
+POLL_SECONDS = 0.0001  # between two looks of rank 0 at a collective on CPUs
 CONNECT_TIMEOUT = timedelta(seconds=0.5)  # of an attempt of gloo's, which makes five, a second apart
 ENQUEUE_SECONDS = 1.0  # how long an abort waits for a launch under way, which may itself be what is blocked
+ABORT_SECONDS = 10.0  # for NCCL to release its memory when the program ends
 
 
 class RankGroup:
@@ -56,7 +60,9 @@ class RankGroup:
         self._group: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         self._enqueuing = threading.Lock()
         self._released = False
+        self._stopping = threading.Event()
         self._abort: threading.Thread | None = None
+        self._is_watching = workers is not None
         # A connection to a host that has disappeared does not break: gloo would wait for a minute.
         self._may_lose_hosts = rendezvous.is_torchrun and device.type == "cpu" and workers is not None
         if workers is not None:
@@ -72,6 +78,11 @@ class RankGroup:
         """Connect to the other ranks. All ranks call it, once each of them is known to be ready."""
         if self.device.type == "cuda":
             self._group = _nccl_group(self._rendezvous)
+            # The thread is there from the start: a program that ends can start no other. It has to end before the
+            # interpreter does: a thread that comes back from NCCL when there is none aborts the process.
+            self._abort = threading.Thread(target=self._abort_library, daemon=True)
+            self._abort.start()
+            weakref.finalize(self, _finish_abort, self._stopping, self._abort)
             finish_or_raise(self._connect_nccl, self._check)
             self._open_one_shot()
         else:
@@ -120,6 +131,19 @@ class RankGroup:
         if self.size > 1:
             self._run("broadcast", x, 0)
 
+    def agree_on(self, number: int) -> None:
+        """Check that rank 0 executes the same command as this rank: a command's first message between its CPU ranks.
+
+        Between GPUs the message would cost launches, and a wait for its result.
+
+        Raises:
+            RuntimeError: it executes another one.
+        """
+        if self.size > 1 and self.device.type == "cpu":
+            found = torch.tensor([number])
+            self._run("broadcast", found, 0)
+            check_number(int(found), number)
+
     def _run(self, collective: str, *args: object) -> None:
         """Run one of the library's collectives: on a GPU enqueue it, on a CPU wait for it."""
         self._wait(self._start(collective, *args))
@@ -135,28 +159,26 @@ class RankGroup:
             work.wait()  # the device waits, and goes on with what is enqueued after this
             return
         with self._awaited():
-            if self._may_lose_hosts:
-                finish_or_raise(lambda: work.wait(COLLECTIVE_TIMEOUT), self._check)
-            else:
-                work.wait(COLLECTIVE_TIMEOUT)  # without it, a receive would end after `CONNECT_TIMEOUT`
+            while self._is_watching and not work.is_completed():  # gloo's own wait may outlast the ranks it waits for
+                self._check()
+                time.sleep(POLL_SECONDS)
+            work.wait()
 
     def stop_waiting(self) -> None:
         """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.
 
-        Any thread may call it, and it does not block. (gloo's waits end when the other ranks' processes end; for a host
-        that is gone, `_wait` leaves them.)
+        Any thread may call it, and it does not block. (On CPUs, `_wait` leaves them.)
         """
         if self.one_shot is not None:
             self.one_shot.stop()
         if self._may_lose_hosts and self._group is not None:
             # Never freed, not at the program's end either: gloo would first wait for the host that is gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        if self.device.type == "cuda" and self._group is not None and self._abort is None:
-            self._abort = threading.Thread(target=self._abort_library, daemon=True)
-            self._abort.start()
+        self._stopping.set()
 
     def _abort_library(self) -> None:
-        """End NCCL's kernels. NCCL returns from this when no CUDA graph holds its communicator any more."""
+        """End NCCL's kernels when they are to stop. It takes until no CUDA graph holds NCCL's communicator any more."""
+        self._stopping.wait()
         idle = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)  # NCCL must not free its memory while a call uses it
         self._released = True
         if idle:
@@ -168,6 +190,12 @@ class RankGroup:
         """Wait until NCCL has released its memory, after `stop_waiting`."""
         if self._abort is not None:
             self._abort.join(seconds)
+
+
+def _finish_abort(stopping: threading.Event, abort: threading.Thread) -> None:
+    """Let NCCL release its memory before the program ends."""
+    stopping.set()
+    abort.join(ABORT_SECONDS)
 
 
 def _gloo_group(rendezvous: Rendezvous, check: Callable[[], None]) -> dist.ProcessGroupGloo:

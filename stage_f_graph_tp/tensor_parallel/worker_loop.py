@@ -1,11 +1,14 @@
 """A worker's side: connect to rank 0, build this rank's share from the first message, execute every further one.
 
+The commands are numbered, and one with another number than the next ends the worker.
+
 A worker exits as soon as its connection to rank 0 breaks, also in the middle of a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import sys
@@ -26,7 +29,7 @@ from stage_f_graph_tp.tensor_parallel.rendezvous import (
     Rendezvous,
     connect_to_rank_0,
 )
-from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, Build
+from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, NUMBER, Build, check_number
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
@@ -65,11 +68,17 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
         except (EOFError, OSError):
             os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective
 
+    def next_message() -> bytes:
+        message = messages.get()
+        check_number(*NUMBER.unpack_from(message), next(numbers))
+        return message[NUMBER.size :]
+
+    numbers = itertools.count()
     threading.Thread(target=receive, daemon=True).start()
     try:
-        execute = build(join(), messages.get())
+        execute = build(join(), next_message())
         while True:
-            execute(messages.get())
+            execute(next_message())
     except BaseException as error:
         summary = traceback.format_exception_only(error)[0].splitlines()[0]  # the last line may be advice: CUDA's is
         with contextlib.suppress(OSError):

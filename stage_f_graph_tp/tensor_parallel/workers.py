@@ -4,6 +4,10 @@ Rank 0 is the caller's process. It alone has the scheduler. For each step it sen
 the step and computes its own share; the collectives inside the model do the rest. Workers send nothing back, except a
 report of what went wrong.
 
+A rank that missed a command would run a step with another step's tensors. So every command has a number, the next one
+after the last, and a rank that gets another one fails. And rank 0 leaves a step by its end, or has failed the engine
+(`in_step`): an exception anywhere in between leaves the others waiting for it.
+
 Each worker that rank 0 starts inherits one end of a socket pair. Under torchrun the processes may be on other machines,
 so they connect over TCP, with a key that rank 0 puts into torchrun's store. A process that can read that store could
 send commands too. It could do no more than that: nothing that is received is ever unpickled.
@@ -21,6 +25,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -46,9 +51,17 @@ ADVICE = "the engine cannot go on, close it and make a new one"
 
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
 
+NUMBER = struct.Struct("<q")  # what every message begins with: how many were sent before it
+
 
 class WorkerError(EngineBroken):
     """Another rank died or failed; the engine it belonged to cannot go on."""
+
+
+def check_number(found: int, expected: int) -> None:
+    """Raise `RuntimeError` if what came belongs to another command than the one that a rank executes."""
+    if found != expected:
+        raise RuntimeError(f"the ranks are out of step: command {found} came where command {expected} was expected")
 
 
 @dataclass
@@ -75,6 +88,9 @@ class Workers:
         self.stop_waiting: Callable[[], None] = lambda: None
         self.rendezvous = rendezvous
         self._size = rendezvous.size
+        self._num_sent = 0  # messages
+        self._is_midway = False  # a step has begun and not ended
+        self._stepping = threading.RLock()  # held for a step
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._connections: dict[int, Connection] = {}  # by rank
         self._owner = os.getpid()
@@ -97,11 +113,13 @@ class Workers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """Send a message of any length to every other rank."""
+        """Send a message of any length, with the next number, to every other rank."""
         self.check()
+        numbered = NUMBER.pack(self._num_sent) + message
+        self._num_sent += 1
         try:
             for connection in self._connections.values():
-                connection.send_bytes(message)
+                connection.send_bytes(numbered)
         except OSError as error:
             self.explain()
             self.fail(f"a worker's connection broke: {error}")
@@ -137,6 +155,35 @@ class Workers:
             raise
 
     @contextlib.contextmanager
+    def in_step(self, command: bytes | None) -> Iterator[None]:
+        """Send a command and execute rank 0's part of it in the block, while Ctrl-C is held back.
+
+        The block ends, or the engine has failed: the others still wait for what it would have done. If even the end of
+        the engine is interrupted (a signal's handler may raise between any two lines), the next step fails.
+
+        Args:
+            command: None where the others know from an earlier one what to do.
+
+        Raises:
+            WorkerError: instead of anything that the block raises.
+        """
+        with self._stepping, interrupts_held(), self.awaited():
+            self.check()
+            if self._is_midway:
+                self.fail("rank 0 left a step before its end")
+            self._is_midway = True
+            try:
+                if command is not None:
+                    self.send(command)
+                yield
+            except GeneratorExit:  # an exception in contextlib's own lines has left the block, and is on its way
+                raise
+            except BaseException as error:
+                self.explain()
+                self.fail(f"rank 0 could not run a step: {error!r}")
+            self._is_midway = False
+
+    @contextlib.contextmanager
     def awaited(self, limit: float | None = None) -> Iterator[None]:
         """End the workers if the block, for which rank 0 needs them, is not done within `limit` seconds.
 
@@ -149,18 +196,30 @@ class Workers:
             self._awaited = None
 
     def close(self) -> None:
-        """End the workers. A second call does nothing, and neither does one in a forked child of rank 0."""
-        if os.getpid() != self._owner:
+        """End the workers. A second call does nothing, and neither does one in a forked child of rank 0.
+
+        A step of another thread ends with an error; it is waited for.
+        """
+        if not self.is_owner:
             return
         self._give_up(lambda: "the engine was closed")
+        if self._stepping.acquire(timeout=BLOCKED_SECONDS):
+            self._stepping.release()
         for process in self._processes.values():
             process.kill()
             process.wait()
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process is rank 0, and not a fork of it."""
+        return os.getpid() == self._owner
+
     def _watch(self) -> None:
-        while not self._failing.is_set():
+        while not self._failed.is_set():
             signs = wait(self._connections.values(), WATCH_INTERVAL)
-            if signs or any(process.poll() is not None for process in self._processes.values()):
+            if self._failing.is_set():  # another thread ends the workers, or was interrupted while it did
+                self._give_up(lambda: f"rank 0 was interrupted; {ADVICE}")
+            elif signs or any(process.poll() is not None for process in self._processes.values()):
                 self._give_up(self._find_cause)
             elif awaited := self._awaited:
                 awaited.seconds += WATCH_INTERVAL  # counted: nobody is late while this process is stopped itself
@@ -172,21 +231,19 @@ class Workers:
                 print(f"error: {self._reason}; rank 0 has not come back from a call yet", file=sys.stderr, flush=True)
 
     def _give_up(self, find_reason: Callable[[], str]) -> None:
-        """End every wait for the workers, note the reason, end the workers. Only the first call does anything."""
+        """End every wait for the workers, note the reason, end the workers. Only one call does this to its end."""
         with self._lock:
-            if self._failing.is_set():
+            if self._failed.is_set():
                 return
             self._failing.set()
-            try:
-                self.stop_waiting()
-                self._reason = find_reason()
-            finally:
-                self._failed.set()
-                self.stop_waiting = lambda: None  # it holds the device's memory
-                for connection in self._connections.values():
-                    _shut_down(connection)  # a worker exits when its connection breaks
-                for process in self._processes.values():
-                    process.kill()
+            self.stop_waiting()
+            self._reason = find_reason()
+            self.stop_waiting = lambda: None  # it holds the device's memory
+            for connection in self._connections.values():
+                _shut_down(connection)  # a worker exits when its connection breaks
+            for process in self._processes.values():
+                process.kill()
+            self._failed.set()
 
     def _find_cause(self) -> str:
         """What happened to which rank. When one has died, others may report broken connections before it is noticed."""
@@ -239,19 +296,34 @@ def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subp
         return process, Connection(own.detach())
 
 
+class HeldInterrupt:
+    """A handler of Ctrl-C that notes it.
+
+    Args:
+        before: the handler in whose place it is; if that one was itself left behind, the one before it.
+    """
+
+    def __init__(self, before: object) -> None:
+        self.before = before.before if isinstance(before, HeldInterrupt) else before
+        self.came = False
+
+    def __call__(self, *_: object) -> None:
+        self.came = True
+
+
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Delay Ctrl-C until the block is done: rank 0 must not leave a step in which the others wait for it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread is interrupted
         return
-    interrupted = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    held = HeldInterrupt(signal.getsignal(signal.SIGINT))
     try:
+        signal.signal(signal.SIGINT, held)
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-        if interrupted.is_set():
+        signal.signal(signal.SIGINT, held.before or signal.SIG_DFL)
+        if held.came:
             signal.raise_signal(signal.SIGINT)
 
 
