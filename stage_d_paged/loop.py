@@ -1,141 +1,133 @@
-"""A KV cache in blocks: sequences share one pool, and take memory when they have a token to put there.
+"""A KV cache in blocks: many sequences share one pool, and each takes memory when it has a token to put there.
 
-Nobody knows how long an answer gets. Stages A to C keep a request's keys and values in one piece, so each request must
-reserve room for the longest answer that it may get, and most of that stays empty. Here the memory is cut into blocks of
-16 tokens. A sequence takes one when it needs one; its *block table* says which, in order. Where is token 21 of a
-sequence whose block table is [7, 2]? In block 2 (21 // 16 is 1, and table[1] is 2), at offset 5 (21 % 16): in slot
-2 * 16 + 5 of the pool. Nothing else changes: attention is the same, it only finds its keys through the table.
+Nobody knows how long an answer gets. A cache in one piece, as in stages A to C, needs room for the longest, here 512
+tokens, and most of it stays empty. So the memory is cut into blocks of 16 tokens. A sequence takes another one when its
+last one is full, and its *block table* lists them. Where is token 21 of a sequence with the table [7, 2]? In block 2
+(21 // 16 is 1, and table[1] is 2) at offset 5 (21 % 16), which is slot 2 * 16 + 5 of the pool.
 
-The model is our own from here on (`model.py`). It takes the tokens of all sequences in one flat list, `[tokens]`, and
-asks an object with the two methods of `PagedAttention` to store and to read keys and values.
-`python -m stage_d_paged.loop` answers five questions side by side and prints how many blocks they hold at the most:
-once with reservations, once with blocks taken as the answers grow. The answers are those of stage A's loop.
+The model is our own from here on (`model.py`): it runs the tokens of all sequences as one flat list. Five questions are
+answered side by side, once in blocks of 512 tokens, which are reservations, and once in blocks of 16.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stage_a_naive import loop as one_by_one
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import SafetensorsDirectory, WeightLoader
 
+LONGEST = 512  # tokens that a sequence may have, prompt and answer
 BLOCK_SIZE = 16  # tokens
-LONGEST = 512  # tokens that a sequence may have, prompt and answer: a reservation is 32 blocks
-QUESTIONS = [
-    "What is a KV cache?",
-    "What is prefill?",
-    "What is decode?",
-    "What is paged attention?",
-    "What is continuous batching?",
-]
+Step = namedtuple("Step", ["chunks", "slot_mapping"])  # what runs: positions of sequences, and each token's slot
 
 
-@dataclass(eq=False)
 class Sequence:
-    """A question and the answer so far."""
+    """A prompt and the answer so far."""
 
-    ids: list[int]  # the prompt, then what was generated
-    num_computed: int = 0  # how many of them have their keys and values in the pool
-    block_table: list[int] = field(default_factory=list)
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.num_computed = 0  # of these tokens, the first ones have their keys and values in the pool
+        self.block_table: list[int] = []
 
 
 class Pool:
-    """The memory of all KV caches: per layer, keys and values `[blocks, block_size, kv_heads, head_dim]`."""
+    """The memory of all sequences: per layer, keys and values `[blocks, block_size, kv_heads, head_dim]`."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int) -> None:
-        shape = (num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+        self.block_size = block_size
         self.free = list(range(num_blocks))  # the blocks that no sequence holds
-        self.used: list[int] = []  # per step that was run, how many blocks were held
-
-
-class Step(NamedTuple):
-    """What attention must know of a step."""
-
-    chunks: list[tuple[Sequence, int]]  # each sequence, and how many of its tokens run
-    slot_mapping: Tensor  # [tokens]: where each token's key and value go
-
-
-class PagedAttention:
-    """Attention through block tables. The model calls both methods in every layer."""
-
-    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Write each token's key and value, `[tokens, kv_heads, head_dim]`, into its slot."""
-        keys.flatten(0, 1)[slot_mapping] = key
-        values.flatten(0, 1)[slot_mapping] = value
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
-        """Attend with each sequence's queries, `[count, heads, head_dim]`, to all keys of its blocks up to their own."""
-        attended = []
-        counts = [count for _, count in step.chunks]
-        for (sequence, count), queries in zip(step.chunks, query.split(counts), strict=True):
-            length = sequence.num_computed + count
-            k, v = (cache[sequence.block_table].flatten(0, 1)[:length] for cache in (keys, values))
-            causal = torch.ones(count, length, dtype=torch.bool).tril(length - count)
-            q, k, v = (x.transpose(0, 1) for x in (queries, k, v))  # [heads, tokens, head_dim]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scale, enable_gqa=True)
-            attended.append(out.transpose(0, 1))
-        return torch.cat(attended)
+        self.held: list[int] = []  # how many are held, in every step so far
 
 
 def take_blocks(pool: Pool, sequence: Sequence, num_tokens: int) -> None:
-    """Give a sequence the blocks that its first `num_tokens` tokens need and that it has not got yet."""
-    while len(sequence.block_table) * BLOCK_SIZE < num_tokens:
+    """Give a sequence the blocks that its first `num_tokens` tokens need and that it does not have yet."""
+    while len(sequence.block_table) * pool.block_size < num_tokens:
         sequence.block_table.append(pool.free.pop())
 
 
-def reserve(pool: Pool, sequence: Sequence, num_tokens: int) -> None:
-    """Give a sequence all blocks that it can ever need, as a cache in one piece does."""
-    take_blocks(pool, sequence, LONGEST)
-
-
 def release(pool: Pool, sequence: Sequence) -> None:
-    """Take all blocks back. What was computed is lost."""
+    """Take all blocks of a sequence back. Its keys and values are lost."""
     pool.free += sequence.block_table
     sequence.block_table, sequence.num_computed = [], 0
 
 
+class PagedAttention:
+    """Attention that finds keys and values through block tables. The model calls both methods in every layer."""
+
+    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Write the new keys and values, `[tokens, kv_heads, head_dim]`, to their slots in this layer's pool."""
+        keys.flatten(0, 1)[slot_mapping] = key
+        values.flatten(0, 1)[slot_mapping] = value
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
+        """Let the queries of each sequence, `[tokens, heads, head_dim]`, see its own keys up to their own positions."""
+        outputs = []
+        for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
+            k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))
+            mask = torch.ones(len(span), span.stop, dtype=torch.bool).tril(span.start)
+            out = nn.functional.scaled_dot_product_attention(
+                q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True
+            )
+            outputs.append(out.transpose(0, 1))
+        return torch.cat(outputs)
+
+
 @torch.inference_mode()
-def run(model: DecoderModel, pool: Pool, chunks: list[tuple[Sequence, int]]) -> list[int]:
-    """Run the next `count` tokens of each sequence in one pass of the model; returns the best token after each chunk."""
-    ids, positions, slots = [], [], []
-    for sequence, count in chunks:
-        for position in range(sequence.num_computed, sequence.num_computed + count):
-            ids.append(sequence.ids[position])
-            positions.append(position)
-            slots.append(sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+def run(model: DecoderModel, pool: Pool, chunks: list[tuple[Sequence, range]]) -> list[int]:
+    """Run these positions of the sequences in one pass; returns the best next token after each chunk."""
+    tokens = [(sequence, position) for sequence, span in chunks for position in span]
+    slots = [s.block_table[p // pool.block_size] * pool.block_size + p % pool.block_size for s, p in tokens]
+    ids, positions = [sequence.ids[p] for sequence, p in tokens], [p for _, p in tokens]
     hidden = model(torch.tensor(ids), torch.tensor(positions), pool, Step(chunks, torch.tensor(slots)))
-    last = torch.tensor([count for _, count in chunks]).cumsum(0) - 1  # the row of each chunk's last token
-    for sequence, count in chunks:
-        sequence.num_computed += count
-    pool.used.append(pool.size - len(pool.free))
-    return model.compute_logits(hidden[last]).argmax(-1).tolist()
+    for sequence, span in chunks:
+        sequence.num_computed = span.stop
+    pool.held.append(sum(len(sequence.block_table) for sequence, _ in chunks))
+    last_rows = torch.tensor([len(span) for _, span in chunks]).cumsum(0) - 1
+    return model.compute_logits(hidden[last_rows]).argmax(-1).tolist()
 
 
-def generate(
-    model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: int, take: Callable = take_blocks
-) -> list[list[int]]:
-    """Answer all prompts side by side: prefill them together, then decode until the last one has ended."""
-    sequences = [Sequence(list(prompt)) for prompt in prompts]
-    running = sequences
+def generate(model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
+    """Answer all prompts side by side: one step for the prompts, then one per token of the longest answer."""
+    sequences = running = [Sequence(list(prompt)) for prompt in prompts]
     while running:
-        chunks = [(sequence, len(sequence.ids) - sequence.num_computed) for sequence in running]
         for sequence in running:
-            take(pool, sequence, len(sequence.ids))
+            take_blocks(pool, sequence, len(sequence.ids))
+        chunks = [(sequence, range(sequence.num_computed, len(sequence.ids))) for sequence in running]
         for sequence, token in zip(running, run(model, pool, chunks), strict=True):
             sequence.ids.append(token)
-        for sequence in running: 
-            if sequence.ids[-1] == eos_id or len(sequence.ids) == LONGEST:
+            if token == eos_id or len(sequence.ids) == LONGEST:
                 release(pool, sequence)
         running = [sequence for sequence in running if sequence.block_table]
     return [sequence.ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def load(attention: object) -> DecoderModel:
+    """Load the tutor into our own model, whose layers store and attend through the given object."""
+    config = ModelConfig.from_hf(AutoConfig.from_pretrained(TUTOR_PATH))
+    model = DecoderModel(config, attention, LONGEST, torch.float32, torch.device("cpu"))
+    model.load(WeightLoader(SafetensorsDirectory(TUTOR_PATH)))
+    return model
+
+
+def main() -> None:
+    model, tokenizer = load(PagedAttention()), AutoTokenizer.from_pretrained(TUTOR_PATH)
+    prompts = [one_by_one.encode(tokenizer, entry["question"]) for entry in read_faq()[:5]]
+    before = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
+    expected = [one_by_one.generate(before, prompt, tokenizer.eos_token_id, LONGEST) for prompt in prompts]
+    held = []
+    for block_size in (LONGEST, BLOCK_SIZE):
+        pool = Pool(model.config, 5 * LONGEST // block_size, block_size)
+        assert generate(model, pool, prompts, tokenizer.eos_token_id) == expected
+        held.append(f"{max(pool.held) * block_size:,} ({max(pool.held)} blocks of {block_size})")
+    print(f"slots that five sequences hold: {held[0]} → {held[1]} [H200: 78 → 0.8 % of those of 256 are empty]")
+
+
+if __name__ == "__main__":
+    main()
