@@ -1,17 +1,15 @@
 """A pipeline: two stages have half of the layers each, and work on different batches at the same time.
 
 A model that is too large for one GPU can be cut between its layers. Stage 0 runs the first half and sends the hidden
-states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step. So with one
-batch in flight each stage is idle in every second slot of time; this is the *bubble*. With two in flight, stage 0 runs
-batch B while stage 1 runs batch A. `python -m beyond.scale_out.loop` draws both schedules and counts the idle slots. The
-answers are those of stage D's loop. (Both stages are in this process: with two GPUs, a column is one moment.)
+states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one batch
+in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch while
+stage 1 runs the other. The program draws both schedules and counts the idle slots; the answers are those of stage D's
+loop. (Both stages are in this process, one after the other. With two GPUs, a column of the drawing is one moment.)
 """
 
-from collections import deque
 from types import SimpleNamespace
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer
 
 from stage_a_naive.loop import encode
@@ -22,11 +20,10 @@ from stage_d_paged.loop import LONGEST, PagedAttention, Pool, Sequence, Step, lo
 ONE_IN_FLIGHT, TWO_IN_FLIGHT = 1, 2  # batches between being started and having their next tokens
 
 
-def cut(pool: Pool) -> tuple:
-    """Load the model twice, and keep half of its layers in each: with their keys and values, these are the stages."""
+def cut(pool: Pool) -> tuple:  # into two stages, each a model with half of the layers, and their keys and values
     first, last, half = load(PagedAttention()), load(PagedAttention()), len(pool.layers) // 2
-    first.layers, first.norm = first.layers[:half], nn.Identity()
-    last.layers, last.embed_tokens = last.layers[half:], nn.Identity()  # it is given hidden states, not ids
+    first.layers, first.norm = first.layers[:half], torch.nn.Identity()
+    last.layers, last.embed_tokens = last.layers[half:], torch.nn.Identity()  # it is given hidden states, not ids
     return (first, SimpleNamespace(layers=pool.layers[:half])), (last, SimpleNamespace(layers=pool.layers[half:]))
 
 
@@ -54,11 +51,11 @@ def generate(most_in_flight: int, pool: Pool, prompts: list[list[int]], eos_id: 
     (first, last), sequences = cut(pool), [Sequence(list(prompt)) for prompt in prompts]
     for sequence in sequences:
         take_blocks(pool, sequence, LONGEST)
-    ready, sent, schedule = deque([("A", sequences[::2]), ("B", sequences[1::2])]), None, []
+    ready, sent, schedule = [("A", sequences[::2]), ("B", sequences[1::2])], None, []
     while ready or sent:
         arrived, sent = sent, None
         if ready and most_in_flight > (arrived is not None):
-            name, batch = ready.popleft()
+            name, batch = ready.pop(0)
             sent = name, batch, run_first(first, batch)
         if arrived:
             name, batch, message = arrived
