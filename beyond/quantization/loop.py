@@ -1,13 +1,11 @@
 """Fewer bytes: weights as whole numbers from -127 to 127, with one scale per row, and the same answers.
 
-A decode step takes as long as reading its weights, so weights of half the bytes can be read in half the time. An int8 is
-a byte. The largest number of a row is stored as 127, so the *scale* of the row is `largest / 127`, and each other number
-as the nearest multiple of the scale. The row 0.31, -1.27, 0.02, 0.95 has the scale 0.01 and becomes 31, -127, 2, 95. No
-number is off by more than half a scale. And a product needs a scale only once per output: y = Σ (s q) x = s Σ q x.
-
+A decode step takes as long as reading its weights: with half of the bytes, half as long. An int8 is a byte. The largest
+number of a row is stored as 127, so the *scale* of the row is `largest / 127`, and each other number as the nearest
+multiple of it. The row 0.31, -1.27, 0.02, 0.95 has the scale 0.01 and becomes 31, -127, 2, 95. No number is off by more
+than half a scale. And a product needs a scale only once per output: y = Σ (s q) x = s Σ q x.
 `python -m beyond.quantization.loop` prints the bytes of the matrices, and the first token that is not stage D's. With 8
-bits there is none, so the program also rounds to 3 bits (to 7 of the 255 values), to show what happens if it is too much.
-(A CPU's product converts its matrix to float32 first: the memory is saved, the time is not.)
+bits there is none, so it rounds to 3 bits, too (7 of the 255 values). (A CPU converts a matrix before each product.)
 """
 
 from collections.abc import Callable
@@ -27,16 +25,14 @@ def keep(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return a matrix as whole numbers, int8 `[rows, columns]`, and a scale per row, `[rows]`."""
+    """Round a matrix to whole numbers, int8 `[rows, columns]`, and scales `[rows]`."""
     scales = weight.abs().amax(dim=1) / (2 ** (bits - 1) - 1)
     rounded = (weight / scales[:, None]).round().to(torch.int8)
     assert ((rounded * scales[:, None] - weight).abs() < 0.501 * scales[:, None]).all()
     return rounded, scales
 
 
-class ScaledLinear(nn.Module):
-    """Stage D's linears: `x Wᵀ` plus a bias or the residual stream, from whole numbers and scales."""
-
+class ScaledLinear(nn.Module):  # `x Wᵀ` plus a bias or the residual stream
     def __init__(self, linear: PackedLinear | ResidualLinear, numbers: Tensor, scales: Tensor) -> None:
         super().__init__()
         self.numbers, self.scales, self.bias = numbers, scales, getattr(linear, "bias", None)
@@ -65,8 +61,8 @@ def main() -> None:
     expected, before = answer(keep, 32, *work)
     for bits in (3, 8):
         tokens, after = answer(quantize, bits, *work)
-        differs = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=False), 1) if ours != theirs]
-        print(f"{bits} bits: of {len(expected)} tokens, the first that differs is", f"number {differs[0]}" if differs else "none")
+        differs = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=False)) if ours != theirs]
+        print(f"{bits} bits: first token that differs:", f"{differs[0]} of {len(expected)}" if differs else "none")
     print(f"bytes of the matrices: {before:,} → {after:,} [H200: Qwen2.5-7B, 3.91 → 2.58 ms per step]")
 
 

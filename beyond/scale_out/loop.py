@@ -1,10 +1,10 @@
 """A pipeline: two stages have half of the layers each, and work on different batches at the same time.
 
 A model that is too large for one GPU can be cut between its layers. Stage 0 runs the first half and sends the hidden
-states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one batch
-in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch while
-stage 1 runs the other. The program draws both schedules and counts the idle slots; the answers are those of stage D's
-loop. (Both stages are in this process, one after the other. With two GPUs, a column of the drawing is one moment.)
+states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one
+batch in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch
+while stage 1 runs the other. This program draws both schedules and counts the idle slots; the answers are those of stage
+D's loop. (Both stages are in this process, one after the other: on two GPUs, a column of the drawing is one moment.)
 """
 
 from types import SimpleNamespace

@@ -1,17 +1,15 @@
 """A server that streams: an event loop waits for all clients, and one thread runs the steps for all their requests.
 
-A server mostly waits for its clients. An *event loop* waits for all of them in one thread: a function that it runs, a
-*coroutine*, hands the thread back at every `await` until what it waits for has come. A step of the engine never waits,
-and would stop all clients, so it has a thread of its own. Requests cross in one queue, which the engine empties between
-two steps, and tokens in one queue per request. Who asks while others are answered joins them in the next step.
-`python -m beyond.serving.loop` serves: `curl -N http://127.0.0.1:8000/What%20is%20decode%3F`. With `--once` it asks
-itself eight questions, in turn and at once, and prints the most requests in flight; the answers are stage E's.
+Each function that an *event loop* runs hands the thread back at every `await`, until what it waits for has come, so one
+thread serves all clients. A step of the engine never waits and would stop them all: it has a thread of its own. Requests
+cross in one queue, which the engine empties between two steps, and tokens in one queue per request. Who asks while others
+are answered joins them in the next step: `curl -N http://127.0.0.1:8000/What%20is%20decode%3F`. With `--once` the program
+asks itself eight questions, in turn and at once, and prints the most in flight. The answers are those of stage E's loop.
 """
 
 import asyncio
 import sys
 from collections import deque
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from urllib.parse import quote, unquote
@@ -28,28 +26,23 @@ tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
 in_flight: list[int] = []  # requests, in every step
 
 
-def run_engine(inbox: SimpleQueue) -> None:
-    """Run steps for whatever is in flight, and wait for the inbox when nothing is."""
-    model, waiting, running, tell = load(PagedAttention()), deque(), [], {}
-    pool = Pool(model.config, NUM_BLOCKS, BLOCK_SIZE)
+def run_engine(model: object, inbox: SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
+    pool, waiting, running = Pool(model.config, NUM_BLOCKS, BLOCK_SIZE), deque(), []
     while True:
-        while not inbox.empty() or not (waiting or running):
-            prompt_ids, tell_token = inbox.get()
-            waiting.append(Sequence(prompt_ids))
-            tell[waiting[-1]] = tell_token
+        while not inbox.empty() or not (waiting or running):  # wait for a request only where none is in flight
+            waiting.append(inbox.get())
         in_flight.append(len(waiting) + len(running))
         for sequence in step(model, pool, waiting, running, tokenizer.eos_token_id):
-            tell[sequence](sequence.ids[-1] if sequence in running else None)
+            loop.call_soon_threadsafe(sequence.tokens.put_nowait, sequence.ids[-1] if sequence in running else None)
 
 
 async def answer(inbox: SimpleQueue, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Read a question, `GET /What%20is… HTTP/1.1`, and write its answer while it is made."""
-    question = unquote((await reader.readuntil(b"\r\n\r\n")).split()[1][1:].decode())
-    tokens, ids = asyncio.Queue(), []
-    tell_token = partial(asyncio.get_running_loop().call_soon_threadsafe, tokens.put_nowait)
-    inbox.put((encode(tokenizer, question), tell_token))
+    sequence = Sequence(encode(tokenizer, unquote((await reader.readuntil(b"\r\n\r\n")).split()[1][1:].decode())))
+    sequence.tokens, ids = asyncio.Queue(), []
+    inbox.put(sequence)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")
-    while (token := await tokens.get()) is not None:
+    while (token := await sequence.tokens.get()) is not None:
         ids.append(token)
         if "\N{REPLACEMENT CHARACTER}" not in (text := tokenizer.decode(ids)):  # not in the middle of a character
             writer.write(text.encode())
@@ -65,26 +58,24 @@ async def ask(port: int, question: str, clients: asyncio.Semaphore) -> str:
 
 
 async def serve(once: bool) -> None:
-    inbox, most = SimpleQueue(), []
-    Thread(target=run_engine, args=(inbox,), daemon=True).start()
-    server = await asyncio.start_server(partial(answer, inbox), "127.0.0.1", 0 if once else 8000)
+    model, inbox, most = load(PagedAttention()), SimpleQueue(), []
+    Thread(target=run_engine, args=(model, inbox, asyncio.get_running_loop()), daemon=True).start()
+    server = await asyncio.start_server(lambda *streams: answer(inbox, *streams), "127.0.0.1", 0 if once else 8000)
     if not once:
         await server.serve_forever()
     port, questions = server.sockets[0].getsockname()[1], [entry["question"] for entry in read_faq()[:8]]
-    for count in (IN_TURN, AT_ONCE):
+    for clients in map(asyncio.Semaphore, (IN_TURN, AT_ONCE)):
         in_flight.clear()
-        clients = asyncio.Semaphore(count)
         answers = await asyncio.gather(*(ask(port, question, clients) for question in questions))
-        most.append(max(in_flight))
-        print(f"eight answers to {count} clients at a time: {len(in_flight)} steps")
-    model, prompts = load(PagedAttention()), [encode(tokenizer, question) for question in questions]
-    expected = generate(model, Pool(model.config, NUM_BLOCKS, BLOCK_SIZE), prompts, tokenizer.eos_token_id)
+        most.append(f"{max(in_flight)} ({len(in_flight)} steps)")
+    pool, prompts = Pool(model.config, NUM_BLOCKS, BLOCK_SIZE), [encode(tokenizer, question) for question in questions]
+    expected = generate(model, pool, prompts, tokenizer.eos_token_id)
     assert answers == tokenizer.batch_decode(expected, skip_special_tokens=True)
     print(f"requests in flight: {most[0]} → {most[1]} [H200: 150 → 10,020 tokens/s with 1 and 256, stage E]")
 
 
 def main() -> None:
-    asyncio.run(serve("--once" in sys.argv))
+    asyncio.run(serve(once="--once" in sys.argv))
 
 
 if __name__ == "__main__":

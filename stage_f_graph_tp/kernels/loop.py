@@ -80,11 +80,12 @@ def five(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tupl
 @torch.inference_mode()
 def main() -> None:
     model = load(PagedAttention()).to(DEVICE)
-    layer, rotary, config = model.layers[0], model.rotary, model.config
+    layer, rotary, config, sequence = model.layers[0], model.rotary, model.config, Sequence([])
     x, branch = torch.randn(2, 1, config.hidden_size, device=DEVICE)  # `branch` is to be added to `x` before the layer
     cache = tuple(torch.randn(2, 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, device=DEVICE))
     last = torch.tensor([BLOCK_SIZE - 1], device=DEVICE)  # this token's position, and its slot in the only block
-    expected = layer(x + branch, rotary(last), cache, Step([(Sequence([], 0, [0]), range(int(last), BLOCK_SIZE))], last))
+    sequence.block_table = [0]
+    expected = layer(x + branch, rotary(last), cache, Step([(sequence, range(int(last), BLOCK_SIZE))], last))
     fused_layers.move_norm_weights(model)  # into the columns of the matrices: what is left of a norm is its scale
     counts = []
     for way in (nine, seven, five):
