@@ -5,15 +5,15 @@ tokens, and most of it stays empty. So the memory is cut into blocks of 16 token
 last one is full, and its *block table* lists them. Where is token 21 of a sequence with the table [7, 2]? In block 2
 (21 // 16 is 1, and table[1] is 2) at offset 5 (21 % 16), which is slot 2 * 16 + 5 of the pool.
 
-The model is our own from here on (`model.py`): it runs the tokens of all sequences as one flat list. Five questions are
-answered side by side, once in blocks of 512 tokens, which are reservations, and once in blocks of 16.
+Below, five questions are answered side by side: in blocks of 512 tokens, which are reservations, and in blocks of 16.
 """
 
 from collections import namedtuple
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stage_a_naive import loop as one_by_one
@@ -42,7 +42,7 @@ class Pool:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int) -> None:
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.free = list(range(num_blocks))  # the blocks that no sequence holds
         self.held: list[int] = []  # how many are held, in every step so far
 
@@ -73,44 +73,41 @@ class PagedAttention:
         for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
             k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))
             mask = torch.ones(len(span), span.stop, dtype=torch.bool).tril(span.start)
-            out = nn.functional.scaled_dot_product_attention(
-                q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True
-            )
+            out = scaled_dot_product_attention(q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True)
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
 
 @torch.inference_mode()
 def run(model: DecoderModel, pool: Pool, chunks: list[tuple[Sequence, range]]) -> list[int]:
-    """Run these positions of the sequences in one pass; returns the best next token after each chunk."""
+    """Run these positions of the sequences, as one flat list of tokens; returns the best next token of each."""
     tokens = [(sequence, position) for sequence, span in chunks for position in span]
     slots = [s.block_table[p // pool.block_size] * pool.block_size + p % pool.block_size for s, p in tokens]
     ids, positions = [sequence.ids[p] for sequence, p in tokens], [p for _, p in tokens]
     hidden = model(torch.tensor(ids), torch.tensor(positions), pool, Step(chunks, torch.tensor(slots)))
     for sequence, span in chunks:
         sequence.num_computed = span.stop
-    pool.held.append(sum(len(sequence.block_table) for sequence, _ in chunks))
+    pool.held.append(pool.num_blocks - len(pool.free))
     last_rows = torch.tensor([len(span) for _, span in chunks]).cumsum(0) - 1
     return model.compute_logits(hidden[last_rows]).argmax(-1).tolist()
 
 
 def generate(model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
     """Answer all prompts side by side: one step for the prompts, then one per token of the longest answer."""
-    sequences = running = [Sequence(list(prompt)) for prompt in prompts]
-    while running:
+    sequences = [Sequence(list(prompt)) for prompt in prompts]
+    while running := [sequence for sequence in sequences if sequence.ids[-1] != eos_id and len(sequence.ids) < LONGEST]:
         for sequence in running:
             take_blocks(pool, sequence, len(sequence.ids))
         chunks = [(sequence, range(sequence.num_computed, len(sequence.ids))) for sequence in running]
         for sequence, token in zip(running, run(model, pool, chunks), strict=True):
             sequence.ids.append(token)
-            if token == eos_id or len(sequence.ids) == LONGEST:
-                release(pool, sequence)
-        running = [sequence for sequence in running if sequence.block_table]
+    for sequence in sequences:
+        release(pool, sequence)
     return [sequence.ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
 def load(attention: object, path: Path = TUTOR_PATH) -> DecoderModel:
-    """Load the tutor into our own model, whose layers store and attend through the given object."""
+    """Load the tutor into our own model (`model.py`), whose layers store and attend through the given object."""
     config = ModelConfig.from_hf(AutoConfig.from_pretrained(path))
     model = DecoderModel(config, attention, LONGEST, torch.float32, torch.device("cpu"))
     model.load(WeightLoader(SafetensorsDirectory(path)))
@@ -126,8 +123,8 @@ def main() -> None:
     for block_size in (LONGEST, BLOCK_SIZE):
         pool = Pool(model.config, 5 * LONGEST // block_size, block_size)
         assert generate(model, pool, prompts, tokenizer.eos_token_id) == expected
-        held.append(f"{max(pool.held) * block_size:,} ({max(pool.held)} blocks of {block_size})")
-    print(f"slots that five sequences hold: {held[0]} → {held[1]} [H200: 78 → 0.8 % of those of 256 are empty]")
+        held.append(f"{max(pool.held) * block_size:,} = {max(pool.held)} × {block_size}")
+    print(f"slots of five sequences: {held[0]} → {held[1]} [H200: 78 → 0.8 % empty]")
 
 
 if __name__ == "__main__":

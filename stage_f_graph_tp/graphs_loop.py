@@ -3,9 +3,8 @@
 A kernel of a small decode step runs for a few microseconds, and Python takes as long to launch it: a GPU mostly waits.
 But every step makes the same calls, as stage B's works on fixed memory. So note them once, with all arguments, and let
 one call make them all again: on a GPU, a CUDA graph. No Python is in it: an `if` took one branch for good. What changes
-must be in memory, as the token is, which a replay leaves for the next. `python -m stage_f_graph_tp.graphs_loop` prints
-the calls from Python per step; the answers are those of stage B's loop. (Without a GPU, a list that Python goes through
-after all stands in for the graph: it saves no time.)
+must be in memory, as the token is, which a replay leaves for the next. This program prints the calls from Python per
+step; the answers are those of stage B's loop. (On a CPU, a list that Python goes through after all stands in for it.)
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 A model that is too large for one GPU can be cut between its layers. Stage 0 runs the first half and sends the hidden
 states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one
 batch in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch
-while stage 1 runs the other. This program draws both schedules and counts the idle slots; the answers are those of stage
-D's loop. (Both stages are in this process, one after the other: on two GPUs, a column of the drawing is one moment.)
+while stage 1 runs the other. This program draws and counts the idle slots (a column is one moment, though here the two
+stages take turns in one process). The answers are those of stage D's loop.
 """
 
 from types import SimpleNamespace
@@ -37,7 +37,6 @@ def run_first(stage: tuple, batch: list[Sequence]) -> tuple[torch.Tensor, torch.
 
 
 def run_last(stage: tuple, states: torch.Tensor, positions: torch.Tensor, step: Step) -> None:
-    """Run hidden states through the other layers, and append a token to each sequence."""
     last_rows = torch.tensor([len(span) for _, span in step.chunks]).cumsum(0) - 1
     logits = stage[0].compute_logits(stage[0](states, positions, stage[1], step)[last_rows])
     for (sequence, span), token in zip(step.chunks, logits.argmax(-1).tolist(), strict=True):

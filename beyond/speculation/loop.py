@@ -2,9 +2,9 @@
 
 A pass for five tokens reads the weights once, as a pass for one does. So if the next four tokens were known, one pass
 would do for five. A model of one layer guesses them: *KV cache is*, behind a text that ends with *A*. A pass over *A KV
-cache is* says what follows each: *KV cache keeps …*. Two guesses are right, so there are three new tokens. A guess never
-decides which token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. Without
-such noise there is the standard rule (Leviathan et al., 2023): keep a guess with probability p / q, else sample from
+cache is* says what follows each: *KV cache keeps …*. Two guesses are right, so there are three new tokens. A guess does
+not decide which token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. In
+other cases there is the standard rule (Leviathan et al., 2023): keep a guess with probability p / q, else sample from
 what p has more than q. Its answers differ, and are as probable. The program prints the passes per token for all three.
 """
 

@@ -3,9 +3,8 @@
 A decode step's row is tiny, 1 KB in the tutor: a kernel costs its start and end more than its work. From stage D's 13
 to 9, small kernels are joined. `add_norm` is such a join: what one kernel would store and the next load again stays in
 registers. From 9 to 7 the norms vanish: a norm scales each row by one number, a product is linear, so the kernel behind
-the product can scale instead. From 7 to 5 the products are ours, and do the work around them too.
-`python -m stage_f_graph_tp.kernels.loop` runs a layer of the tutor each way and prints its launches. The rows are those
-of stage D's layer, within 1e-4. (Triton compiles for a GPU; on a CPU its interpreter runs the kernels.)
+the product can scale instead. From 7 to 5 the products are ours, and do the work around them too. The program runs a
+layer of the tutor each way and prints its launches; the rows are stage D's within 1e-4. (On a CPU, Triton interprets.)
 """
 
 import os
@@ -85,7 +84,7 @@ def main() -> None:
     cache = tuple(torch.randn(2, 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, device=DEVICE))
     last = torch.tensor([BLOCK_SIZE - 1], device=DEVICE)  # this token's position, and its slot in the only block
     sequence.block_table = [0]
-    expected = layer(x + branch, rotary(last), cache, Step([(sequence, range(int(last), BLOCK_SIZE))], last))
+    expected = layer(x + branch, rotary(last), cache, Step([(sequence, range(BLOCK_SIZE - 1, BLOCK_SIZE))], last))
     fused_layers.move_norm_weights(model)  # into the columns of the matrices: what is left of a norm is its scale
     counts = []
     for way in (nine, seven, five):

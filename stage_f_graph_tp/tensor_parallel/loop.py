@@ -1,15 +1,15 @@
 """Tensor parallelism: two processes hold half of every matrix each, and add up their results twice per layer.
 
-A decode step takes as long as reading the weights. Two GPUs that read one half each could take half as long, if they
-rarely wait for each other. A matrix can be cut in two ways. With half of the rows of W, a process computes half of
-y = W x, from all of x. With half of the columns it needs half of x, and has a part of every number: y = W₀ x₀ + W₁ x₁.
-Cut the first of two matrices by rows and the second by columns: half of a result is just what the second one needs.
+A decode step takes as long as reading the weights: two GPUs that read one half each could take half as long, if they
+rarely wait for each other. With half of the rows of W, a process computes half of y = W x, from all of x. With half of
+the columns it needs half of x, and has a part of every number: y = W₀ x₀ + W₁ x₁. So cut the first of two matrices by
+rows and the second by columns: half of a result is just what the second one needs, and only its parts are added up.
 
     process 0   x ─► QKV, half the heads ─► attention ─► output ─┐
     process 1   x ─► QKV, the others ─────► attention ─► output ─┴─ sum ─► x ─► gate-up ─► SwiGLU ─► down … sum ─► x
 
-So a layer has two sums, and a process has the keys and values of its own heads only. This program prints the bytes of
-weights per process; the answers are those of stage D's loop. (The embedding, also the LM head, is whole in both here.)
+A process has the keys and values of its own heads only. This program prints the bytes of weights per process; the
+answers are those of stage D's loop. (The embedding, which is the LM head, too, is whole in both.)
 """
 
 from dataclasses import replace
@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 
 from stage_a_naive.loop import encode
 from stage_a_naive.tutor import TUTOR_PATH, read_faq
-from stage_d_paged.layers import PackedLinear, ResidualLinear
 from stage_d_paged.loop import BLOCK_SIZE, LONGEST, PagedAttention, Pool, generate, load
 from stage_d_paged.model import DecoderModel
 
@@ -33,7 +32,7 @@ Result = tuple[list[list[int]], int, float]  # the answers, bytes of weights in 
 class SummedLinear(nn.Module):  # `residual + W x`: half of W's columns and half of x are here
     num_sums = 0  # of all of these layers
 
-    def __init__(self, linear: ResidualLinear, rank: int) -> None:
+    def __init__(self, linear: nn.Module, rank: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(linear.weight.chunk(2, dim=1)[rank].clone(), requires_grad=False)
 
@@ -44,7 +43,7 @@ class SummedLinear(nn.Module):  # `residual + W x`: half of W's columns and half
         return residual + part
 
 
-def keep_rows(linear: PackedLinear, rank: int) -> None:
+def keep_rows(linear: nn.Module, rank: int) -> None:
     """Keep half of each of the matrices that are packed in this one: of Q, K and V, or of gate and up."""
     for tensor in [linear.weight] + ([] if linear.bias is None else [linear.bias]):
         tensor.data = torch.cat([part.chunk(2)[rank] for part in tensor.split(list(linear.parts.values()))])
