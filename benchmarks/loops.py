@@ -24,7 +24,16 @@ PROGRAMS = (
     "stage_c_fused_mlp/loop.py",
     "stage_d_paged/loop.py",
     "stage_e_batching/loop.py",
+    "stage_f_graph_tp/graphs_loop.py",
+    "stage_f_graph_tp/overlap_loop.py",
+    "stage_f_graph_tp/kernels/loop.py",
+    "stage_f_graph_tp/tensor_parallel/loop.py",
+    "beyond/quantization/loop.py",
+    "beyond/speculation/loop.py",
+    "beyond/scale_out/loop.py",
+    "beyond/serving/loop.py",
 )
+ARGUMENTS = {"beyond/serving/loop.py": ["--once"]}  # without it, a server waits for clients
 LAST_LINE = re.compile(r"(?P<what>[^:]+): (?P<before>.+?) → (?P<after>.+?) \[H200: (?P<h200>.+)\]")
 
 
@@ -58,7 +67,7 @@ def row(idea: str, lines: object, here: str, h200: str) -> str:
 def main() -> int:
     print(row("idea", "lines", "here", "on an H200"), flush=True)
     for path in PROGRAMS:
-        command = [sys.executable, "-m", module_name(path)]
+        command = [sys.executable, "-m", module_name(path), *ARGUMENTS.get(path, [])]
         environment = os.environ | {"TQDM_DISABLE": "1"}  # on stderr a program says what it builds, and nothing else
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         if done.returncode:
