@@ -242,11 +242,12 @@ inline bool is_stuck(const Blocks& blocks) {
 // Run blocks side by side until they have ended.
 inline void schedule(const Blocks& blocks) {
   std::vector<unsigned> speed(blocks.size(), 8);
+  unsigned stores_per_turn = 16;
   std::size_t ended = 0;
   const unsigned long long begin = turns;
   while (broken.empty() && (ended < blocks.size() || !stores.empty())) {
     if (++turns - begin > kHangs) broken = "the blocks wait for each other for ever";
-    for (unsigned i = dice() % 16; i > 0 && !stores.empty(); --i) deliver_a_store();
+    for (unsigned i = dice() % stores_per_turn; i > 0 && !stores.empty(); --i) deliver_a_store();
     const std::size_t index = dice() % blocks.size();
     Block& block = *blocks[index];
     const bool slow = block.index == held;
@@ -254,6 +255,7 @@ inline void schedule(const Blocks& blocks) {
     for (unsigned i = 0; i < copies && !block.copies.empty(); ++i) deliver_a_copy(block);
     if (turns % 1024 == 0) {
       speed[index] = 1 + dice() % 8;  // blocks do not keep step
+      stores_per_turn = 1 << dice() % 5;  // with 1, none is delivered for a while
       if (ended < blocks.size() && is_stuck(blocks))
         broken =
             "the threads of a block wait for one another at different barriers for ever: a __syncthreads or a shuffle "
