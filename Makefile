@@ -59,7 +59,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack ext test lint doctor serve bench bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test lint doctor serve bench bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -101,6 +101,9 @@ $(if $(HINT),$(eval .PHONY: $(HINT))$(eval $(HINT): ; @:))
 endif
 hint: $(READY) ## the next hint for an exercise: make hint D.3
 	@$(PY) -m labs.hint $(HINT)
+
+loops: $(READY) ## run the course's programs on one screen, and print what each idea changes (compiles once, then two minutes)
+	@$(PY) -m benchmarks.loops
 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension

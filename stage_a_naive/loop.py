@@ -1,16 +1,14 @@
 """The idea of an inference engine on one screen: generate a text without a KV cache, then with one.
 
-Both choose the same tokens. `python -m stage_a_naive.loop` prints how long each takes.
+Both choose the same tokens. `python -m stage_a_naive.loop` prints how many each runs through the model, and its time.
 """
-
-from __future__ import annotations
 
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from stage_a_naive.loading import TUTOR_PATH
+from stage_a_naive.tutor import TUTOR_PATH
 
 QUESTION = "How do I build a mini vLLM inference loop from scratch? Answer in bullet points."
 
@@ -36,20 +34,26 @@ def generate(model: PreTrainedModel, prompt_ids: list[int], eos_id: int, max_tok
     return ids
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """Turn a question into the token ids of a prompt, in the chat format that the model was trained on."""
+    chat = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
 def main() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
     model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
-    chat = [{"role": "user", "content": QUESTION}]
-    prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    generate(model, prompt_ids, tokenizer.eos_token_id, max_tokens=2)  # the first call of everything is slow
-    answers = []
+    tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
+    answers, counts, run = [], [], []  # run: tokens in each pass of the model
+    model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
     for function in (generate_uncached, generate):
+        run.clear()
         start = time.perf_counter()
-        answers.append(function(model, prompt_ids, tokenizer.eos_token_id, max_tokens=200))
-        seconds = time.perf_counter() - start
-        print(f"{function.__name__:17} {len(answers[-1])} tokens in {seconds:.2f} s")
-    assert answers[0] == answers[1]
+        answers.append(function(model, encode(tokenizer, QUESTION), tokenizer.eos_token_id, max_tokens=200))
+        counts.append(sum(run))
+        print(f"{function.__name__:17} {len(answers[-1])} tokens in {time.perf_counter() - start:.2f} s")
     print(tokenizer.decode(answers[1], skip_special_tokens=True))
+    assert answers[0] == answers[1]
+    print(f"tokens run through the model: {counts[0]:,} → {counts[1]:,} [H200: the same, it is a count]")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the range in which it may be said.
 
 from __future__ import annotations
 
+import re
 import statistics
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,17 @@ def kernels(engine: str, study: str = "") -> float:
 def first_step(engine: str) -> float:
     """ms per token the first time that a process serves a request of these lengths."""
     return group().rows[engine, "single"]["first_visit"]["tpot_ms"]
+
+
+def estimated_seconds(engine: str, workload: str) -> str:
+    """Of a row that was not run because it would have taken too long."""
+    return re.search(r"about (\d+) s", group().rows[engine, workload]["not_run"])[1]
+
+
+def empty_percent(block_size: int) -> float:
+    """% of the slots held by the 256 requests of `mixed` that are empty."""
+    rows = results("block_waste-counted")["rows"]
+    return next(100 * (1 - row["tokens"] / row["slots"]) for row in rows if row["block_size"] == block_size)
 
 
 def ceilings() -> dict[str, float]:
@@ -338,6 +350,26 @@ SPECULATION = "beyond/speculation/README.md"
 EIGHT_BITS, QUALITY = "beyond/quantization/README.md", "beyond/quantization/quality.md"
 # (lesson, sentence with {} where numbers are, the numbers as text)
 EXACT = {
+    "the loop of stage B": (
+        "stage_b_decode_step/loop.py",
+        "[H200: {} → {} launches per step]",
+        lambda: [f"{launches('B'):,.0f}", f"{launches('B compiled'):.0f}"],
+    ),
+    "the loop of stage C": (
+        "stage_c_fused_mlp/loop.py",
+        "[H200: {} → {} µs per MLP of Qwen2.5-0.5B]",
+        lambda: [f"{1e6 * mlp_time(kernel, 1):.1f}" for kernel in ("library", "fused")],
+    ),
+    "the loop of stage D": (
+        "stage_d_paged/loop.py",
+        "[H200: {} → {} % empty]",
+        lambda: [f"{empty_percent(4096):.0f}", f"{empty_percent(16):.1f}"],
+    ),
+    "the loop of stage E": (
+        "stage_e_batching/loop.py",
+        "[H200: 256 requests in {} (estimated) → {} seconds]",
+        lambda: [estimated_seconds("D", "mixed"), f"{step('E', 'mixed', 'seconds'):.0f}"],
+    ),
     "kernels: the floor": (KERNELS, "must read bytes that take {} µs", lambda: [f"{layer_floor(32):.0f}"]),
     "kernels: stage D's layers": (
         KERNELS,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from stage_a_naive import LLM, SamplingParams, loop
@@ -26,8 +24,3 @@ def test_the_program_prints_both_times_and_the_answer(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("generate_uncached ") and lines[1].startswith("generate ")
     assert "key" in lines[2].lower()
-
-
-def test_the_loop_fits_on_a_screen_and_has_no_classes() -> None:
-    source = Path(loop.__file__).read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 60 and "class " not in source

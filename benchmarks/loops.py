@@ -1,0 +1,74 @@
+"""Run the course's programs on one screen and print what each idea changes (`make loops`).
+
+Each program runs its idea and what was before it on the same work, and prints as its last line
+
+    what is counted: BEFORE → AFTER [H200: what the idea is worth there]
+
+The H200's figures are from the results in `benchmarks/results`; `tests/test_numbers_in_lessons.py` compares them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+from benchmarks.results import ROOT
+
+PROGRAMS = (
+    "stage_a_naive/cache.py",
+    "stage_a_naive/loop.py",
+    "stage_b_decode_step/loop.py",
+    "stage_c_fused_mlp/loop.py",
+    "stage_d_paged/loop.py",
+    "stage_e_batching/loop.py",
+)
+LAST_LINE = re.compile(r"(?P<what>[^:]+): (?P<before>.+?) → (?P<after>.+?) \[H200: (?P<h200>.+)\]")
+
+
+def module_name(path: str) -> str:
+    """`stage_a_naive/loop.py` -> `stage_a_naive.loop`."""
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def idea(path: str) -> str:
+    """What a program is about: the first line of its docstring, up to a colon."""
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    return docstring.splitlines()[0].partition(":")[0].rstrip(".")
+
+
+def result(last_line: str) -> dict[str, str]:
+    """What a program's last line says: `what`, `before`, `after`, `h200`.
+
+    Raises:
+        ValueError: it is not a line of that form.
+    """
+    found = LAST_LINE.fullmatch(last_line)
+    if not found:
+        raise ValueError(f"a program's last line is `what: before → after [H200: …]`, got {last_line!r}")
+    return found.groupdict()
+
+
+def row(idea: str, lines: object, here: str, h200: str) -> str:
+    return f"{idea:46} {lines:>5}   {here:60}   {h200}"
+
+
+def main() -> int:
+    print(row("idea", "lines", "here", "on an H200"), flush=True)
+    for path in PROGRAMS:
+        command = [sys.executable, "-m", module_name(path)]
+        environment = os.environ | {"TQDM_DISABLE": "1"}  # on stderr a program says what it builds, and nothing else
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+        if done.returncode:
+            return done.returncode
+        found = result(done.stdout.splitlines()[-1])
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        here = f"{found['what']}: {found['before']} → {found['after']}"
+        print(row(idea(path), lines, here, found["h200"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

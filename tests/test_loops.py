@@ -1,0 +1,201 @@
+"""The programs on one screen: each holds one idea, runs by itself, and chooses the tokens of its stage's engine."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.excerpts import EXCERPT, excerpt
+from benchmarks.loops import PROGRAMS, idea, module_name, result
+from benchmarks.results import ROOT
+from stage_a_naive import SamplingParams
+from stage_a_naive.loop import encode
+from stage_a_naive.tutor import TUTOR_PATH, read_faq
+
+MOST_TOKENS = 150
+Answers = Callable[[ModuleType, list[list[int]], int], list[list[int]]]  # (loop, prompts, eos_id) -> answers
+
+
+def one_by_one(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
+    return [loop.generate(hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
+
+
+def with_a_static_cache(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
+    return [loop.generate(loop.decode_step, hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
+
+
+def with_the_kernel(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
+    loop.load_extension("fused_mlp")
+    model = hf_model.__wrapped__()
+    loop.replace_mlp(model)
+    return [loop.generate(model, prompt, eos_id, MOST_TOKENS) for prompt in prompts]
+
+
+def in_blocks(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
+    model = loop.load(loop.PagedAttention())
+    return loop.generate(model, loop.Pool(model.config, 64, loop.BLOCK_SIZE), prompts, eos_id)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A program of the course, and what is true of it.
+
+    Attributes:
+        path: of the program.
+        most_lines: it has no more.
+        idea, before: names in it. With the idea replaced by what was before, the number that it prints returns.
+        answers: runs it on prompts of token ids; None where it generates no tokens.
+        own: modules that it may import beside those that every program may.
+    """
+
+    path: str
+    most_lines: int
+    idea: str
+    before: str
+    answers: Answers | None = None
+    own: tuple[str, ...] = ()
+    compiles: bool = False
+
+
+LOOPS = [
+    Loop("stage_a_naive/cache.py", 50, "attend_cached", "attend_uncached"),
+    Loop("stage_a_naive/loop.py", 60, "generate", "generate_uncached", one_by_one),
+    Loop("stage_b_decode_step/loop.py", 90, "compiled_step", "decode_step", answers=with_a_static_cache, compiles=True),
+    Loop(
+        "stage_c_fused_mlp/loop.py",
+        80,
+        "fused_mlp",
+        "unfused_mlp",
+        with_the_kernel,
+        own=("stage_c_fused_mlp.extension",),
+        compiles=True,
+    ),
+    Loop("stage_d_paged/loop.py", 130, "BLOCK_SIZE", "LONGEST", in_blocks),
+    Loop("stage_e_batching/loop.py", 110, "generate", "generate_static", in_blocks),
+]
+EVERY_LOOP = {*sys.stdlib_module_names, "torch", "transformers"}
+MODEL = {"stage_a_naive.tutor", *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights"))}
+each_loop = pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, id=loop.path, marks=[pytest.mark.compiler] if loop.compiles else []) for loop in LOOPS],
+)
+
+
+@cache
+def hf_model() -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(TUTOR_PATH).float().eval()
+
+
+def source(loop: Loop) -> str:
+    return (ROOT / loop.path).read_text(encoding="utf-8")
+
+
+def load(loop: Loop) -> ModuleType:
+    return importlib.import_module(module_name(loop.path))
+
+
+def last_line(loop: Loop, capsys: pytest.CaptureFixture) -> str:
+    load(loop).main()
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def imported_modules(program: str) -> set[str]:
+    """The modules that a program imports, by their whole names."""
+    found = set()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = {name for name in inside if (ROOT / (name.replace(".", "/") + ".py")).exists()}
+            found |= submodules or {node.module}
+    return found
+
+
+def test_the_programs_are_those_of_make_loops() -> None:
+    assert [loop.path for loop in LOOPS] == list(PROGRAMS)
+
+
+@each_loop
+def test_a_program_imports_earlier_programs_and_the_model_and_nothing_of_an_engine(loop: Loop) -> None:
+    earlier = {module_name(other.path) for other in LOOPS[: LOOPS.index(loop)]}
+    foreign = imported_modules(source(loop)) - earlier - MODEL - set(loop.own)
+    assert {module for module in foreign if module.partition(".")[0] not in EVERY_LOOP} == set()
+
+
+@each_loop
+def test_a_program_fits_on_its_screens(loop: Loop) -> None:
+    assert len(source(loop).splitlines()) <= loop.most_lines
+    assert idea(loop.path)
+
+
+@each_loop
+def test_a_program_runs_and_its_idea_makes_the_number_smaller(loop: Loop, capsys: pytest.CaptureFixture) -> None:
+    line = last_line(loop, capsys)
+    found = result(line)
+    before, after = (int(re.match(r"[\d,]+", found[way])[0].replace(",", "")) for way in ("before", "after"))
+    assert 0 < after < before
+    if not loop.compiles:  # how often PyTorch is called depends on its version
+        assert line in (ROOT / loop.path).with_name("README.md").read_text(encoding="utf-8")
+
+
+@each_loop
+def test_without_the_idea_the_number_is_what_it_was_before(
+    loop: Loop, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load(loop)
+    if hasattr(module, "read_faq"):  # on less work: what is compared is two runs of this program
+        monkeypatch.setattr(module, "read_faq", lambda: read_faq()[:6])
+    monkeypatch.setattr(module, loop.idea, getattr(module, loop.before))
+    found = result(last_line(loop, capsys))
+    assert found["after"] == found["before"]
+
+
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.answers], ids=lambda loop: loop.path)
+def test_a_program_chooses_the_tokens_of_its_stage(loop: Loop) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
+    prompts = [encode(tokenizer, text) for text in ("What is a KV cache?", "什么是 KV cache？", "What is decode?")]
+    engine = importlib.import_module(Path(loop.path).parent.as_posix().replace("/", ".")).LLM("tutor", device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
+    expected = [output["token_ids"] for output in engine.generate(prompts, params, use_tqdm=False)]
+    assert loop.answers(load(loop), prompts, tokenizer.eos_token_id) == expected
+
+
+# ---- the lessons: the program first, then where its lines are in the engine ----------------------------------------
+
+READMES = sorted({Path(loop.path).parent / "README.md" for loop in LOOPS})
+HEAD = "| in the loop | in the engine | what was added, and why |"
+ROW = re.compile(r"\| `(?P<own>[\w.]+(?:::[\w.]+)?)` \| \[`(?P<at>[\w./]+::[\w.]+)`\]\((?P<link>[\w./]+)\) \| \S.*\|")
+
+
+def rows_of_the_engine(text: str) -> list[str]:
+    return text.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.as_posix())
+def test_the_first_code_of_a_lesson_is_its_program(readme: Path) -> None:
+    at = EXCERPT.search((ROOT / readme).read_text(encoding="utf-8"))[2]
+    assert at.partition("::")[0] in PROGRAMS
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.as_posix())
+def test_a_lesson_says_where_each_part_of_its_program_is_in_the_engine(readme: Path) -> None:
+    rows = rows_of_the_engine((ROOT / readme).read_text(encoding="utf-8"))
+    assert len(rows) >= 2
+    for row in rows:
+        found = ROW.fullmatch(row)
+        assert found, row
+        program, _, symbol = found["own"].rpartition("::")
+        assert hasattr(importlib.import_module(module_name(str(readme.parent / (program or "loop.py")))), symbol)
+        file, _, symbol = found["at"].partition("::")
+        assert file == found["link"] and excerpt(f"{readme.parent / file}::{symbol}")
