@@ -24,6 +24,7 @@ PROGRAMS = (
     "stage_c_fused_mlp/loop.py",
     "stage_d_paged/loop.py",
     "stage_e_batching/loop.py",
+    "stage_f_graph_tp/megakernel/mini.py",
 )
 LAST_LINE = re.compile(r"(?P<what>[^:]+): (?P<before>.+?) → (?P<after>.+?) \[H200: (?P<h200>.+)\]")
 

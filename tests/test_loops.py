@@ -67,6 +67,7 @@ class Loop:
     compiles: bool = False
 
 
+IN_CPP = "stage_f_graph_tp/megakernel/mini.py"  # runs csrc/stage_f/mini.cu; test_stage_f_mini.py reads its lesson
 LOOPS = [
     Loop("stage_a_naive/cache.py", 50, "attend_cached", "attend_uncached"),
     Loop("stage_a_naive/loop.py", 60, "generate", "generate_uncached", one_by_one),
@@ -82,6 +83,14 @@ LOOPS = [
     ),
     Loop("stage_d_paged/loop.py", 130, "BLOCK_SIZE", "LONGEST", in_blocks),
     Loop("stage_e_batching/loop.py", 110, "generate", "generate_static", in_blocks),
+    Loop(
+        IN_CPP,
+        95,
+        "barriers_of_version_3",
+        "barriers_of_version_1",
+        own=("stage_c_fused_mlp.extension", "stage_c_fused_mlp.toolchain"),
+        compiles=True,
+    ),
 ]
 EVERY_LOOP = {*sys.stdlib_module_names, "torch", "transformers"}
 MODEL = {"stage_a_naive.tutor", *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights"))}
@@ -144,7 +153,7 @@ def test_a_program_runs_and_its_idea_makes_the_number_smaller(loop: Loop, capsys
     line = last_line(loop, capsys)
     found = result(line)
     before, after = (int(re.match(r"[\d,]+", found[way])[0].replace(",", "")) for way in ("before", "after"))
-    assert 0 < after < before
+    assert 0 <= after < before
     if not loop.compiles:  # how often PyTorch is called depends on its version
         assert line in (ROOT / loop.path).with_name("README.md").read_text(encoding="utf-8")
 
@@ -173,7 +182,7 @@ def test_a_program_chooses_the_tokens_of_its_stage(loop: Loop) -> None:
 
 # ---- the lessons: the program first, then where its lines are in the engine ----------------------------------------
 
-READMES = sorted({Path(loop.path).parent / "README.md" for loop in LOOPS})
+READMES = sorted({Path(loop.path).parent / "README.md" for loop in LOOPS if loop.path != IN_CPP})
 HEAD = "| in the loop | in the engine | what was added, and why |"
 ROW = re.compile(r"\| `(?P<own>[\w.]+(?:::[\w.]+)?)` \| \[`(?P<at>[\w./]+::[\w.]+)`\]\((?P<link>[\w./]+)\) \| \S.*\|")
 
