@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.excerpts import EXCERPT, excerpt
@@ -280,6 +281,15 @@ def test_a_program_chooses_the_tokens_of_its_stage(loop: Loop) -> None:
     assert loop.answers(load(loop), prompts, tokenizer.eos_token_id) == expected
 
 
+def test_the_standard_rule_of_speculation_samples_by_the_probabilities_of_the_large_model() -> None:
+    loop = importlib.import_module("beyond.speculation.loop")
+    torch.manual_seed(0)
+    p, q = torch.tensor([0.5, 0.3, 0.1, 0.1]), torch.tensor([0.1, 0.6, 0.2, 0.1])
+    guesses = q.multinomial(4000, replacement=True).tolist()
+    kept = [loop.keep_by_chance([guess], [q], torch.stack([p, p]).log(), 1.0, 0)[0] for guess in guesses]
+    torch.testing.assert_close(torch.bincount(torch.tensor(kept)) / len(kept), p, rtol=0, atol=0.03)
+
+
 # ---- the lessons: the program first, then where its lines are in the engine ----------------------------------------
 
 READMES = sorted({Path(loop.path).parent / "README.md" for loop in LOOPS if loop.path != IN_CPP})
@@ -288,7 +298,7 @@ ROW = re.compile(r"\| `(?P<own>[\w.]+(?:::[\w.]+)?)` \| \[`(?P<at>[\w./]+::[\w.]
 
 
 def rows_of_the_engine(text: str) -> list[str]:
-    return text.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+    return [row for table in text.split(HEAD)[1:] for row in table.partition("\n\n")[0].splitlines()[2:]]
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.as_posix())
