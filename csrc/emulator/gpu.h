@@ -251,7 +251,7 @@ inline void schedule(const Blocks& blocks) {
     const std::size_t index = dice() % blocks.size();
     Block& block = *blocks[index];
     const bool slow = block.index == held;
-    const unsigned copies = slow ? dice() % 64 == 0 : dice() % 6;
+    const unsigned copies = slow ? dice() % 1024 == 0 : dice() % 6;
     for (unsigned i = 0; i < copies && !block.copies.empty(); ++i) deliver_a_copy(block);
     if (turns % 1024 == 0) {
       speed[index] = 1 + dice() % 8;  // blocks do not keep step
