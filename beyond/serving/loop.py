@@ -36,9 +36,8 @@ def run_engine(model: object, inbox: SimpleQueue, loop: asyncio.AbstractEventLoo
 
 
 async def answer(inbox: SimpleQueue, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read a question, `GET /What%20is… HTTP/1.1`, and write its answer while it is made."""
     sequence = Sequence(encode(tokenizer, unquote((await reader.readuntil(b"\r\n\r\n")).split()[1][1:].decode())))
-    sequence.tokens, ids = asyncio.Queue(), []
+    sequence.tokens, ids = asyncio.Queue(), []  # what has been read began with GET /What%20is%20decode HTTP/1.1
     inbox.put(sequence)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")
     while (token := await sequence.tokens.get()) is not None:
