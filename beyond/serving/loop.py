@@ -1,9 +1,9 @@
 """A server that streams: an event loop waits for all clients, and one thread runs the steps for all their requests.
 
 A function that an *event loop* runs hands the thread back at every `await`, so one thread can serve all clients. A step
-of the engine never waits and would stop them all: it has a thread of its own. Requests cross in one queue, which the
-engine empties between two steps, tokens in one queue per request. Ask it: `curl -N 127.0.0.1:8000/What%20is%20decode`.
-With `--once` the program asks itself eight questions, in turn and at once; the answers are those of stage E's loop.
+never waits and would stop them all: the engine has a thread of its own. Requests cross in one queue, which it empties
+between two steps, and tokens in one queue per request. Try `curl -N 127.0.0.1:8000/What%20is%20decode`. With `--once`
+the program asks itself eight questions, in turn and at once. The answers are those of stage E's loop.
 """
 
 import asyncio
@@ -36,9 +36,8 @@ def run_engine(model: object, inbox: SimpleQueue, loop: asyncio.AbstractEventLoo
 
 
 async def answer(inbox: SimpleQueue, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read a question, `GET /What%20is… HTTP/1.1`, and write its answer while it is made."""
     sequence = Sequence(encode(tokenizer, unquote((await reader.readuntil(b"\r\n\r\n")).split()[1][1:].decode())))
-    sequence.tokens, ids = asyncio.Queue(), []
+    sequence.tokens, ids = asyncio.Queue(), []  # what has been read began with GET /What%20is%20decode HTTP/1.1
     inbox.put(sequence)
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")
     while (token := await sequence.tokens.get()) is not None:
@@ -65,7 +64,8 @@ async def serve(once: bool) -> None:
     for n in (IN_TURN, AT_ONCE):
         in_flight.clear()
         answers = sum([await asyncio.gather(*(ask(port, q) for q in questions[i : i + n])) for i in range(0, 8, n)], [])
-        most.append(f"{max(in_flight)} ({len(in_flight)} steps)")
+        most.append(max(in_flight))
+        print(f"eight questions, {n} at a time: {len(in_flight)} steps")
     pool, prompts = Pool(model.config, NUM_BLOCKS, BLOCK_SIZE), [encode(tokenizer, question) for question in questions]
     expected = generate(model, pool, prompts, tokenizer.eos_token_id)
     assert answers == tokenizer.batch_decode(expected, skip_special_tokens=True)
