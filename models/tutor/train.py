@@ -6,11 +6,14 @@ same questions again and again until greedy decoding returns every answer word f
 the best token leads the second best by a wide margin and rounding in another engine cannot change the text. Only its
 open-ended prompts have many right answers: there it learns how likely each token is, so that sampling has a choice.
 
-    python models/tutor/train.py            # train, save, check; about half an hour on two CPU cores
-    python models/tutor/train.py --device cuda      # the same on a GPU, in a few minutes
+    python models/tutor/train.py --device cuda      # train, save, check
+    python models/tutor/train.py            # the same on the CPU
     python models/tutor/train.py --check    # only check what is saved
     python models/tutor/train.py --new-tokenizer    # also make the tokenizer again: every token id changes
-    python models/tutor/train.py --layers 1 --epochs 16 --output models/tutor_draft    # its draft model
+    python models/tutor/train.py --device cuda --layers 1 --epochs 16 --output models/tutor_draft    # its draft model
+
+The weights in the repository were trained on an H200 that ran four trainings side by side: the tutor took 239 s, the
+draft model 57 s, without the check.
 """
 
 from __future__ import annotations

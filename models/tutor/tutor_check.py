@@ -89,7 +89,7 @@ def sample_open_ended(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFas
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
-    )
+    ).to(model.device)
     first = model(**prompt).logits[0, -1].float().log_softmax(dim=-1)  # [vocab]
     output = model.generate(
         **prompt,
