@@ -33,6 +33,8 @@ class LocalServer(NamedTuple):
 def local_server(*options: str, threads: int = 1, module: str = "beyond.serving") -> Iterator[LocalServer]:
     """A server with the options of `python -m beyond.serving`; ended when the block is left.
 
+    Its sampling defaults are not the model's: what is measured is what the requests say.
+
     Args:
         threads: of the CPU that the engine computes on.
         module: the program, where it is another one with the same options.
@@ -42,7 +44,7 @@ def local_server(*options: str, threads: int = 1, module: str = "beyond.serving"
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", module, "--port", "0", *options]
+    command = [sys.executable, "-m", module, "--port", "0", "--generation-config", "vllm", *options]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)

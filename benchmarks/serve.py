@@ -6,7 +6,8 @@
 A *closed* loop (a client that asks again once it is answered) slows down with the server and so hides its queue. People
 do not wait for one another: their requests come at random times, as a Poisson process. The figures have the names and
 definitions of `vllm bench serve`, so that they can be compared. The client competes with the server for the machine, so
-it is written on asyncio's streams and parses nothing that it need not; any server with the OpenAI API will do.
+it is written on asyncio's streams and parses nothing that it need not; any server with the OpenAI API will do. Requests
+are greedy; start a server whose model recommends a penalty with `--generation-config vllm`, or they have that too.
 
     TTFT   time to first token: from sending the request to its first token
     ITL    inter-token latency: between two tokens of a request, all gaps of all requests

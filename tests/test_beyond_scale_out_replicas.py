@@ -71,7 +71,10 @@ def running(url: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shutil.copytree(ROOT / "models" / "tutor", tmp_path_factory.mktemp("model") / "tutor")
+    copy = shutil.copytree(ROOT / "models" / "tutor", tmp_path_factory.mktemp("model") / "tutor")
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "top_p": 0.9}))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,7 @@ def server(model: Path) -> Iterator[tuple[str, subprocess.Popen]]:
             break
     else:
         pytest.fail("".join(lines))
+    assert any("defaults top_p 0.9" in line for line in lines)
     threading.Thread(target=process.stdout.read, daemon=True).start()
     yield f"http://127.0.0.1:{port}", process
     process.terminate()
@@ -109,6 +113,7 @@ def test_an_answer_is_the_servers_and_its_errors_too(server):
             events = [line for line in streamed.iter_lines() if line]
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert len(events) > 20 and events[-1] == "data: [DONE]"
+        assert client.get("/v1/models").json()["data"][0]["default_sampling_params"] == {"top_p": 0.9}
         refused = client.post("/v1/chat/completions", content=b"{", headers={"Content-Type": "application/json"})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json"
 
@@ -381,7 +386,10 @@ def test_replicas_that_cannot_begin_say_why_in_one_line(options, said, capsys):
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
 
 
-OPTIONS = SimpleNamespace(engine=None, stage="e", host="127.0.0.1", replicas=2, max_queue=1, api_key=None, deadline=1)
+OPTIONS = SimpleNamespace(
+    **{"engine": None, "stage": "e", "host": "127.0.0.1", "replicas": 2, "max_queue": 1, "api_key": None},
+    **{"generation_config": "auto", "deadline": 1},
+)
 
 
 def test_more_replicas_than_there_are_gpus_for_are_refused(monkeypatch):
@@ -394,7 +402,8 @@ def test_more_replicas_than_there_are_gpus_for_are_refused(monkeypatch):
 def test_a_signal_ends_replicas_that_are_still_starting(release, monkeypatch):
     started: list[int] = []
     finished: list[object] = []
-    handle = object()
+    answer = SimpleNamespace(result=lambda timeout_s: {})
+    handle = SimpleNamespace(defaults=SimpleNamespace(remote=lambda: answer))
 
     def start(release_number: int) -> None:
         started.append(release_number)
@@ -444,7 +453,7 @@ def test_metrics_are_those_of_the_replicas_that_live():
 def test_a_replica_that_has_ended_has_no_metrics_and_no_text_in_their_place():
     closed: Future = Future()
     closed.set_exception(EngineClosed("it has ended"))
-    api = Api(SimpleNamespace(engine_loop=SimpleNamespace(call=lambda function: closed)), "tutor", Limits(), None)
+    api = Api(SimpleNamespace(engine_loop=SimpleNamespace(call=lambda function: closed)), "tutor", Limits(), None, {})
     with pytest.raises(EngineClosed):
         asyncio.run(Engine.metrics(SimpleNamespace(api=api)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,10 @@ from serving import assert_idle, running  # noqa: E402
 
 import stage_e_batching  # noqa: E402
 from beyond.serving.answers import Answer, bytes_of, text_of  # noqa: E402
+from beyond.serving.defaults import in_words, sampling_defaults  # noqa: E402
 from beyond.serving.event_stream import EventStream  # noqa: E402
 from beyond.serving.protocol import Limits, parse_chat, parse_completion  # noqa: E402
+from stage_a_naive.errors import ModelError  # noqa: E402
 from stage_a_naive.sampling import SamplingParams  # noqa: E402
 from stage_e_batching.mailbox import Event, Token  # noqa: E402
 
@@ -330,9 +333,91 @@ def test_the_engines_own_parameters_are_understood(client):
     assert on["usage"]["completion_tokens"] == stopped + 5
 
 
+# What Qwen2.5-Instruct's file has, and a limit.
+QWENS = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+DEFAULTS = {name: value for name, value in QWENS.items() if name != "do_sample"} | {"max_tokens": 7}
+
+
+def model_with(folder: Path, content: str | None) -> SimpleNamespace:
+    """A model's source, whose directory holds this `generation_config.json`."""
+    if content is not None:
+        (folder / "generation_config.json").write_text(content)
+    return SimpleNamespace(path=folder)
+
+
+def test_sampling_defaults_are_the_models_and_only_where_they_are_wanted(tmp_path, llm):
+    qwen = model_with(tmp_path, json.dumps(QWENS | {"max_new_tokens": 7, "min_p": None, "eos_token_id": [2]}))
+    assert sampling_defaults(qwen, "auto") == DEFAULTS
+    assert sampling_defaults(qwen, "vllm") == {}
+    assert sampling_defaults(model_with(tmp_path, '{"top_k": -1, "min_p": 0.1}'), "auto") == {"min_p": 0.1, "top_k": 0}
+    assert sampling_defaults(llm.source, "auto") == {}  # the tutor recommends nothing
+    assert sampling_defaults(SimpleNamespace(path=None), "auto") == {}  # random weights
+
+
+def test_a_directory_without_a_generation_config_has_no_sampling_defaults(tmp_path):
+    assert sampling_defaults(model_with(tmp_path, None), "auto") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a JSON list"),
+        ('{"top_p": 1.5}', ": top_p must be above 0 and at most 1, got 1.5; "),
+        ('{"temperature": "hot"}', ": temperature must be a finite number, 0 or more, got 'hot'; "),
+        ('{"temperature": NaN}', ": temperature must be"),
+        ('{"top_k": -2}', ": top_k must be"),
+        ('{"min_p": true}', ": min_p must be"),
+        ('{"repetition_penalty": 0}', ": repetition_penalty must be"),
+        ('{"max_new_tokens": 0}', ": max_new_tokens must be an integer, 1 or more, got 0; "),
+    ],
+)
+def test_a_generation_config_with_an_invalid_value_is_named_with_its_field(tmp_path, content, says):
+    with pytest.raises(ModelError) as caught:
+        sampling_defaults(model_with(tmp_path, content), "auto")
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "generation_config.json")) and says in message and "\n" not in message
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_requests_own_fields_win_over_the_servers_defaults(is_chat):
+    def params(**given: object) -> SamplingParams:
+        if is_chat:
+            return parse_chat({"messages": CHAT, **given}, Limits(), 4096, DEFAULTS).params
+        return parse_completion({"prompt": QUESTION, **given}, Limits(), DEFAULTS).params
+
+    answer = {} if is_chat else {"max_tokens": 16}  # a completion has at most 16 tokens, as at OpenAI and in vLLM
+    assert params() == params(temperature=None, top_k=None, max_tokens=None) == SamplingParams(**DEFAULTS | answer)
+    own = {"temperature": 0.0, "top_p": 1.0, "top_k": 3, "repetition_penalty": 1.0, "max_tokens": 900}
+    assert params(**own) == SamplingParams(**own)
+    assert params(top_k=-1).top_k == params(top_k=0).top_k == 0  # both turn the default off
+    assert params(top_k=-1).top_p == 0.8
+
+
+def test_the_servers_defaults_are_used_and_shown(llm):
+    ask = {"messages": CHAT, "seed": 5}
+    with running(llm, defaults=DEFAULTS) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        [card] = client.get("/v1/models").json()["data"]
+        sampled = post(client, "/v1/chat/completions", **ask)
+        greedy = post(client, "/v1/completions", prompt=QUESTION, repetition_penalty=1, top_k=-1, top_p=1, **GREEDY)
+    assert card["default_sampling_params"] == DEFAULTS
+    [expected] = llm.chat(CHAT, SamplingParams(**DEFAULTS, seed=5), False)
+    assert sampled["choices"][0]["message"]["content"] == expected["text"]
+    assert sampled["usage"]["completion_tokens"] == 7
+    [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=12), False)
+    assert greedy["choices"][0]["text"] == expected["text"]
+
+
+def test_the_defaults_are_told_in_one_line():
+    assert in_words({"temperature": 0.7, "max_tokens": 32768}) == (
+        "temperature 0.7, max_tokens 32768 (the model's generation_config.json)"
+    )
+    assert in_words({}) == "temperature 1, no filter, no penalty"
+
+
 def test_models_tokens_and_health(client, llm):
     [card] = client.get("/v1/models").json()["data"]
-    assert card["id"] == "tutor" and card["max_model_len"] == 4096
+    assert card["id"] == "tutor" and card["max_model_len"] == 4096 and card["default_sampling_params"] == {}
     assert client.get("/v1/models/tutor").json() == card
     assert client.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
     text = "键值缓存 KV cache"

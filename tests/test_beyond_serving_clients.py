@@ -135,6 +135,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
             while not lines or "/v1" not in lines[-1]:
                 lines.append(process.stdout.readline())
                 assert lines[-1], "the server ended"
+            assert "[serving] defaults temperature 1, no filter, no penalty\n" in lines
             url = lines[-1].split()[-1]
             control = url.removesuffix("/v1") + "/live/control"
             engine = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
@@ -179,6 +180,16 @@ def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
     assert told.startswith("error: ") and said in told
 
 
+def test_a_generation_config_with_an_invalid_value_is_told_in_one_line(tmp_path, capsys):
+    from beyond.serving.__main__ import main
+
+    model = shutil.copytree(ROOT / "models" / "tutor", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"top_p": 2}')
+    assert main(["--port", "0", "--device", "cpu", "--num-kvcache-blocks", "16", "--model", str(model)]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(f"error: {model}/generation_config.json: top_p must be above 0 and at most 1, got 2; ")
+
+
 def test_a_stage_and_another_engine_are_not_both_taken(capsys):
     from beyond.serving.__main__ import parse
 
@@ -193,7 +204,13 @@ def test_the_servers_help_shows_defaults(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for option, default in (("--deadline", "30"), ("--model", "tutor"), ("--device", "auto"), ("--seed", "0")):
+    for option, default in (
+        ("--deadline", "30"),
+        ("--model", "tutor"),
+        ("--device", "auto"),
+        ("--seed", "0"),
+        ("--generation-config", "auto"),
+    ):
         assert f"(default: {default})" in shown.split("server:")[1].split(f" {option} ")[1].split(" --")[0]
 
 

@@ -30,6 +30,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from beyond.scale_out.sessions import session_of
 from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM, QueueFull
+from beyond.serving.defaults import sampling_defaults
 from beyond.serving.engine_process import EngineProcess
 from beyond.serving.http_errors import error_response
 from beyond.serving.protocol import Limits, RequestError
@@ -47,16 +48,24 @@ class Engine:
         engine: `module:class` of the engine.
         options: the engine's.
         max_queue, api_key: as in `beyond.serving.server.serve`.
+        generation_config: as in `sampling_defaults`.
         release: all replicas are replaced by those of a new one.
     """
 
     async def __init__(
-        self, engine: str, options: dict[str, object], max_queue: int, api_key: str | None, release: int
+        self,
+        engine: str,
+        options: dict[str, object],
+        max_queue: int,
+        api_key: str | None,
+        generation_config: str,
+        release: int,
     ) -> None:
         llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
         self.llm.engine_loop.on_death = self._end_with_engine
-        self.api = Api(self.llm, llm.source.name, Limits(), api_key)
+        defaults = sampling_defaults(llm.source, generation_config)
+        self.api = Api(self.llm, llm.source.name, Limits(), api_key, defaults)
         self.app = self.api.app()
 
     async def answer(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
@@ -83,6 +92,10 @@ class Engine:
         """This replica's name and its metrics; `EngineClosed` when it has ended."""
         text = await self.api.metrics_text()
         return serve.get_replica_context().replica_id.unique_id, text
+
+    async def defaults(self) -> dict[str, float]:
+        """The sampling parameters of requests that name none."""
+        return self.api.defaults
 
     async def end(self, seconds: float) -> None:
         """Take no new requests, finish those that are here, and after `seconds` tell what is left that it ends."""
@@ -148,6 +161,11 @@ class Router:
         texts = dict(each for each in found if not isinstance(each, BaseException))
         return PlainTextResponse(merge_metrics(texts), media_type="text/plain; version=0.0.4")
 
+    async def defaults(self) -> dict[str, float]:
+        """The sampling parameters of requests that name none, which all replicas read from the same model."""
+        found = await self.engines.broadcast("defaults").results_async(return_exceptions=True)
+        return next(each for each in found if not isinstance(each, BaseException))
+
     async def end(self, seconds: float) -> None:
         """End all replicas: see `Engine.end`."""
         with suppress(DeploymentUnavailableError):  # there are none
@@ -197,6 +215,7 @@ def application(
     gpus: int = 0,
     max_queue: int = 256,
     api_key: str | None = None,
+    generation_config: str = "auto",
     deadline: float = 30,
     release: int = 0,
     has_room: bool = True,
@@ -204,7 +223,7 @@ def application(
     """The application, for `serve.run`.
 
     Args:
-        engine, options, max_queue, api_key, release: as in `Engine`.
+        engine, options, max_queue, api_key, generation_config, release: as in `Engine`.
         replicas: engines.
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
@@ -233,4 +252,4 @@ def application(
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
-    return router.bind(engines.bind(engine, options, max_queue, api_key, release))
+    return router.bind(engines.bind(engine, options, max_queue, api_key, generation_config, release))

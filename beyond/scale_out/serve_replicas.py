@@ -22,6 +22,8 @@ from beyond.serving.address import listen
 from stage_a_naive.errors import one_line
 from stage_a_naive.interrupts import run_command
 
+DEFAULTS_SECONDS = 60  # for the router's answer, which it has at once unless a machine is very busy
+
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ServeStatus
@@ -80,6 +82,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, object
     from ray import serve
 
     from beyond.scale_out.replicas import application
+    from beyond.serving.defaults import in_words
     from beyond.serving.server import say
 
     ranks = engine_options.get("tensor_parallel_size", 1) * engine_options.get("pipeline_parallel_size", 1)
@@ -106,6 +109,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, object
             gpus=gpus,
             max_queue=options.max_queue,
             api_key=options.api_key,
+            generation_config=options.generation_config,
             deadline=options.deadline,
             release=release,
             has_room=ray.available_resources().get("GPU", 0) >= gpus,
@@ -125,6 +129,8 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, object
                 raise
             break
         else:
+            defaults = serve.get_app_handle("default").defaults.remote().result(timeout_s=DEFAULTS_SECONDS)
+            say(f"[replicas] defaults {in_words(defaults)}")
             what = f"{options.replicas} engines at http://{options.host}:{port}/v1, release {release}"
             say(f"[replicas] {what} (kill -USR1 {os.getpid()} replaces them)")
         if signals.get() != signal.SIGUSR1:

@@ -62,6 +62,9 @@ def parse(
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
     deadline = "seconds that running answers have when the server ends (default: %(default)s)"
     server.add_argument("--deadline", type=float, default=30, help=deadline)
+    defaults = "sampling parameters of requests that name none: auto takes them from the model's generation_config.json"
+    choices = {"choices": ("auto", "vllm"), "default": "auto"}
+    server.add_argument("--generation-config", **choices, help=f"{defaults} (default: %(default)s)")
     server.add_argument("--no-page", dest="page", action="store_false", help="no live page, and no buttons that pause")
     engine = parser.add_argument_group("engine")
     for name, kind, default, meaning in (
@@ -108,15 +111,22 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
 
     Args:
         engine: its name, `module:class`.
+
+    Raises:
+        ModelError: the model's `generation_config.json` is invalid.
     """
     from uvicorn.loops.auto import auto_loop_factory
 
+    from beyond.serving.defaults import in_words, sampling_defaults
     from beyond.serving.server import say, serve
+
+    defaults = sampling_defaults(llm.source, options.generation_config)
 
     def tell(server: Server, port: int) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         package, precision = engine.partition(":")[0], str(llm.dtype).removeprefix("torch.")
         say(f"[serving] {llm.source.name}, {package} on {llm.device} in {precision}")
+        say(f"[serving] defaults {in_words(defaults)}")
         say(f"[serving] API      http://{host}:{port}/v1")
         if options.page:
             say(f"[serving] page     http://{host}:{port}/")
@@ -129,6 +139,7 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         model=llm.source.name,
         max_queue=options.max_queue,
         api_key=options.api_key,
+        defaults=defaults,
         deadline=options.deadline,
         page=options.page,
         on_ready=tell,

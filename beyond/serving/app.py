@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
@@ -52,12 +52,16 @@ class Api:
         model: the name under which clients ask for it.
         limits: of one request.
         api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+        defaults: sampling parameters for those that a request does not name.
     """
 
-    def __init__(self, llm: AsyncLLM, model: str, limits: Limits, api_key: str | None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, model: str, limits: Limits, api_key: str | None, defaults: Mapping[str, float]
+    ) -> None:
         self.llm = llm
         self.model = model
         self.limits = limits
+        self.defaults = dict(defaults)
         self._key = api_key
         self._created = int(time.time())
 
@@ -137,11 +141,11 @@ class Api:
 
     async def completions(self, body: object) -> ASGIApp:
         """`POST /v1/completions`."""
-        return await self._answer(body, parse_completion(body, self.limits))
+        return await self._answer(body, parse_completion(body, self.limits, self.defaults))
 
     async def chat_completions(self, body: object) -> ASGIApp:
         """`POST /v1/chat/completions`."""
-        return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len))
+        return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len, self.defaults))
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`."""
@@ -254,6 +258,7 @@ class Api:
             "created": self._created,
             "owned_by": "six-engines",
             "max_model_len": length,
+            "default_sampling_params": self.defaults,
         }
 
     def _check_model(self, name: object) -> None:

@@ -4,7 +4,8 @@ A field that a server ignores silently is worse than one that it refuses: the cl
 `tools` or its `logit_bias` had an effect. So everything that is not in the tables below is an error, with two
 exceptions: `null` means "not given", and so does a value that asks for nothing (`"echo": false`). `user` and its
 successors, `safety_identifier` and `prompt_cache_key`, only tell who asks, and change no answer. Further fields of a
-message are left to the model's template.
+message are left to the model's template. A sampling parameter that is not given has the server's default
+(`defaults.py`).
 
 Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's extra sampling parameters.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from beyond.serving.defaults import keep_all_if_negative
 from stage_a_naive.errors import shown
 from stage_a_naive.params import SamplingParams, as_integer
 
@@ -120,7 +122,6 @@ ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
     "include_obfuscation": (False,),  # this and the next: in `stream_options`
     "continuous_usage_stats": (False,),
     # vLLM's
-    "top_k": (-1,),
     "top_logprobs": (0,),
     "min_tokens": (0,),
     "length_penalty": (1,),
@@ -133,15 +134,18 @@ ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse_completion(body: object, limits: Limits) -> Ask:
-    """Check the body of `/v1/completions`.
+def parse_completion(body: object, limits: Limits, defaults: Mapping[str, float] | None = None) -> Ask:
+    """Check the body of `/v1/completions`. An answer has at most 16 tokens, as at OpenAI, if the request says nothing.
+
+    Args:
+        defaults: sampling parameters for those that the request does not name; `max_tokens` is for chats alone.
 
     Raises:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
     """
     fields = check_fields(body, COMPLETION_FIELDS)
     count = _integer(fields, "logprobs", 0, limits.logprobs)
-    params = _sampling_params(fields, limits, count, default_max_tokens=16)
+    params = _sampling_params(fields, limits, count, {**(defaults or {}), "max_tokens": 16})
     ask = _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
     if fields.get("best_of", ask.n) != ask.n:  # the best of them would have to be chosen
         given = f"got {shown(fields['best_of'])} and {ask.n}"
@@ -151,8 +155,12 @@ def parse_completion(body: object, limits: Limits) -> Ask:
     return ask
 
 
-def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
-    """Check the body of `/v1/chat/completions`; an answer may be as long as the model allows, if nothing is said.
+def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mapping[str, float] | None = None) -> Ask:
+    """Check the body of `/v1/chat/completions`.
+
+    Args:
+        max_model_len: how long an answer may be if neither the request nor `defaults` say it.
+        defaults: sampling parameters for those that the request does not name.
 
     Raises:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
@@ -165,7 +173,8 @@ def parse_chat(body: object, limits: Limits, max_model_len: int) -> Ask:
     wanted, count = _boolean(fields, "logprobs"), _integer(fields, "top_logprobs", 0, limits.logprobs)
     if count is not None and not wanted:
         raise RequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
-    params = _sampling_params(fields, limits, (count or 0) if wanted else None, default_max_tokens=max_model_len)
+    defaults = {"max_tokens": max_model_len, **(defaults or {})}
+    params = _sampling_params(fields, limits, (count or 0) if wanted else None, defaults)
     if not isinstance(fields.get("messages"), list):
         raise RequestError('messages must be a list of {"role": …, "content": …}', param="messages")
     return _ask([fields["messages"]], fields, params, limits, is_chat=True)
@@ -201,7 +210,7 @@ def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, li
 
 
 def _sampling_params(
-    fields: Mapping[str, object], limits: Limits, logprobs: int | None, default_max_tokens: int
+    fields: Mapping[str, object], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
 ) -> SamplingParams:
     _boolean(fields, "ignore_eos")
     for name in ("stop", "stop_token_ids"):
@@ -210,7 +219,8 @@ def _sampling_params(
             raise RequestError(f"{name} must be a list, got {shown(values)}", param=name)
         if isinstance(values, list) and len(values) > limits.stops:
             raise RequestError(f"{name} has {len(values)} entries; at most {limits.stops} are allowed", param=name)
-    values = {"max_tokens": default_max_tokens} | {name: fields[name] for name in SAMPLING & set(fields)}
+    given = {name: keep_all_if_negative(name, fields[name]) for name in SAMPLING & set(fields)}
+    values = {**defaults, **given}
     if (seed := _integer(fields, "seed", -(2**63), 2**64 - 1)) is not None:  # OpenAI's are signed; the engine's are not
         values["seed"] = seed % 2**64
     try:

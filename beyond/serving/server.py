@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import uvicorn
@@ -95,6 +95,7 @@ async def serve(
     max_queue: int = 256,
     limits: Limits | None = None,
     api_key: str | None = None,
+    defaults: Mapping[str, float] | None = None,
     deadline: float = 30,
     page: bool = True,
     on_ready: Callable[[Server, int], None] | None = None,
@@ -114,7 +115,7 @@ async def serve(
     """
     listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue)
-    api = Api(async_llm, model, limits or Limits(), api_key)
+    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {})
     view = LiveView(api) if page else None
     config = uvicorn.Config(
         api.app(view.routes() if view else ()),
