@@ -172,7 +172,7 @@ def supervise(child: Child) -> Iterator[dict[str, object]]:
 
 
 def _reporter(sender: int, token: str) -> Callable[[dict[str, object]], None]:
-    """What sends a line to the judge. It looks nothing up when it is called, so that no answer can exchange a part."""
+    """What sends a line to the judge. It looks nothing up when it is called, so that no answer can replace a part."""
     write = os.write
 
     def send(line: dict[str, object]) -> None:
