@@ -4,7 +4,7 @@ The cut-off, the largest distance (stage A's `filters.py`) that the filters keep
 as one finds a word in a dictionary, in three digits of ten bits:
 
     first digit    count the tokens by the first digit of their distance: a histogram of 1,024 bins
-                   add up from the nearest bin: the k-th token lies in the bin where the sum reaches k
+                   add up from the nearest bin: the k-th token is in the bin where the sum reaches k
     second digit   the same for the tokens of that bin, by their second digit; then the third
 
 For top-p the bins add up weights instead of tokens, and the wanted sum is p times the weight that top-k has left. All

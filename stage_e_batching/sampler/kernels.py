@@ -5,9 +5,10 @@ passes over `[rows, vocab]`. Everything a logit needs is known where it is read,
 own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
 78 MB, read once. A second, tiny kernel compares the stretches' winners.
 
-A row with top-k, top-p or min-p is cut at the distance that `cut_kernel.py` has found, and one with penalties has its
-counts read beside its logits. A row that asks for neither pays for reading a flag. All three kernels take what a row
-asks for from device memory, so they are launched alike for any mixture and can be recorded in a CUDA graph.
+A row with top-k, top-p or min-p has its token from `short_list_kernel.py`, or is cut at the distance that
+`digit_kernel.py` has found; one with penalties has its counts read beside its logits. A row that asks for none of this
+pays for reading a flag. All four kernels take what a row asks for from device memory, so they are launched alike for
+any mixture and can be recorded in a CUDA graph.
 
 The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
 in the fifth digit, so a sampled token differs only where two tokens come that close: one in some hundred thousand.
