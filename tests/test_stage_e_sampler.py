@@ -310,7 +310,7 @@ def test_noise_keys_are_stage_as():
 
 
 def test_draws_follow_the_distribution():
-    sampler = Sampler(1, 4, torch.device("cpu"))
+    sampler = make_sampler(1, 4)
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
     row = {"params": SamplingParams(temperature=1.0), "seed": 5, "prompt": [1], "output": [], "logits": probs.log()}
     admit_all(sampler, [row], [0])
