@@ -27,6 +27,7 @@ PROGRAMS = (
     "stage_f_graph_tp/graphs_loop.py",
     "stage_f_graph_tp/overlap_loop.py",
     "stage_f_graph_tp/kernels/loop.py",
+    "stage_f_graph_tp/megakernel/mini.py",
     "stage_f_graph_tp/tensor_parallel/loop.py",
     "beyond/quantization/loop.py",
     "beyond/speculation/loop.py",

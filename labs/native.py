@@ -2,8 +2,8 @@
 
 As with Python, an exercise is judged by itself: in a copy of the reference's sources, its body is the learner's, with
 `#line` before and after it, so that errors name the learner's file. CUDA sources are compiled as C++ against
-`cpp/include/cuda_on_cpu.h`, which runs each thread of a block as a fiber; of their text only two things have to change,
-the launch syntax and `extern __shared__`.
+`csrc/emulator`, which runs each thread of a block as a fiber; of their text only two things have to change, the launch
+syntax and `extern __shared__`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from labs.submission import Answer
 
 NATIVE = LABS / "cpp"
 CSRC = ROOT / "csrc"
+EMULATOR = CSRC / "emulator"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -76,22 +77,21 @@ def cuda_library() -> ctypes.CDLL:
     """The naive, the warp and the LayerNorm kernel, compiled for the CPU."""
     sources = ["mlp_naive.cu", "mlp_warp.cu", "layernorm_mlp.cu", "mlp.h", "layernorm_mlp.h", "rms_norm.cuh"]
     files = [*(f"stage_c/{source}" for source in sources), "common/vectors.cuh"]
-    return _library("cuda_harness.cpp", files, [])
+    return _library("cuda_harness.cpp", files, [f"-I{EMULATOR}", "-U_FORTIFY_SOURCE"])
 
 
 def launches_for_cpu(text: str) -> str:
     """`kernel<T><<<grid, block, shared, stream>>>(a, b);` as a call, and dynamic shared memory as an array."""
     text = text.replace("extern __shared__", "extern")
     launch = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(([^;]*)\);", flags=re.DOTALL)
-    return launch.sub(r"cuda_on_cpu::launch([&] { \1(\3); }, \2);", text)
+    return launch.sub(r"gpu::launch([&] { \1(\3); }, \2);", text)
 
 
 def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
     texts = {name: _with_answers(name, (CSRC / name).read_text(encoding="utf-8")) for name in files}
     command = [_compiler(), "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared", str(NATIVE / harness)]
-    flags = [f"-I{NATIVE / 'include'}", *flags]
     digest = hashlib.sha256(repr((torch.__version__, command, flags, texts)).encode())
-    for path in [NATIVE / harness, *sorted((NATIVE / "include").iterdir())]:
+    for path in sorted({*NATIVE.iterdir(), *EMULATOR.glob("*.h")}):
         digest.update(path.read_bytes())
     # Beside the extensions; SIX_ENGINES_BUILD moves both.
     folder = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")) / f"lab-{digest.hexdigest()[:16]}"

@@ -9,7 +9,6 @@ Below, five questions are answered side by side: in blocks of 512 tokens, which 
 """
 
 from collections import namedtuple
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ def generate(model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: 
     return [sequence.ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
-def load(attention: object, path: Path = TUTOR_PATH) -> DecoderModel:
+def load(attention: object, path: object = TUTOR_PATH) -> DecoderModel:
     """Load the tutor into our own model (`model.py`), whose layers store and attend through the given object."""
     config = ModelConfig.from_hf(AutoConfig.from_pretrained(path))
     model = DecoderModel(config, attention, LONGEST, torch.float32, torch.device("cpu"))

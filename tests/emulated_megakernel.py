@@ -1,4 +1,4 @@
-"""The megakernel without a GPU: its own source, compiled for the CPU against the stand-ins in `tests/emulator`."""
+"""The megakernel without a GPU: its own source, compiled for the CPU against `csrc/emulator`."""
 
 from __future__ import annotations
 
@@ -16,36 +16,17 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel, kernel
 
-EMULATOR = Path(__file__).with_name("emulator")
-CSRC = EMULATOR.parents[1] / "csrc"
+SOURCE = Path(__file__).with_suffix(".cpp")
+CSRC = SOURCE.parents[1] / "csrc"
 BLOCKS = 9  # multiprocessors of the emulated GPU
-
-# What a C++ compiler cannot read, outside of the files that `tests/emulator` replaces: in a file of csrc/stage_f, the
-# text from the first to the second (which stays), and what it becomes.
-REWRITTEN = {
-    "hand_off.cuh": ("  uint2 v;\n", "}\n", "  return read_shared<uint2>(address);\n"),
-    "worker.cuh": ('asm volatile("bar.sync 1', "}\n", "gpu::meet(gpu::block().workers, kWorkers, [] {}); "),
-    "kernel.cuh": ("  extern __shared__", "  using W", "  unsigned char* smem = gpu::block().shared;\n"),
-}
 
 
 def build(shape: ModelConfig, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
     """Compile the kernel of a shape."""
-    sources = folder / "stage_f"
-    sources.mkdir()
-    for path in (CSRC / "stage_f").glob("*.cuh"):
-        text = path.read_text(encoding="utf-8").replace('asm volatile("" : "+r"(w.warp), "+r"(w.lane));', "")
-        if path.name in REWRITTEN:
-            first, last, new = REWRITTEN[path.name]
-            before, found, rest = text.partition(first)
-            text = before + new + rest[rest.index(last) :]
-            assert found, f"{first!r} is not in {path.name}"
-        if not (EMULATOR / "stage_f" / path.name).exists():
-            (sources / path.name).write_text(text, encoding="utf-8")
     library = folder / "decode_step.so"
     command = [os.environ.get("CXX") or "c++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared"]
     command += [f"-D{macro}" for macro in kernel.shape_macros(shape, dtype, BLOCKS)]
-    command += [*(f"-I{place}" for place in (EMULATOR, folder, CSRC)), "-o", library, EMULATOR / "decode_step.cpp"]
+    command += [f"-I{CSRC / 'emulator'}", f"-I{CSRC}", "-o", library, SOURCE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
     loaded = ctypes.CDLL(str(library))

@@ -168,7 +168,7 @@ def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(mon
 def test_launches_are_rewritten_for_the_cpu():
     text = "k<T, 4><<<a, b, n * sizeof(T), s>>>(p, 1);\nextern __shared__ uint4 m[];"
     assert native.launches_for_cpu(text) == (
-        "cuda_on_cpu::launch([&] { k<T, 4>(p, 1); }, a, b, n * sizeof(T), s);\nextern uint4 m[];"
+        "gpu::launch([&] { k<T, 4>(p, 1); }, a, b, n * sizeof(T), s);\nextern uint4 m[];"
     )
 
 

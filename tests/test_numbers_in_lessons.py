@@ -327,6 +327,12 @@ def quantized_far(model: str, kind: str, requests: int) -> float:
     return statistics.median(row["samples"]) * copy / (row["weight_bytes"] + row["kv_bytes"])
 
 
+def idle_percent(batches: int) -> float:
+    """% of the time that two stages on two GPUs are idle, by the batches in flight."""
+    rows = [row for row in results("pipeline-h200")["rows"] if row["study"] == "measured"]
+    return next(100 * statistics.median(row["samples"]) for row in rows if row["batches"] == batches)
+
+
 def bytes_between_hosts(layout: str) -> float:
     [row] = [r for r in results("pipeline-two-hosts")["rows"] if r.get("layout") == layout]
     return row["bytes"]
@@ -369,6 +375,46 @@ EXACT = {
         "stage_e_batching/loop.py",
         "[H200: 256 requests in {} (estimated) → {} seconds]",
         lambda: [estimated_seconds("D", "mixed"), f"{step('E', 'mixed', 'seconds'):.0f}"],
+    ),
+    "the loop of graphs": (
+        "stage_f_graph_tp/graphs_loop.py",
+        "[H200: {} → {} ms per token]",
+        lambda: [f"{group('stage-f').median(row, 'single', 'tpot_ms'):.2f}" for row in ("no graphs", "all on")],
+    ),
+    "the loop of overlap": (
+        "stage_f_graph_tp/overlap_loop.py",
+        "[H200: {} → {} ms per token]",
+        lambda: [f"{group('stage-f').median(row, 'single', 'tpot_ms'):.3f}" for row in ("no overlap", "all on")],
+    ),
+    "the loop of kernels": (
+        "stage_f_graph_tp/kernels/loop.py",
+        "[H200: 7 → 5, a step of 32 requests {} → {} µs]",
+        lambda: [f"{layer_step(kind, 32):.0f}" for kind in ("nine", "five")],
+    ),
+    "the loop of tensor parallelism": (
+        "stage_f_graph_tp/tensor_parallel/loop.py",
+        "[H200: Qwen2.5-7B, {} → {} ms per token]",
+        lambda: [f"{with_ranks('qwen2.5-7b', name):.2f}" for name in ("F", "F, 2 GPUs")],
+    ),
+    "the loop of quantization": (
+        "beyond/quantization/loop.py",
+        "[H200: Qwen2.5-7B, {} → {} ms per step]",
+        lambda: [f"{quantized_ms('qwen2.5-7b', kind, 1):.2f}" for kind in ("bfloat16", "int8")],
+    ),
+    "the loop of speculation": (
+        "beyond/speculation/loop.py",
+        "[H200: {} → {} ms per token, 83 % of the guesses being right]",
+        lambda: [drafted_ms("plain", draft=4), drafted_ms("accepted")],
+    ),
+    "the loop of a pipeline": (
+        "beyond/scale_out/loop.py",
+        "[H200: {} → {} % of the time]",
+        lambda: [f"{idle_percent(batches):.0f}" for batches in (1, 2)],
+    ),
+    "the loop of serving": (
+        "beyond/serving/loop.py",
+        "[H200: {} → {} tokens/s with 1 and 256, stage E]",
+        lambda: [f"{1000 / step('E'):.0f}", f"{step('E', 'mixed', 'output_tokens_per_s'):,.0f}"],
     ),
     "kernels: the floor": (KERNELS, "must read bytes that take {} µs", lambda: [f"{layer_floor(32):.0f}"]),
     "kernels: stage D's layers": (

@@ -48,6 +48,12 @@ def test_steps_in_any_order_of_blocks_and_stores_match_float32(case, name, conte
     assert torch.equal(run(kernel, step), first), "another order gave other bits"
 
 
+def test_a_step_takes_no_value_of_the_step_before(case):
+    shape, dtype, kernel, _ = case("uneven")
+    for seed in (1, 2):
+        assert_step_is_right(kernel, make_step(shape, dtype, [20], 16, seed, device="cpu"), TOLERANCE[dtype])
+
+
 def test_a_step_that_misses_a_block_gives_up_and_keeps_no_token(case):
     shape, dtype, kernel, launch = case("uneven")
     step = make_step(shape, dtype, [40], 16, device="cpu")

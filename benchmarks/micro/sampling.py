@@ -41,19 +41,20 @@ def measure(
     device: str = "cuda",
     engines: tuple = ("F",),
     requests: tuple = (1, 8, 32),
+    logits: tuple = ("flat", "peaked"),
     size: str = "gpu",
     repeats: int = 3,
 ) -> dict:
     """Seconds per decode step of every kind and number of requests, and of `mixed`, flat and peaked."""
     rows = []
     for name in engines:
-        work = partial(measure_engine, requests=requests, size=size, repeats=repeats)
+        work = partial(measure_engine, requests=requests, kinds_of_logits=logits, size=size, repeats=repeats)
         found = with_engine(work, ENGINES[name], model, device=device, enable_prefix_caching=False)
         rows += [{"engine": name, **row} for row in found]
     return {"model": model, "rows": rows}
 
 
-def measure_engine(llm: StageE, requests: tuple, size: str, repeats: int) -> list[dict]:
+def measure_engine(llm: StageE, requests: tuple, kinds_of_logits: tuple, size: str, repeats: int) -> list[dict]:
     rows, seeds = [], count(1)
 
     def seconds(prompts: list[list[int]], asked: list[dict], max_tokens: list[int]) -> float:
@@ -64,9 +65,10 @@ def measure_engine(llm: StageE, requests: tuple, size: str, repeats: int) -> lis
         [found] = call_seconds(lambda: llm.generate(prompts, params, use_tqdm=False), llm.device, 1, warm_up=0)
         return found
 
-    for logits, factor in (("flat", 1.0), ("peaked", PEAK)):
-        with torch.inference_mode():
-            llm.runtime.model.norm.weight.mul_(factor)  # graphs and the megakernel read it where it is
+    for logits in kinds_of_logits:
+        if logits == "peaked":
+            with torch.inference_mode():
+                llm.runtime.model.norm.weight.mul_(PEAK)  # graphs and the megakernel read it where it is
         for kind, asked in KINDS.items():
             for rows_per_step in requests:
                 if len(asked) not in (1, rows_per_step):

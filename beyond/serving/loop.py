@@ -2,8 +2,8 @@
 
 A function that an *event loop* runs hands the thread back at every `await`, so one thread can serve all clients. A step
 of the engine never waits and would stop them all: it has a thread of its own. Requests cross in one queue, which the
-engine empties between two steps, and tokens in one queue per request: `curl -N http://127.0.0.1:8000/What%20is%20decode`
-prints one. With `--once` the program asks itself eight questions, in turn and at once; the answers are stage E's loop's.
+engine empties between two steps, tokens in one queue per request. Ask it: `curl -N 127.0.0.1:8000/What%20is%20decode`.
+With `--once` the program asks itself eight questions, in turn and at once; the answers are those of stage E's loop.
 """
 
 import asyncio

@@ -8,6 +8,12 @@
 
 namespace six_engines {
 
+// The block's dynamic shared memory, as much as the launch asked for.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(128) unsigned char smem[];
+  return smem;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

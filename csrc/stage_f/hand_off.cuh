@@ -6,12 +6,6 @@
 
 namespace six_engines {
 
-__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-  return v;
-}
-
 // A warp's steps of a chunk begin at `first`. Where they do not come out even, the last warps begin earlier than they
 // should, so that every address is a plain sum, and their first `surplus` steps count nothing.
 struct Part {

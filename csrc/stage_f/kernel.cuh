@@ -138,7 +138,7 @@ __device__ __forceinline__ void prepare(W& w) {
 // For up to 4 kSets rows; kAlone: for one.
 template <int kSets, bool kAlone = false>
 __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_constant__ DecodeStep step) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  unsigned char* smem = shared_memory();
   using W = Worker<kSets, kAlone>;
   W w{step, smem, reinterpret_cast<Word*>(step.workspace)};
   w.thread = threadIdx.x;

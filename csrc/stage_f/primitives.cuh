@@ -79,9 +79,15 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
+
+// Some of the block's threads wait for each other: this many of them, while the others go on.
+template <int kThreads>
+__device__ __forceinline__ void sync_some_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 // ---- L2 ------------------------------------------------------------------------------------------------------------
 

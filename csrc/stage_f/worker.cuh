@@ -133,6 +133,6 @@ __device__ __forceinline__ void wait_words(W& w, Look look) {
   while (!__all_sync(kAllLanes, look() || !w.waits)) patience.attempt(w);
 }
 
-__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
+__device__ __forceinline__ void workers_sync() { sync_some_threads<kWorkers>(); }
 
 }  // namespace six_engines

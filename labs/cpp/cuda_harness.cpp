@@ -1,4 +1,4 @@
-// CUDA kernels, the learner's among them, compiled for a CPU, behind plain C functions. See cuda_on_cpu.h.
+// CUDA kernels, the learner's among them, compiled for a CPU, behind plain C functions. See csrc/emulator/gpu.h.
 #include "crash_line.h"
 #include "stage_c/layernorm_mlp.cu"
 #include "stage_c/mlp_naive.cu"
@@ -32,7 +32,7 @@ const char* guarded(Function function) {
 // out[i] = what thread i got from warp_sum(in[i]); `threads` is a multiple of 32.
 extern "C" const char* lab_warp_sum(const float* in, float* out, int threads) {
   return guarded([&] {
-    cuda_on_cpu::launch([&] { out[threadIdx.x] = six_engines::warp_sum(in[threadIdx.x]); }, 1, threads);
+    gpu::launch([&] { out[threadIdx.x] = six_engines::warp_sum(in[threadIdx.x]); }, 1, threads);
   });
 }
 

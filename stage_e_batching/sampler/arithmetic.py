@@ -18,6 +18,7 @@ FLAGS, TOP_K, TOP_P, FARTHEST = (tl.constexpr(word) for word in (rules.FLAGS, ru
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(word) for word in (rules.REPETITION, rules.PRESENCE, rules.FREQUENCY))
 TABLE_ROW = tl.constexpr(rules.TABLE_ROW)
 FILTERED, PENALISED = tl.constexpr(rules.FILTERED), tl.constexpr(rules.PENALISED)
+HOTTEST = tl.constexpr(filters.HOTTEST)
 BEYOND, STEPS, ALL = tl.constexpr(filters.BEYOND), tl.constexpr(filters.STEPS), tl.constexpr(filters.FARTHEST)
 LOG2E_STEP = tl.constexpr(filters.HALVINGS)
 C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in filters.EXP2)
@@ -142,3 +143,20 @@ def meet(arrived, times, parts):
         while tl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < times * parts:
             pass
         tl.debug_barrier()
+
+
+@triton.jit
+def load_temperature(temperatures, row):
+    return tl.minimum(tl.load(temperatures + row), HOTTEST)
+
+
+@triton.jit
+def best_of_stretch(logit, highest, token, temperature, key, NATIVE: tl.constexpr):
+    """Find the winner's index in a stretch of a row: logits, their maximum, their tokens."""
+    if temperature == 0.0:
+        best = tl.argmax(logit, 0, tie_break_left=True)
+    else:
+        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        best = tl.argmax((logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE), 0, tie_break_left=True)
+    return best

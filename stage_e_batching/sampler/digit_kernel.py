@@ -1,4 +1,6 @@
-"""A Triton kernel that finds the cut-off of a row digit by digit, where the short list did not suffice.
+"""A Triton kernel for rows with penalties alone, and for filtered rows for which the short list did not suffice.
+
+It finds the cut-off of a filtered row digit by digit, and then the best token of each stretch of the row.
 
 The cut-off, the largest distance (stage A's `filters.py`) that the filters keep, is an integer of 30 bits. It is found
 as one finds a word in a dictionary, in three digits of ten bits:
@@ -21,13 +23,17 @@ from stage_e_batching.sampler.arithmetic import (
     FARTHEST,
     FILTERED,
     FLAGS,
+    PENALISED,
     TOP_K,
     TOP_P,
     WORDS,
+    best_of_stretch,
     distances,
+    gumbel,
     load_float,
     load_penalties,
     load_scores,
+    load_temperature,
     meet,
     scale,
     share_of,
@@ -42,16 +48,19 @@ _DIGITS, _BITS, _BINS = tl.constexpr(DIGITS), tl.constexpr(BITS), tl.constexpr(B
 
 @triton.jit(do_not_specialize=["parts"])  # each specialisation would be a compilation
 def digit_kernel(
-    cuts,  # int32 [rows], written where a row has a filter and no token yet
-    tops,  # float32 [rows]: the highest score of such a row
+    winners,  # float32 [3, rows, most]: of each stretch the winner's score, its noise, and the highest score
+    winner_ids,  # int64 [rows, most]
+    tops,  # float32 [rows]: the highest score of a filtered row
     tokens,  # int64 [rows]: the token of a row that has one, or -1
     logits,  # [rows, vocab]
     temperatures,  # float32 [rows]
+    noise_keys,  # int32 [rows]
     rules,  # int32 [rows, WORDS]
     counts,  # [table rows, vocab]
     tokens_by_digit,  # int32 [rows, DIGITS, BINS], zero before and after
     mass_by_digit,  # int64 [rows, DIGITS, BINS], zero before and after
     arrived,  # int32 [rows, 2], zero before; the last kernel makes it zero again
+    most,  # stretches of a row
     parts,  # programs per row
     vocab,
     row_stride,
@@ -61,18 +70,21 @@ def digit_kernel(
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     words = rules + row * WORDS
-    if ((tl.load(words + FLAGS) & FILTERED) == 0) | (tl.load(tokens + row) >= 0):
+    flags = tl.load(words + FLAGS)
+    if ((flags & (FILTERED | PENALISED)) == 0) | (tl.load(tokens + row) >= 0):
         return
+    filtered = (flags & FILTERED) != 0
     penalised, table_row, repetition, presence, frequency = load_penalties(words)
     counts += table_row * vocab
     logits += row * row_stride
     tokens_by_digit += row * _DIGITS * _BINS
     mass_by_digit += row * _DIGITS * _BINS
     arrived += 2 * row + 1
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), tl.load(temperatures + row))
+    temperature = load_temperature(temperatures, row)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), tl.where(filtered, temperature, 1.0))
     top = tl.load(tops + row)
-    top_k = tl.load(words + TOP_K)
-    top_p = load_float(words, TOP_P)
+    top_k = tl.where(filtered, tl.load(words + TOP_K), 0)
+    top_p = tl.where(filtered, load_float(words, TOP_P), 1.0)
     bins = tl.arange(0, _BINS)
     each = tl.cdiv(tl.cdiv(vocab, parts), BLOCK) * BLOCK
     first = part * each
@@ -132,10 +144,29 @@ def digit_kernel(
             lighter += tl.sum(tl.where(bins < below, amount, 0), 0)
             prefix = prefix * _BINS + below
         kept = tl.minimum(kept, prefix)
+    kept = tl.minimum(kept, tl.load(words + FARTHEST))
+
+    # The best token of each stretch; where a stretch is filtered out entirely, its winner is none.
+    key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
+    rows = tl.num_programs(0) // parts
+    plane = rows.to(tl.int64) * most
+    for start in range(first, last, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        score = load_scores(logits, token, token < last, counts, penalised, repetition, presence, frequency, NATIVE)
+        if filtered:
+            score = tl.where(distances(scale(score, top, inverse)) <= kept, score, float("-inf"))
+        highest = tl.max(score, 0)
+        best = start + best_of_stretch(score, highest, token, temperature, key, NATIVE)
+        winner = tl.max(tl.where(token == best, score, float("-inf")), 0)
+        at = row * most + start // BLOCK
+        tl.store(winners + at, winner)
+        tl.store(winners + plane + at, gumbel(best, key, NATIVE))
+        tl.store(winners + 2 * plane + at, highest)
+        tl.store(winner_ids + at, best.to(tl.int64))
+
     met += 1
     meet(arrived, met, parts)  # nobody reads the sums any more
     if part == 0:
-        tl.store(cuts + row, tl.minimum(kept, tl.load(words + FARTHEST)))
         for again in tl.static_range(_DIGITS):
             tl.store(tokens_by_digit + again * _BINS + bins, tl.zeros([_BINS], tl.int32))
             tl.store(mass_by_digit + again * _BINS + bins, tl.zeros([_BINS], tl.int64))

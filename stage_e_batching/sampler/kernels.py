@@ -1,14 +1,13 @@
-"""Triton kernels that sample: temperature, noise and argmax in one pass over the logits, behind penalties and filters.
+"""Triton kernels that sample: temperature, noise and argmax in one pass over the logits.
 
 PyTorch would write the scaled logits, the random bits, the noise and the sum to memory and read them back, a dozen
 passes over `[rows, vocab]`. Everything a logit needs is known where it is read, its temperature, its row's key and its
 own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
 78 MB, read once. A second, tiny kernel compares the stretches' winners.
 
-A row with top-k, top-p or min-p has its token from `short_list_kernel.py`, or is cut at the distance that
-`digit_kernel.py` has found; one with penalties has its counts read beside its logits. A row that asks for none of this
-pays for reading a flag. All four kernels take what a row asks for from device memory, so they are launched alike for
-any mixture and can be recorded in a CUDA graph.
+Rows with penalties, top-k, top-p or min-p are the work of two kernels in front, `short_list_kernel.py` and
+`digit_kernel.py`; a row that asks for none of these pays for reading a flag there. All four take what a row asks for
+from device memory, so they are launched alike for any mixture and can be recorded in a CUDA graph.
 
 The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
 in the fifth digit, so a sampled token differs only where two tokens come that close: one in some hundred thousand.
@@ -21,18 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_a_naive import filters
 from stage_e_batching.sampler.arithmetic import (
     FILTERED,
     FLAGS,
     PENALISED,
     TABLE_ROW,
     WORDS,
-    distances,
+    best_of_stretch,
     gumbel,
-    load_penalties,
-    load_scores,
-    scale,
+    load_temperature,
 )
 from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
 from stage_e_batching.sampler.rules import REPLACED, SamplerInput
@@ -40,25 +36,7 @@ from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, 
 
 SPAN = 8192  # logits a program looks at, held in registers
 PROGRAMS = 2  # of that search, per multiprocessor: all of them run at the same time
-HOTTEST = tl.constexpr(filters.HOTTEST)
 _REPLACED = tl.constexpr(REPLACED)
-
-
-@triton.jit
-def load_temperature(temperatures, row):
-    return tl.minimum(tl.load(temperatures + row), HOTTEST)
-
-
-@triton.jit
-def best_of_stretch(logit, highest, token, temperature, key, NATIVE: tl.constexpr):
-    """Find the winner's index in a stretch of a row: logits, their maximum, their tokens."""
-    if temperature == 0.0:
-        best = tl.argmax(logit, 0, tie_break_left=True)
-    else:
-        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        best = tl.argmax((logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE), 0, tie_break_left=True)
-    return best
 
 
 @triton.jit
@@ -74,12 +52,9 @@ def _best_of_stretch_kernel(
     temperatures,  # float32 [rows]
     noise_keys,  # int32 [rows]
     rules,  # int32 [rows, WORDS]
-    counts,  # [table rows, vocab]
-    tokens,  # int64 [rows]: the token of a row that has one already, or -1
-    cuts,  # int32 [rows]: of rows with a filter and no token
-    tops,  # float32 [rows]: the highest score, of rows with a filter
-    winners,  # float32 [3, rows, stretches]: the winner's score, its noise, and the highest score
-    winner_ids,  # int64 [rows, stretches]
+    winners,  # float32 [3, rows, most]: the winner's logit, its noise, and the highest logit
+    winner_ids,  # int64 [rows, most]
+    most,
     vocab,
     row_stride,
     SPAN: tl.constexpr,
@@ -87,27 +62,18 @@ def _best_of_stretch_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
-    stretches = tl.num_programs(1)
-    if tl.load(tokens + row) >= 0:
-        return
-    words = rules + row * WORDS
-    penalised, table_row, repetition, presence, frequency = load_penalties(words)
-    logits += row * row_stride
-    counts += table_row * vocab
+    if (tl.load(rules + row * WORDS + FLAGS) & (FILTERED | PENALISED)) != 0:
+        return  # the kernels in front have been there
     token = stretch * SPAN + tl.arange(0, SPAN)
-    score = load_scores(logits, token, token < vocab, counts, penalised, repetition, presence, frequency, NATIVE)
+    logits += row * row_stride
+    logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     temperature = load_temperature(temperatures, row)
-    if (tl.load(words + FLAGS) & FILTERED) != 0:
-        scaled = scale(score, tl.load(tops + row), tl.div_rn(tl.full([], 1.0, tl.float32), temperature))
-        score = tl.where(distances(scaled) <= tl.load(cuts + row), score, float("-inf"))
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
-    highest = tl.max(score, 0)
-    best = stretch * SPAN + best_of_stretch(score, highest, token, temperature, key, NATIVE)
-    best_score = load_scores(logits, best, best < vocab, counts, penalised, repetition, presence, frequency, NATIVE)
-    place = row * stretches + stretch
-    plane = tl.num_programs(0).to(tl.int64) * stretches
-    # Where a stretch is filtered out entirely, its winner is none.
-    tl.store(winners + place, tl.where(highest == float("-inf"), highest, best_score))
+    highest = tl.max(logit, 0)
+    best = stretch * SPAN + best_of_stretch(logit, highest, token, temperature, key, NATIVE)
+    place = row * most + stretch
+    plane = tl.num_programs(0).to(tl.int64) * most
+    tl.store(winners + place, tl.load(logits + best).to(tl.float32))
     tl.store(winners + plane + place, gumbel(best, key, NATIVE))
     tl.store(winners + 2 * plane + place, highest)
     tl.store(winner_ids + place, best.to(tl.int64))
@@ -121,17 +87,20 @@ def _best_of_row_kernel(
     counts,  # [table rows, vocab]; the token of a row with penalties is counted
     tokens,  # int64 [rows]: the token of a row that has one already, or -1
     arrived,  # int32 [rows, 2], of the kernels in front: made zero again
-    winners,  # float32 [3, rows, stretches]
-    winner_ids,  # int64 [rows, stretches]
-    stretches,
+    winners,  # float32 [3, rows, most]
+    winner_ids,  # int64 [rows, most]
+    most,
+    stretches,  # winners of a row that asks for nothing; of another one there are `most`
     vocab,
-    STRETCHES_PAD: tl.constexpr,
+    MOST_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    stretch = tl.arange(0, STRETCHES_PAD)
-    inside = stretch < stretches
-    place = row * stretches + stretch
-    plane = tl.num_programs(0).to(tl.int64) * stretches
+    words = rules + row * WORDS
+    flags = tl.load(words + FLAGS)
+    stretch = tl.arange(0, MOST_PAD)
+    inside = stretch < tl.where((flags & (FILTERED | PENALISED)) != 0, most, stretches)
+    place = row * most + stretch
+    plane = tl.num_programs(0).to(tl.int64) * most
     logit = tl.load(winners + place, mask=inside, other=float("-inf"))
     noise = tl.load(winners + plane + place, mask=inside, other=0.0)
     highest = tl.max(tl.load(winners + 2 * plane + place, mask=inside, other=float("-inf")), 0)
@@ -141,8 +110,7 @@ def _best_of_row_kernel(
     chosen = tl.load(tokens + row)
     token = tl.where(chosen >= 0, chosen, tl.sum(tl.where(stretch == best, token, 0), 0))
     tl.store(ids + row, token)
-    words = rules + row * WORDS
-    if (tl.load(words + FLAGS) & (PENALISED | _REPLACED)) == PENALISED:  # a replaced sampler's token is another
+    if (flags & (PENALISED | _REPLACED)) == PENALISED:  # a replaced sampler's token is another
         entry = counts + tl.load(words + TABLE_ROW).to(tl.int64) * vocab + token
         tl.store(entry, tl.load(entry) + 2)
     tl.store(arrived + 2 * row + tl.arange(0, 2), tl.zeros([2], tl.int32))
@@ -165,7 +133,7 @@ class RowChooser:
 
     def __init__(self, most_rows: int, vocab: int, counts: Tensor) -> None:
         self._counts = counts
-        self._stretches = triton.cdiv(vocab, SPAN)
+        self._stretches, self._most = triton.cdiv(vocab, SPAN), triton.cdiv(vocab, BLOCK)
         self._on_gpu = isinstance(short_list_kernel, triton.JITFunction)  # and not in Triton's interpreter
         self._multiprocessors = 0  # one program per row, where programs run one after the other
         if self._on_gpu:
@@ -176,7 +144,7 @@ class RowChooser:
 
         # What the kernels hand each other.
         self._tokens = room(dtype=torch.int64)
-        self._cuts, self._tops = room(), room(dtype=torch.float32)
+        self._tops = room(dtype=torch.float32)
         self._arrived = room(2)  # zero between launches, as the sums are
         self._list = (
             room(MOST_PARTS, dtype=torch.float32),
@@ -187,8 +155,8 @@ class RowChooser:
             room(dtype=torch.int64),
         )
         self._sums = room(DIGITS, BINS), room(DIGITS, BINS, dtype=torch.int64)
-        self._winners = room(3 * self._stretches, dtype=torch.float32)
-        self._winner_ids = room(self._stretches, dtype=torch.int64)
+        self._winners = room(3 * self._most, dtype=torch.float32)
+        self._winner_ids = room(self._most, dtype=torch.int64)
 
     def __call__(self, logits: Tensor, rows: SamplerInput) -> Tensor:
         """Choose a token for every row of `logits [rows, vocab]`: ids int64 `[rows]`.
@@ -224,15 +192,18 @@ class RowChooser:
             **together,
         )
         digit_kernel[(count * parts,)](
-            self._cuts,
+            self._winners,
+            self._winner_ids,
             self._tops,
             self._tokens,
             logits,
             rows.temperatures,
+            rows.noise_keys,
             rows.rules,
             self._counts,
             *self._sums,
             self._arrived,
+            self._most,
             parts,
             vocab,
             logits.stride(0),
@@ -246,12 +217,9 @@ class RowChooser:
             rows.temperatures,
             rows.noise_keys,
             rows.rules,
-            self._counts,
-            self._tokens,
-            self._cuts,
-            self._tops,
             self._winners,
             self._winner_ids,
+            self._most,
             vocab,
             logits.stride(0),
             SPAN=SPAN,
@@ -268,9 +236,10 @@ class RowChooser:
             self._arrived,
             self._winners,
             self._winner_ids,
+            self._most,
             self._stretches,
             vocab,
-            STRETCHES_PAD=triton.next_power_of_2(self._stretches),
+            MOST_PAD=triton.next_power_of_2(self._most),
             num_warps=1,
         )
         return ids

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_e_batching.sampler.arithmetic import gumbel
-from stage_e_batching.sampler.kernels import SPAN, best_of_stretch, load_temperature, score_of_winner
+from stage_e_batching.sampler.arithmetic import best_of_stretch, gumbel, load_temperature
+from stage_e_batching.sampler.kernels import SPAN, score_of_winner
 
 
 @triton.jit

@@ -55,6 +55,12 @@ T read_shared(uint32_t address) {
   return value;
 }
 inline uint4 load_shared(uint32_t address) { return read_shared<uint4>(address); }
+inline uint2 load_shared2(uint32_t address) { return read_shared<uint2>(address); }
+template <int kThreads>
+void sync_some_threads() {
+  gpu::block().some.members = kThreads;
+  gpu::meet(gpu::block().some);
+}
 inline uint64_t evict_first_policy() { return 0; }
 inline void prefetch_l2(const void* global) { static_cast<void>(*static_cast<const volatile char*>(global)); }
 inline unsigned long long nanoseconds() { return gpu::turns; }

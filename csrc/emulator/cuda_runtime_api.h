@@ -1,3 +1,3 @@
 // Stands in for the CUDA toolkit's header of this name.
 #pragma once
-#include "cuda_on_cpu.h"
+#include "cuda_runtime.h"

@@ -5,6 +5,7 @@
 
 namespace six_engines {
 
+inline unsigned char* shared_memory() { return gpu::block().shared; }
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - gpu::block().shared);
 }
@@ -24,12 +25,17 @@ inline bool barrier_passed(uint32_t barrier, uint32_t parity) {
   if (!passed) gpu::wait_a_turn();
   return passed;
 }
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!barrier_passed(barrier, parity)) {
+  }
+}
 
-inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
+inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t = 0) {
   if (destination % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0 || bytes % 16 != 0)
-    gpu::fail("a bulk copy is not aligned to 16 bytes");
-  if (destination + bytes > gpu::kShared) gpu::fail("a bulk copy goes past the end of shared memory");
+    throw std::runtime_error("a bulk copy is not aligned to 16 bytes");
+  if (destination + bytes > gpu::kShared) throw std::runtime_error("a bulk copy goes past the end of shared memory");
   gpu::block().copies.push_back({destination, bytes, barrier, source});
+  ++gpu::counts.copies;
 }
 
 }  // namespace six_engines

@@ -1,3 +1,0 @@
-// Stands in for the CUDA toolkit's header of this name.
-#pragma once
-#include "cuda_on_cpu.h"
