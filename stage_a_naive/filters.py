@@ -48,7 +48,8 @@ def cut_off(distance: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         # The smallest set of the likeliest tokens whose probability, among those that top-k has left, reaches p.
         mass = weights(nearest).masked_fill(nearest > last, 0).cumsum(0)
-        wanted = (mass[-1].double() * torch.tensor(params.top_p).double()).long().clamp(min=1)
+        # A float64 has 53 bits and may round the sum up: no more than all of it can be reached.
+        wanted = (mass[-1].double() * torch.tensor(params.top_p).double()).long().clamp(min=1).minimum(mass[-1])
         last = nearest.take(torch.searchsorted(mass, wanted))
     return last.clamp(max=farthest_for(params.min_p))
 

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stage_a_naive.filters import STEPS, filter_logits, weights
+from stage_a_naive.filters import STEPS, cut_off, filter_logits, weights
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import gumbel_from_bits, gumbel_noise
 from stage_a_naive.params import RULES, SamplingParams
@@ -138,6 +138,8 @@ def test_no_token_stays_once_the_likelier_ones_have_exactly_top_p() -> None:
     assert kept.tolist() == [True, True, False, False]
     kept = torch.isfinite(filter_logits(logits, SamplingParams(top_p=1 / (1 + math.exp(-1)) + 1e-6)))
     assert kept.all(), "equals at the edge all stay"
+    half = next(d for d in range(23_258_000, 23_259_000) if weights(torch.tensor(d)) == 2**39)
+    assert cut_off(torch.tensor([0, half, half]), SamplingParams(top_p=0.5)) == 0, "the first has exactly one half"
 
 
 @settings(max_examples=100, deadline=None)

@@ -17,15 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupt_after
 
+from stage_a_naive.filters import weights
 from stage_a_naive.logprobs import top_logprobs
 from stage_a_naive.noise import mix32, noise_key
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
-from stage_e_batching.sampler.reference import penalised, sample_reference
+from stage_e_batching.sampler import logprobs as row_logprobs
+from stage_e_batching.sampler.reference import cut_offs, penalised, sample_reference
+from stage_e_batching.sampler.rules import rules_of
 from stage_e_batching.step import BatchSequence
 
 VOCAB = 40
+FEW = st.sampled_from([-3.0, 0.0, 0.5, 0.5, 4.0, 9.25])
+MANY = st.floats(-30, 30, width=32)
 TINY = [5e-324, 1e-46, 1e-45, 1e-40, 1.2e-38]  # zero, subnormal or just normal once they are float32
 
 params_of_row = st.builds(
@@ -49,8 +54,8 @@ def rows(draw) -> dict[str, object]:
         "seed": draw(st.integers(0, 2**64 - 1)),
         "prompt": draw(tokens),
         "output": draw(tokens | st.just([])),
-        # few distinct values: ties are the rule
-        "logits": draw(st.lists(st.sampled_from([-3.0, 0.0, 0.5, 0.5, 4.0, 9.25]), min_size=VOCAB, max_size=VOCAB)),
+        # few distinct values, so that ties are the rule, or many
+        "logits": draw(st.lists(draw(st.sampled_from([FEW, MANY])), min_size=VOCAB, max_size=VOCAB)),
     }
 
 
@@ -72,8 +77,10 @@ def rows_of(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> tupl
     return SamplerInput(*map(torch.from_numpy, rows)), needs
 
 
-def choose(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> SampledTokens:
-    logits = torch.tensor([row["logits"] for row in batch])
+def choose(
+    sampler: Sampler, batch: list[dict], batch_slots: list[int], dtype: torch.dtype = torch.float32
+) -> SampledTokens:
+    logits = torch.tensor([row["logits"] for row in batch], dtype=dtype)
     rows, needs = rows_of(sampler, batch, batch_slots)
     ids = sampler.choose(logits, rows)
     if not needs & (LOGPROBS | REPLACED):
@@ -102,24 +109,41 @@ def logprobs_for(batch: list[dict]) -> list[dict[int, float] | None]:
     return drawn.logprobs.by_row(drawn.ids.tolist())
 
 
-def choose_one_by_one(batch: list[dict]) -> list[int]:
-    """Stage A's answer for each row on its own."""
+def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> list[int]:
+    """Stage A's answer for each row on its own; the logits are float32 there, whatever the model computes in."""
     chosen = []
     for row in batch:
-        logits = torch.tensor([row["logits"]])
+        logits = torch.tensor([row["logits"]], dtype=dtype).float()
         logits = apply_penalties(logits, [row["params"]], [row["prompt"]], [row["output"]])
         chosen.append(int(sample(logits, [row["params"]], [row["seed"]], [len(row["output"])])))
     return chosen
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=150, deadline=None)
-@given(st.lists(rows(), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_every_row_is_what_stage_a_chooses_for_it_alone(batch, random):
+@given(batch=st.lists(rows(), min_size=1, max_size=6), random=st.randoms(use_true_random=False))
+def test_every_row_is_what_stage_a_chooses_for_it_alone(dtype, batch, random):
     sampler = make_sampler(8)
     batch_slots = random.sample(range(8), len(batch))
     admit_all(sampler, batch, batch_slots)
-    drawn = choose(sampler, batch, batch_slots)
-    assert drawn.ids.tolist() == choose_one_by_one(batch)
+    drawn = choose(sampler, batch, batch_slots, dtype)
+    assert drawn.ids.tolist() == choose_one_by_one(batch, dtype)
+
+
+def test_a_share_that_is_reached_exactly_needs_no_further_token():
+    half = next(d for d in range(23_258_000, 23_259_000) if weights(torch.tensor(d)) == 2**39)
+    distance = torch.tensor([[0, half, half]] * 2, dtype=torch.int32)
+    rules = np.stack([rules_of(SamplingParams(top_p=p), False, 3, 0) for p in (0.5, 0.5001)])
+    assert cut_offs(distance, torch.from_numpy(rules)).tolist() == [[0], [half]]
+
+
+@pytest.mark.parametrize("asked", [{"min_p": 1e-13}, {"top_p": 0.99999999}, {"top_k": 16384}], ids=str)
+def test_a_sum_of_weights_that_float64_rounds_up_is_reached(asked):
+    """16,384 times 2**40, and 3: a multiple of 4 in float64, and the next one is nearer."""
+    logits = [0.0] * 16_384 + [math.log(3.5 / 2**40)]
+    row = {"params": SamplingParams(**asked), "prompt": [1], "output": [], "logits": logits}
+    batch = [row | {"seed": seed} for seed in range(3)]
+    assert chosen_for(batch) == choose_one_by_one(batch)
 
 
 @settings(max_examples=40, deadline=None)
@@ -166,6 +190,17 @@ def test_top_p_stops_where_the_mass_reaches_it_and_equals_stay_together(top_p, k
     ids = chosen_for(batch)
     assert set(ids) == set(range(kept))
     assert ids == choose_one_by_one(batch)
+
+
+def test_logprobs_of_many_rows_are_computed_group_by_group(monkeypatch):
+    params = SamplingParams(temperature=0, logprobs=2)
+    row = {"params": params, "seed": 0, "prompt": [1], "output": []}
+    batch = [
+        row | {"logits": [float((7 * i + 3 * row_number) % VOCAB) for i in range(VOCAB)]} for row_number in range(5)
+    ]
+    at_once = logprobs_for(batch)
+    monkeypatch.setattr(row_logprobs, "GROUP", 2 * VOCAB)
+    assert logprobs_for(batch) == at_once and len({next(iter(row)) for row in at_once}) == 5
 
 
 def test_logprobs_do_not_depend_on_what_a_neighbour_asks():
@@ -275,7 +310,7 @@ def test_noise_keys_are_stage_as():
 
 
 def test_draws_follow_the_distribution():
-    sampler = Sampler(1, 4, torch.device("cpu"))
+    sampler = make_sampler(1, 4)
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
     row = {"params": SamplingParams(temperature=1.0), "seed": 5, "prompt": [1], "output": [], "logits": probs.log()}
     admit_all(sampler, [row], [0])

@@ -12,6 +12,7 @@ import pytest
 from fake_model import CountingRunner, answer_alone, completion_of, make_engine, make_request, run_all
 
 from benchmarks.pictures import timeline
+from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import block_manager
 from stage_e_batching.engine import Engine
@@ -292,6 +293,62 @@ def test_short_requests_pass_one_that_does_not_fit_but_not_for_ever():
     overtakers = admitted[: admitted.index(long)][1:]
     assert len(overtakers) == MAX_OVERTAKES
     assert len(finished) == 62
+
+
+def add_penalised(engine, max_tokens: int, phrase: int = 1) -> int:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.1)
+    return engine.add_request(Request(0, prompt_of(5, phrase), params, seed=0), streams=False)
+
+
+def test_of_requests_with_penalties_as_many_run_as_have_a_row_of_counts_and_others_pass_those_that_wait():
+    engine = make_engine(**ROOMY, max_num_penalty_seqs=2)
+    penalised = {add_penalised(engine, 6, phrase) for phrase in range(1, 7)}
+    plain = {add(engine, 5, 6, phrase) for phrase in range(7, 13)}
+    engine.step()
+    assert {s.request_id for s in engine.runner.steps[0].sequences} == {0, 1} | plain, "all eight slots are taken"
+    outputs = run_all(engine)
+    assert outputs.keys() == penalised | plain
+    for step in engine.runner.steps:
+        slots = [s.batch_slot for s in step.admitted if s.request_id in penalised]
+        assert len([s for s in step.sequences if s.request_id in penalised]) <= 2 and set(slots) <= {-1, 0, 1}
+    admitted = [s.request_id for step in engine.runner.steps for s in step.admitted if s.request_id in penalised]
+    assert admitted == sorted(penalised), "those with penalties are admitted in order of arrival"
+    for number, output in outputs.items():
+        request = make_request(0, prompt_of(5, number + 1), 6, ignore_eos=True)
+        assert output["token_ids"] == answer_alone(request, 4096)[0]
+
+
+def test_requests_without_penalties_leave_the_rows_of_counts_to_others_while_they_can():
+    engine = make_engine(**ROOMY | {"max_num_seqs": 4}, max_num_penalty_seqs=2)
+    for phrase in (1, 2):
+        add(engine, 5, 4, phrase)
+    engine.step()
+    for phrase in (3, 4):
+        add_penalised(engine, 4, phrase)
+    engine.step()
+    assert engine.scheduler.num_running == 4, "both slots with a row of counts were free"
+    run_all(engine)
+    for _ in range(2):
+        for phrase in range(1, 5):
+            add(engine, 5, 4, phrase)
+        engine.step()
+        assert engine.scheduler.num_running == 4, "without penalties any slot will do"
+        run_all(engine)
+
+
+def test_a_request_that_waits_for_a_row_of_counts_is_passed_no_more_often_than_any_other():
+    engine = make_engine(**ROOMY, max_num_penalty_seqs=1)
+    add_penalised(engine, 80)
+    engine.step()
+    late = add_penalised(engine, 4, phrase=2)
+    finished = []
+    for i in range(60):
+        add(engine, 4, 3, phrase=3 + i % 7)
+        finished += [event.request_id for event in engine.step() if event.output]
+    finished += run_all(engine)
+    admitted = [sequence.request_id for step in engine.runner.steps for sequence in step.admitted]
+    assert admitted.index(late) == 1 + MAX_OVERTAKES
+    assert sorted(finished) == list(range(62))
 
 
 def test_many_admitted_in_one_step_do_not_pass_a_waiting_one_more_often_than_allowed():

@@ -76,54 +76,66 @@ class TestSample:
         assert ids == [1] * 21, f"top_k=1 leaves only the likeliest, token 1: filter before the noise; got {ids}"
 
 
-class TestFilterLogits:
-    def filtered(self, logits: list[float], **params: float) -> torch.Tensor:
-        row = torch.tensor(logits)
-        out = filters.filter_logits(row, SamplingParams(**params))
-        assert row.equal(torch.tensor(logits)), f"return a new row; the one that was given became {row.tolist()}"
-        return out
+class TestCutOff:
+    def cut_off(self, distance: list[int], **params: float) -> int:
+        row = torch.tensor(distance, dtype=torch.int32)
+        found = filters.cut_off(row, SamplingParams(**params))
+        assert row.tolist() == distance, (
+            f"the distances that were given must not be changed; they became {row.tolist()}"
+        )
+        return int(found)
 
-    def kept(self, logits: list[float], **params: float) -> list[int]:
-        return [i for i, value in enumerate(self.filtered(logits, **params).tolist()) if value > NEG]
+    def kept(self, probs: list[float], **params: float) -> list[int]:
+        """The tokens that `filter_logits` leaves of a distribution."""
+        out = filters.filter_logits(torch.tensor(probs).log(), SamplingParams(**params))
+        return [i for i, value in enumerate(out.tolist()) if value > NEG]
 
-    def test_temperature_divides(self):
-        out = self.filtered([1.0, 2.0, 4.0], temperature=0.5).softmax(-1)
-        expected = (torch.tensor([1.0, 2.0, 4.0]) / 0.5).softmax(-1)
-        assert torch.allclose(out, expected), f"softmax(logits / 0.5) expected, got {out.tolist()}"
-
-    @pytest.mark.parametrize("tiny", [1e-38, 5e-324])
-    def test_a_tiny_temperature_does_not_overflow(self, tiny: float):
-        out = self.filtered([1.0, 2.0, 4.0], temperature=tiny)
-        assert out.argmax() == 2 and not out.isnan().any(), f"temperature {tiny} gave {out.tolist()}"
-
-    def test_top_k_keeps_the_k_highest_and_ties_with_the_kth(self):
-        assert self.kept([1.0, 5.0, 3.0, 4.0], top_k=2) == [1, 3], "top_k=2 keeps the two highest"
-        assert self.kept([1.0, 5.0, 3.0, 3.0], top_k=2) == [1, 2, 3], "ties with the k-th stay"
-        assert self.kept([1.0, 5.0, 3.0], top_k=50) == [0, 1, 2], "top_k above the vocabulary keeps all"
-        assert self.kept([1.0, 5.0, 3.0], top_k=0) == [0, 1, 2], "top_k=0 is off"
+    def test_top_k_is_the_kth_nearest_distance(self):
+        assert self.cut_off([30, 0, 10, 20], top_k=2) == 10, "top_k=2 keeps the distances 0 and 10"
+        assert self.cut_off([10, 0, 10, 10], top_k=2) == 10, "the second is one of three equals, which all stay"
+        assert self.cut_off([0, 30, 10], top_k=50, min_p=1e-3) == 30, "top_k above the vocabulary keeps all"
+        assert self.cut_off([0, 30, 10], top_k=0, min_p=1e-3) == 30, "top_k=0 is off"
 
     def test_top_p_keeps_the_smallest_set_that_reaches_p(self):
-        logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-        assert self.kept(logits, top_p=0.7) == [0, 1], "0.5 does not reach 0.7, 0.5 + 0.3 does"
-        assert self.kept(logits, top_p=0.01) == [0], "one token always stays"
-        assert self.kept(logits, top_p=5e-324) == [0], "the likeliest stays also where float32 rounds top_p to 0"
-        shuffled = [logits[i] for i in (3, 0, 2, 1)]
-        assert self.kept(shuffled, top_p=0.7) == [1, 3], "the mask must go back to the tokens' own positions"
+        probs = [0.5, 0.3, 0.15, 0.05]
+        assert self.kept(probs, top_p=0.7) == [0, 1], "0.5 does not reach 0.7, 0.5 + 0.3 does"
+        assert self.kept(probs, top_p=0.01) == [0], "one token always stays"
+        assert self.kept(probs, top_p=5e-324) == [0], "the likeliest stays also where float32 rounds top_p to 0"
+        assert self.kept([0.05, 0.5, 0.15, 0.3], top_p=0.7) == [1, 3], "tokens are kept by distance, wherever they are"
+
+    def test_top_p_stops_where_the_sum_of_the_weights_is_reached_exactly(self):
+        half = next(d for d in range(23258000, 23259000) if int(filters.weights(torch.tensor(d))) == 2**39)
+        found = self.cut_off([half, 0, half], top_p=0.5)
+        assert found == 0, f"of weights 2**40, 2**39, 2**39 the first is half of the sum: 0 expected, got {found}"
+        found = self.cut_off([half, 0, half], top_p=0.5001)
+        assert found == half, f"slightly more than half needs the next, and its equal: {half} expected, got {found}"
 
     def test_min_p_keeps_what_is_likely_beside_the_likeliest(self):
-        logits = torch.tensor([0.6, 0.3, 0.07, 0.03]).log().tolist()
-        assert self.kept(logits, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
-        assert self.kept(logits, min_p=0.4) == [0, 1], "0.3 is more than 0.4 times 0.6, the likeliest's probability"
+        probs = [0.6, 0.3, 0.07, 0.03]
+        assert self.kept(probs, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
+        assert self.kept(probs, min_p=0.4) == [0, 1], "0.3 is more than 0.4 times 0.6, the likeliest's probability"
+
+    def test_of_several_filters_the_narrowest_counts(self):
+        probs = [0.6, 0.3, 0.07, 0.03]
+        for narrow in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.9}):
+            kept = self.kept(probs, **{"top_k": 3, "top_p": 0.95, "min_p": 0.01} | narrow)
+            assert kept == [0], f"{narrow} keeps the likeliest alone, whatever the others keep; got {kept}"
 
     def test_top_k_comes_before_top_p(self):
-        logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
-        kept = self.kept(logits, top_k=2, top_p=0.5)
+        kept = self.kept([0.4, 0.3, 0.2, 0.1], top_k=2, top_p=0.5)
         assert kept == [0], f"of the two that top_k keeps, the first has 0.4 / 0.7 > 0.5: expected [0], got {kept}"
 
-    def test_temperature_comes_before_top_p(self):
-        logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
-        assert self.kept(logits, temperature=0.1, top_p=0.9) == [0], "a low temperature sharpens what top_p sees"
-        assert self.kept(logits, temperature=10.0, top_p=0.6) == [0, 1], "a high one flattens it"
+    def test_thousands_of_tokens_are_cut_where_integers_add_up_to_the_share(self):
+        torch.manual_seed(0)
+        for p in (0.1, 0.5, 0.9, 0.99):
+            distance = filters.distances(torch.randn(5000).mul(2).clamp(max=4) - 4)
+            distance[0] = 0
+            weights, total = sorted(filters.weights(distance).tolist(), reverse=True), 0
+            wanted = max(1, int(float(sum(weights)) * float(torch.tensor(p))))
+            count = next(i for i, weight in enumerate(weights, 1) if (total := total + weight) >= wanted)
+            expected = int(distance.sort().values[count - 1])
+            found = self.cut_off(distance.tolist(), top_p=p)
+            assert found == expected, f"top_p={p} of 5000 tokens keeps up to distance {expected}, got {found}"
 
 
 class TestPenalties:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterable
@@ -11,18 +10,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stage_e_batching.llm as stage
-import stage_e_batching.sampler as sampler
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of
+from stage_a_naive.filters import cut_off, distances
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
-from stage_e_batching.penalties import PenaltyState
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
+from stage_e_batching.sampler import reference
+from stage_e_batching.sampler.rules import rules_of
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_e_batching.waiting_order import ShortestFirst
@@ -80,29 +81,70 @@ def check_books(scheduler: Scheduler) -> None:
         assert arrivals == sorted(arrivals), f"{name} must stay in order of arrival, got {arrivals}"
 
 
-class TestTopK:
+def rules_for(*params: SamplingParams, vocab_size: int = 10) -> torch.Tensor:
+    """The rules of one request per row, whose rows of the table of counts are in reverse."""
+    rows = [rules_of(p, False, vocab_size, len(params) - 1 - i) for i, p in enumerate(params)]
+    return torch.from_numpy(np.stack(rows))
+
+
+class TestCutOffs:
+    def cut_offs(self, distance: torch.Tensor, *params: SamplingParams) -> list[int]:
+        before = distance.clone()
+        found = reference.cut_offs(distance, rules_for(*params, vocab_size=distance.shape[1]))
+        assert torch.equal(distance, before), "the distances that were given must not be changed"
+        assert found.shape == (len(params), 1), f"one cut-off per row, [{len(params)}, 1]; got {list(found.shape)}"
+        return found[:, 0].tolist()
+
     def test_every_row_has_its_own_k(self):
-        rows = torch.tensor([[1.0, 4.0, 3.0, 2.0]] * 3)
-        out = sampler._keep_top_k(rows, np.array([1, 3, 0]))
-        kept = [[i for i, v in enumerate(row) if v > -math.inf] for row in out.tolist()]
-        assert kept == [[1], [1, 2, 3], [0, 1, 2, 3]], f"k = 1, 3 and 0 (all) keep {kept}"
-        assert out[1].tolist() == [-math.inf, 4.0, 3.0, 2.0], "what is kept keeps its value"
+        distance = torch.tensor([[30, 0, 10, 20]] * 3, dtype=torch.int32)
+        found = self.cut_offs(distance, *[SamplingParams(top_k=k) for k in (1, 3, 0)])
+        assert found == [0, 20, 30], f"k = 1, 3 and 0 (all) cut at 0, 20 and 30, got {found}"
 
-    def test_ties_with_the_kth_stay(self):
-        out = sampler._keep_top_k(torch.tensor([[2.0, 1.0, 2.0, 2.0]]), np.array([2]))
-        assert out.tolist() == [[2.0, -math.inf, 2.0, 2.0]], f"three are as high as the second, got {out.tolist()}"
+    def test_every_row_is_what_stage_a_computes_for_it_alone(self):
+        torch.manual_seed(0)
+        numbers = random.Random(0)
+        params = [
+            SamplingParams(
+                top_k=numbers.choice((0, 1, 20, 10**6)),
+                top_p=numbers.choice((1.0, 0.9, 0.5, 5e-324)),
+                min_p=numbers.choice((0.0, 0.05, 1.0)),
+            )
+            for _ in range(40)
+        ]
+        distance = distances(-torch.randint(0, 50, (40, 300)) / 10)  # equals are the rule
+        distance[:, 7] = 0
+        found = self.cut_offs(distance, *params)
+        for row, p, value in zip(distance, params, found, strict=True):
+            expected = int(cut_off(row, p))
+            kept, right = int((row <= value).sum()), int((row <= expected).sum())
+            assert kept == right, f"{p} keeps {right} of 300 tokens in stage A, and {kept} here"
+
+    def test_more_rows_take_no_more_operators_and_nothing_is_read_on_the_host(self):
+        class Count(TorchDispatchMode):
+            operators = 0
+
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                name = function.name().split(".")[0]
+                assert name != "aten::_local_scalar_dense", "a number was read on the host, which waits for the device"
+                self.operators += 1
+                return function(*args, **(kwargs or {}))
+
+        counted = []
+        for rows in (2, 64):
+            rules = rules_for(*[SamplingParams(top_k=5, top_p=0.5)] * rows)
+            distance = torch.arange(10, dtype=torch.int32).repeat(rows, 1)
+            with Count() as count:
+                reference.cut_offs(distance, rules)
+            counted.append(count.operators)
+        assert counted[0] == counted[1], f"2 rows take {counted[0]} operators, so 64 must; got {counted[1]}"
 
 
-class TestPenaltyState:
-    def state_of(self, *requests: tuple[list[int], list[int], dict]) -> tuple[PenaltyState, list[SamplingParams]]:
-        state, params = PenaltyState(8, 10, CPU), []
-        for slot, (prompt, output, options) in enumerate(requests):
-            sequence = BatchSequence(completion_of(prompt, **options))
-            sequence.batch_slot = slot
-            sequence.token_ids.extend(output)
-            params.append(sequence.request.params)
-            state.admit(sequence, sequence.request.params)
-        return state, params
+class TestPenalised:
+    def penalised(self, logits: torch.Tensor, params: list[SamplingParams], counts: torch.Tensor) -> torch.Tensor:
+        before = logits.clone()
+        out = reference.penalised(logits, rules_for(*params), counts)
+        assert torch.equal(logits, before), "the logits that were given must not be changed"
+        return out
 
     def test_it_is_stage_as_penalty_row_for_row(self):
         torch.manual_seed(0)
@@ -112,20 +154,23 @@ class TestPenaltyState:
             ([0, 9], [], {}),
             ([7], [7, 8], {"repetition_penalty": 0.8, "frequency_penalty": 1.0}),
         ]
-        state, params = self.state_of(*requests)
+        params = [SamplingParams(**options) for *_, options in requests]
+        counts = torch.zeros(4, 10, dtype=torch.int16)
+        for row, (prompt, output, _) in enumerate(reversed(requests)):  # as their rows of the table are
+            counts[row, prompt] += 1
+            for token in output:
+                counts[row, token] += 2
         logits = torch.randn(4, 10)
-        before = logits.clone()
-        out = state.apply(logits, np.arange(4))
-        expected = apply_penalties(before, params, [r[0] for r in requests], [r[1] for r in requests])
-        assert torch.equal(logits, before), "the logits that were given must not be changed"
+        out = self.penalised(logits, params, counts)
+        expected = apply_penalties(logits, params, [r[0] for r in requests], [r[1] for r in requests])
         assert out.dtype == torch.float32
         for row in range(4):
             assert torch.allclose(out[row], expected[row]), f"row {row} with {requests[row][2]} differs from stage A"
 
-    def test_rows_are_found_by_their_batch_slots(self):
-        state, params = self.state_of(([1], [2], {}), ([1], [2, 2], {"frequency_penalty": 1.0}))
-        out = state.apply(torch.zeros(2, 10), np.array([1, 0]))
-        assert out[0, 2] == -2 and not out[1].any(), "row 0 of the logits belongs to batch slot 1 here"
+    def test_where_no_row_asks_the_logits_are_returned_as_they_are(self):
+        logits = torch.ones(2, 10)
+        out = self.penalised(logits, [SamplingParams(), SamplingParams(top_k=3)], torch.zeros(0, 10, dtype=torch.int16))
+        assert out is logits, "no row asks for a penalty: return `logits` itself, and read no table"
 
 
 class TestChunk:

@@ -13,11 +13,12 @@ import stage_b_decode_step.token_log as token_log
 import stage_f_graph_tp.llm as stage
 from labs.tests.support import check_whole_stage, completion_of
 from stage_a_naive.loading import resolve
+from stage_a_naive.params import SamplingParams
 from stage_d_paged import block_manager, runtime
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.sequence import Sequence
-from stage_e_batching.penalties import PenaltyState
-from stage_e_batching.step import BatchSequence
+from stage_e_batching.sampler import reference
+from stage_e_batching.sampler.rules import rules_of
 from stage_f_graph_tp import cuda_graph
 from stage_f_graph_tp.step_input import StepShape
 
@@ -94,13 +95,12 @@ class TestHashes:
 
 class TestOperators:
     def operators(self, rows: int) -> int:
-        state = PenaltyState(rows, 30, CPU)
-        for slot in range(rows):
-            sequence = BatchSequence(completion_of([1, 2, slot % 30], repetition_penalty=2.0))
-            sequence.batch_slot = slot
-            state.admit(sequence, sequence.request.params)
+        params, counts = SamplingParams(repetition_penalty=2.0), torch.zeros(rows, 30, dtype=torch.int16)
+        for row in range(rows):
+            counts[row, [1, 2, row % 30]] = 1
+        rules = torch.from_numpy(np.stack([rules_of(params, False, 30, row) for row in range(rows)]))
         with Count() as count:
-            out = state.apply(torch.ones(rows, 30), np.arange(rows))
+            out = reference.penalised(torch.ones(rows, 30), rules, counts)
         for row in range(rows):
             seen = (out[row] == 0.5).nonzero().flatten().tolist()
             assert seen == sorted({1, 2, row % 30}), f"row {row} must have its own tokens penalised, got {seen}"

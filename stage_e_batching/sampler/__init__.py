@@ -1,7 +1,7 @@
 """Choosing tokens for many rows at once: what each request asks for, filters, penalties, noise, log-probabilities.
 
 What is computed is stage A's `sample`, row by row. `sampler.py` says which row asks for what, `reference.py` computes
-it in PyTorch, `cut_kernel.py` and `kernels.py` on a GPU.
+it in PyTorch, `short_list_kernel.py`, `digit_kernel.py` and `kernels.py` on a GPU.
 """
 
 from stage_e_batching.sampler.rules import LOGPROBS, RANDOM, REPLACED, SamplerInput

@@ -83,7 +83,7 @@ def cut_offs(distance: Tensor, rules: Tensor) -> Tensor:
     top_k, top_p = rules[:, TOP_K, None].long(), rules.view(torch.float32)[:, TOP_P, None]
     last = nearest.gather(1, torch.where(top_k > 0, top_k, nearest.shape[1]) - 1)
     mass = weights(nearest).masked_fill(nearest > last, 0).cumsum(-1)
-    wanted = (mass[:, -1:].double() * top_p.double()).long().clamp(min=1)
+    wanted = (mass[:, -1:].double() * top_p.double()).long().clamp(min=1).minimum(mass[:, -1:])
     nucleus = nearest.gather(1, torch.searchsorted(mass, wanted))
     return torch.where(top_p < 1, nucleus, last).minimum(rules[:, FARTHEST, None])
 
