@@ -7,6 +7,8 @@ WORDS = {
         "workloads": {
             "single": "one request",
             "decode32": "batch",
+            "chat32": "batch, as chats sample",
+            "chat": "load, as chats sample",
             "mixed": "load",
             "prefix": "shared prefix",
             "ttft": "first token",
@@ -46,6 +48,8 @@ WORDS = {
         "workloads": {
             "single": "单个请求",
             "decode32": "批处理",
+            "chat32": "批处理（聊天采样参数）",
+            "chat": "高负载（聊天采样参数）",
             "mixed": "高负载",
             "prefix": "共享前缀",
             "ttft": "首个 token",
