@@ -28,7 +28,7 @@ from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
 from labs.report import Mark, Report, hash_of_tests
 from labs.submission import intruders, read_answer
-from stage_a_naive import filters, sampling
+from stage_a_naive import penalties, sampling
 
 LETTERS = list(load_labs())
 every_lab = pytest.mark.parametrize("letter", LETTERS)
@@ -504,13 +504,13 @@ def test_what_an_answer_changed_is_named_and_put_back(monkeypatch):
 
 
 def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(tmp_path, monkeypatch):
-    original = sampling.filter_logits
-    for module in (filters, sampling):
-        monkeypatch.setattr(module, "filter_logits", original)  # put back after the test
+    original = sampling.apply_penalties
+    for module in (penalties, sampling):
+        monkeypatch.setattr(module, "apply_penalties", original)  # put back after the test
     starter.write_starter(load_labs()["a"], tmp_path, missing=[])
-    judge_module.install(read_answer(load_labs()["a"].exercises[2], tmp_path))
-    assert sampling.filter_logits is filters.filter_logits is not original
-    assert filters.filter_logits.__code__.co_filename == str(tmp_path / "stage_a_naive" / "filters.py")
+    judge_module.install(read_answer(load_labs()["a"].exercises[3], tmp_path))
+    assert sampling.apply_penalties is penalties.apply_penalties is not original
+    assert penalties.apply_penalties.__code__.co_filename == str(tmp_path / "stage_a_naive" / "penalties.py")
 
 
 def test_hints_come_one_after_another(tmp_path):
