@@ -47,8 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="as a stage takes it (default: depends on the size)")
     parser.add_argument("--engines", default=[], help=engines, **several)
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
-    some = f"of {', '.join(workloads)} (default: all)"
-    parser.add_argument("--workloads", default=workloads, choices=workloads, help=some, **several)
+    some = f"of {', '.join(workloads)} (default: all but those that sample as chats do)"
+    usual = [name for name in workloads if not name.startswith("chat")]
+    parser.add_argument("--workloads", default=usual, choices=workloads, help=some, **several)
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")

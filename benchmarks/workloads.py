@@ -111,7 +111,7 @@ class _Ids(random.Random):
 
     def __init__(self, name: str, size: str) -> None:
         # nano-vllm's bench.py to the letter: a length before its ids, prompts before outputs
-        super().__init__(0 if (name, size) in {("mixed", "gpu"), ("chat", "gpu")} else f"{name}:{size}")
+        super().__init__(0 if (name, size) == ("mixed", "gpu") else f"{name}:{size}")
         self.size = size
 
     def take(self, length: int) -> Ids:

@@ -38,6 +38,8 @@ def test_hashes_are_those_of_the_published_results() -> None:
     assert {name: make_workload(name, "gpu").hash[:12] for name in workload_names()} == {
         "single": "3453730732d4",
         "decode32": "f13c9567b917",
+        "chat32": "1d4f981cb00b",
+        "chat": "5242bfb16127",
         "mixed": "12304789bba4",
         "prefix": "e972664b8d2f",
         "ttft": "5a47c857c279",
