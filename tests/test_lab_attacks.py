@@ -20,7 +20,7 @@ from labs.report import Mark
 from tests.test_labs import submission
 
 WRONG = {  # lab A with nothing right in it
-    name: "return 0" for name in ("sample", "filter_logits", "apply_penalties", "overlap", "generate", "_generate_one")
+    name: "return 0" for name in ("sample", "cut_off", "apply_penalties", "overlap", "generate", "_generate_one")
 }
 # What the judge tells the grader when everything is right, and then there is nobody to say something else.
 FORGE_ALL = """
