@@ -39,6 +39,7 @@ from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepShape
@@ -68,7 +69,7 @@ class HashModel:
             hidden[ends[row + 1] - 1] = next_token([self.pool[slot] for slot in slots])
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: None) -> Tensor:
         return 1e6 * torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
 
 
@@ -81,12 +82,14 @@ class HashRunner(AheadRunner):
         runtime = SimpleNamespace(
             model=HashModel(scheduler.capacity, block_size),
             device=cpu,
+            dtype=torch.float32,
             config=SimpleNamespace(vocab_size=VOCAB),
             max_model_len=longest,
             block_size=block_size,
         )
         options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
-        super().__init__(runtime, None, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
+        sampler = Sampler(max_rows, max_rows, VOCAB, longest, cpu)
+        super().__init__(runtime, None, sampler, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
         self.table.guess = partial(guess, self.table)
         self.steps: list[ScheduledStep] = []
         self._fail_at = fail_at

@@ -47,7 +47,13 @@ def make_rows(rng: random.Random, draft_tokens: int) -> tuple[list[int], list[in
     return list(slots), list(numbers)
 
 
-def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device: str) -> SimpleNamespace:
+class Inputs(SimpleNamespace):
+    """A step's input, with the sampler's arrays among the others."""
+
+    sampling = property(lambda self: self)
+
+
+def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device: str) -> Inputs:
     """A step's input as the host sends it: rows that the device completes, and two tokens of a prompt that samples."""
     count, zeros = len(slots), [0] * len(slots)
     tables = [rng.sample(range(100), 18) if slot < SLOTS else [-1] * 18 for slot in slots]
@@ -60,7 +66,7 @@ def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device
         "sample_tokens": list(range(count)),
     }
     short = {"context_lens": zeros, "noise_keys": zeros, "block_tables": tables}
-    return SimpleNamespace(
+    return Inputs(
         **{name: torch.tensor(values, device=device) for name, values in long.items()},
         **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in short.items()},
     )

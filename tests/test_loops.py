@@ -159,6 +159,14 @@ LOOPS = [
         interpreted=True,
     ),
     Loop(
+        IN_CPP,
+        95,
+        "barriers_of_version_3",
+        "barriers_of_version_1",
+        own=("stage_c_fused_mlp.extension", "stage_c_fused_mlp.toolchain"),
+        compiles=True,
+    ),
+    Loop(
         "stage_f_graph_tp/tensor_parallel/loop.py",
         100,
         "in_two_processes",
@@ -170,14 +178,6 @@ LOOPS = [
     Loop("beyond/speculation/loop.py", 90, "GUESSES", "NO_GUESSES", with_guesses),
     Loop("beyond/scale_out/loop.py", 80, "TWO_IN_FLIGHT", "ONE_IN_FLIGHT", in_two_stages),
     Loop("beyond/serving/loop.py", 80, "AT_ONCE", "IN_TURN", streamed, engine="stage_e_batching", grows=True),
-    Loop(
-        IN_CPP,
-        95,
-        "barriers_of_version_3",
-        "barriers_of_version_1",
-        own=("stage_c_fused_mlp.extension", "stage_c_fused_mlp.toolchain"),
-        compiles=True,
-    ),
 ]
 EVERY_LOOP = {*sys.stdlib_module_names, "torch", "transformers"}
 MODEL = {"stage_a_naive.tutor", *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights"))}
