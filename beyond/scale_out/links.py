@@ -49,14 +49,17 @@ class Link(RankGroup):
         """
         x = x.contiguous()
         self.num_bytes += x.nbytes
-        if self.device.type == "cuda":
-            sent = self._start("send", [x], RECEIVER, 0)
-        else:  # not gloo's `send`: whether that has ended cannot be asked
-            self._start("broadcast", torch.tensor([number]), SENDER)
-            sent = self._start("broadcast", x, SENDER)
-        self._unsent.append((sent, x))
+        self._unsent.append((self._start_sending(x, number), x))
         if len(self._unsent) > self.max_unsent:
             self._wait(self._unsent.popleft()[0])
+
+    def _start_sending(self, x: Tensor, number: int) -> dist.Work:
+        """Start to send a contiguous tensor of command `number`, and return at once."""
+        if self.device.type == "cuda":
+            return self._start("send", [x], RECEIVER, 0)
+        # Not gloo's `send`: whether that has ended cannot be asked.
+        self._start("broadcast", torch.tensor([number]), SENDER)
+        return self._start("broadcast", x, SENDER)
 
     def receive(self, out: Tensor, number: int) -> Tensor:
         """The next tensor that was sent, written over `out`.

@@ -55,9 +55,8 @@ class NotedLink(links.Link):
         self.held: list[weakref.ref] = []  # the tensors themselves
         self.waited: list[int] = []
 
-    def _start(self, operation: str, *args: object) -> SimpleNamespace:
-        [tensor], to, tag = args
-        assert (operation, to, tag) == ("send", links.RECEIVER, 0), f"got {operation!r} to rank {to} with tag {tag}"
+    def _start_sending(self, tensor: Tensor, number: int) -> SimpleNamespace:
+        assert number == 7, f"sent as a tensor of command {number}, not 7"
         assert tensor.is_contiguous(), "a link sends contiguous memory: the rows of a transposed tensor are not"
         self.sent.append(tensor.clone())
         self.held.append(weakref.ref(tensor))
@@ -75,30 +74,30 @@ class TestSend:
     def test_what_is_sent_arrives_also_if_its_memory_is_not_contiguous(self):
         link = NotedLink(max_unsent=4)
         x = torch.arange(6.0).view(2, 3)
-        link.send(x)
-        link.send(x.t())
+        link.send(x, 7)
+        link.send(x.t(), 7)
         assert torch.equal(link.sent[0], x) and torch.equal(link.sent[1], x.t())
 
     @pytest.mark.parametrize("max_unsent", [1, 3])
     def test_it_waits_for_the_oldest_when_too_many_are_unsent_and_never_before(self, max_unsent):
         link = NotedLink(max_unsent)
         for number in range(8):
-            link.send(states(number))
+            link.send(states(number), 7)
             expected = list(range(max(0, number + 1 - max_unsent)))
             assert link.waited == expected, f"{number + 1} sent, {max_unsent} may be unsent: waited for {link.waited}"
 
     def test_a_tensor_is_kept_until_it_was_sent_and_no_longer(self):
         link = NotedLink(max_unsent=2)
         for number in range(5):
-            link.send(states(number))  # nobody else holds it
+            link.send(states(number), 7)  # nobody else holds it
         alive = [held() is not None for held in link.held]
         assert alive[3:] == [True, True], "the memory of a tensor that is under way must not be used for another one"
         assert alive[:3] == [False] * 3, "what was sent takes memory no more"
 
     def test_bytes_are_counted(self):
         link = NotedLink(max_unsent=2)
-        link.send(states(0))
-        link.send(states(1).bfloat16())
+        link.send(states(0), 7)
+        link.send(states(1).bfloat16(), 7)
         assert link.num_bytes == 6 * 4 + 6 * 2
 
 
