@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from stage_a_naive.filters import farthest_for
+from stage_a_naive import filters
 from stage_a_naive.params import SamplingParams
 
 # What a row needs, the word FLAGS; 0 is greedy.
@@ -57,7 +57,8 @@ def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row:
         | REPLACED * replaced
     )
     rules = np.zeros(WORDS, np.int32)
-    rules[[FLAGS, FARTHEST, TABLE_ROW]] = flags, farthest_for(params.min_p), table_row
+    farthest = filters.farthest_for(params.min_p) if params.min_p else filters.FARTHEST
+    rules[[FLAGS, FARTHEST, TABLE_ROW]] = flags, farthest, table_row
     rules[TOP_K] = params.top_k if params.top_k < vocab_size else 0
     numbers = params.top_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A

@@ -73,8 +73,9 @@ class Sampler:
         if params.needs_penalties:
             self._enter(sequence)
         self._requests[slot] = sequence.request
-        self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
         self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
+        if params.temperature:
+            self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
         self._rules[slot] = rules_of(params, sequence.request.sampling_fn is not None, self._vocab_size, slot)
 
     def _enter(self, sequence: BatchSequence) -> None:
@@ -118,6 +119,8 @@ class Sampler:
         """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
         if self._device.type == "cuda":
             return self._choose(logits, rows)
+        if not rows.rules[:, FLAGS].any():
+            return logits.argmax(-1)  # all greedy
         ids = choose_tokens(logits, rows, self.counts, self._mixed_ids)
         count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
         return ids
