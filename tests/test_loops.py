@@ -315,6 +315,6 @@ def test_a_lesson_says_where_each_part_of_its_program_is_in_the_engine(readme: P
         found = ROW.fullmatch(row)
         assert found, row
         program, _, symbol = found["own"].rpartition("::")
-        assert hasattr(importlib.import_module(module_name(str(readme.parent / (program or "loop.py")))), symbol)
+        assert excerpt(f"{readme.parent / (program or 'loop.py')}::{symbol}")  # an import would have Triton interpret
         file, _, symbol = found["at"].partition("::")
         assert file == found["link"] and excerpt(f"{readme.parent / file}::{symbol}")

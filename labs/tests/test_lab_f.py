@@ -81,20 +81,20 @@ class TestCapture:
     def test_every_size_is_recorded_the_largest_first(self):
         graphs, recorded = graphs_of(1, 2, 4), []
 
-        def record(body: Callable[[], cuda_graph.DecodeResult]) -> cuda_graph.Recorded:
+        def record(body: Callable[[], Tensor]) -> cuda_graph.Recorded:
             recorded.append(body())
             return cuda_graph.Recorded(lambda: None, recorded[-1])
 
-        def body_of(shape: StepShape) -> Callable[[], cuda_graph.DecodeResult]:
-            return lambda: cuda_graph.DecodeResult(torch.full((shape.num_seqs,), shape.num_seqs), torch.empty(0))
+        def body_of(shape: StepShape) -> Callable[[], Tensor]:
+            return lambda: torch.full((shape.num_seqs,), shape.num_seqs)
 
         graphs.capture(record, body_of, CPU)
-        order = [len(result.ids) for result in recorded]
+        order = [len(ids) for ids in recorded]
         assert order == [4, 2, 1], f"the largest first, so that the smaller ones fit into its memory; got {order}"
         for size in (1, 2, 4):
             found = graphs.find(graphs.padded(shape_of(size)))
             assert found is not None, f"size {size} cannot be found"
-            assert found.result.ids.tolist() == [size] * size, f"size {size} finds another size's graph"
+            assert found.result.tolist() == [size] * size, f"size {size} finds another size's graph"
         assert graphs.num_bytes == 0, "on a CPU no device memory was taken"
 
     def test_the_bytes_are_those_that_the_graphs_took(self, monkeypatch):
@@ -110,7 +110,7 @@ class TestPad:
         """All arrays of a graph's input, filled with old values, then padded after `count` rows."""
         shape = StepShape(size, size, size, 5, size, 1, 20)
         host = host_views(np.zeros(shape.num_bytes, np.uint8), shape)
-        for array in host:
+        for array in (*host._replace(sampling=host.sampling.rules), *host.sampling):
             array.fill(3)
         graphs_of(size).pad(host, count)
         return host
@@ -138,7 +138,8 @@ class TestPad:
 
     def test_the_other_rows_stay_as_they_are(self):
         host = self.padded(4, 3)
-        changed = [name for name in set(host._fields) - {"cu_seqlens_q"} if (getattr(host, name)[:3] != 3).any()]
+        arrays = host._asdict() | host.sampling._asdict()
+        changed = [name for name in set(arrays) - {"cu_seqlens_q", "sampling"} if (arrays[name][:3] != 3).any()]
         assert not changed, f"the step fills in the first 3 rows itself, but these were changed: {sorted(changed)}"
 
     def test_a_full_batch_has_no_padding(self):
