@@ -59,7 +59,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test lint doctor serve bench bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -108,8 +108,13 @@ loops: $(READY) ## run the course's programs on one screen, and print what each 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
 
-test: $(READY) ## run the tests, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
-	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(ARGS)
+TIER_test := -m "not slow"
+TIER_test-fast := -m fast
+test: ## run the tests but the slow ones, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
+test-fast: ## the tests of scheduler, blocks, sampler and queues: a minute
+test-all: ## all tests, the slow ones too
+test test-fast test-all: $(READY)
+	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(TIER_$@) $(ARGS)
 
 lint: $(READY) ## check format, style and the direction of imports
 	@$(PY) -m ruff format --check .
