@@ -51,9 +51,9 @@ def write_starter(
         AlreadyThere: there is a copy, and `force` is False; nothing was written.
     """
     missing = lab.exercises if missing is None else missing
-    tests = sorted({exercise.path for exercise in lab.exercises if exercise.is_break_it})
-    sources = [ROOT / folder for folder in [*lab.folders, *tests]]
-    targets = [lab.copy_of(folder, work) for folder in [*lab.folders, *tests]]
+    files = sorted({exercise.path for exercise in lab.exercises if exercise.path.startswith("labs/")})
+    sources = [ROOT / folder for folder in [*lab.folders, *files]]
+    targets = [lab.copy_of(folder, work) for folder in [*lab.folders, *files]]
     there = [target for target in targets if target.exists()]
     if there and not force:
         raise AlreadyThere(", ".join(str(target) for target in there))

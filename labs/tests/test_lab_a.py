@@ -9,14 +9,49 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import stage_a_naive.llm as stage
-from labs.tests.support import GREEDY, DigitTokenizer, check_whole_stage, noisy_argmax, one_hot, request_of
+from labs.tests.support import (
+    GREEDY,
+    DigitTokenizer,
+    answers_of_transformers,
+    check_whole_stage,
+    noisy_argmax,
+    one_hot,
+    request_of,
+)
+from labs.variants import parts
 from stage_a_naive import chat, filters, loop, penalties, sampling, stop_strings
 from stage_a_naive.params import SamplingParams
+from stage_a_naive.tutor import TUTOR_PATH
 
 NEG = -math.inf
+
+
+class TestVariant:
+    """A prompt in parts: the tokens of the whole prompt, every token of it run once."""
+
+    @pytest.mark.parametrize("cuts", [(), (1,), (-7, -4, -1), range(1, 12)], ids=str)
+    def test_the_answer_is_that_of_the_whole_prompt_and_each_part_ran_once(self, cuts: tuple[int, ...]):
+        model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
+        prompt, _, expected = answers_of_transformers()[0]
+        ends = [cut % len(prompt) for cut in cuts]
+        pieces = [prompt[i:j] for i, j in zip((0, *ends), (*ends, len(prompt)), strict=True)]
+        run: list[int] = []
+        model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
+        ids = parts.generate_in_parts(model, pieces, -1, 12)
+        assert ids == expected[:12], f"{len(pieces)} parts: {expected[:6]}… expected, got {ids[:6]}…"
+        wanted = [len(piece) for piece in pieces] + [1] * 11
+        assert run == wanted, f"tokens run in each pass: {wanted} expected, got {run}"
+
+    def test_it_ends_with_the_end_token(self):
+        model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
+        prompt, _, expected = answers_of_transformers()[0]
+        ids = parts.generate_in_parts(model, [prompt[:3], prompt[3:]], expected[4], 20)
+        end = expected.index(expected[4]) + 1
+        assert ids == expected[:end], f"the answer ends with its end token: {expected[:end]} expected, got {ids}"
+        assert len(parts.generate_in_parts(model, [prompt], -1, 1)) == 1, "max_tokens=1 is one token"
 
 
 class TestChatPrompt:

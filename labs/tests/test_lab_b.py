@@ -7,18 +7,45 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import stage_b_decode_step.attention as attention
 import stage_b_decode_step.llm as stage
 import stage_b_decode_step.static_cache as static_cache
 import stage_b_decode_step.token_log as token_log
-from labs.tests.support import check_whole_stage, completion_of, noisy_argmax, one_hot
+from labs.tests.support import check_whole_stage, completion_of, noisy_argmax, one_hot, student_random
+from labs.variants import one_cache
 from stage_a_naive.params import SamplingParams
 from stage_a_naive.presets import preset_config
+from stage_a_naive.tutor import TUTOR_PATH
+from stage_b_decode_step import loop
 from stage_b_decode_step.decode_step import DecodeStep
 
 CPU = torch.device("cpu")
+
+
+class TestVariant:
+    """One cache for many questions: the same tensors, and nothing of the last question in them."""
+
+    @torch.inference_mode()
+    def test_answers_are_those_of_a_cache_each_and_no_tensor_is_replaced(self):
+        model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
+        numbers = student_random()
+        prompts = [[numbers.randrange(5, 300) for _ in range(count)] for count in (40, 7, 23, 1)]
+        token, cache = loop.prefill(model, prompts[0])
+        loop.decode_step(model, token, cache)
+        tensors = [token, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+        places = [tensor.data_ptr() for tensor in tensors]
+        for prompt in prompts:
+            fresh, own = loop.prefill(model, prompt)
+            one_cache.prefill_again(model, prompt, token, cache)
+            for step in range(6):
+                got, wanted = int(token), int(fresh)
+                assert got == wanted, f"prompt of {len(prompt)}, token {step}: {wanted} with a new cache, got {got}"
+                loop.decode_step(model, token, cache)
+                loop.decode_step(model, fresh, own)
+            found = [token, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+            assert [tensor.data_ptr() for tensor in found] == places, "the step works on the old addresses"
 
 
 class TestCacheLength:

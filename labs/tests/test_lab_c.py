@@ -7,12 +7,15 @@ import ctypes
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2MLP, Qwen2RMSNorm
 
 import stage_c_fused_mlp.fused_mlp as fused_mlp
 import stage_c_fused_mlp.llm as stage
 import stage_c_fused_mlp.patch as patch
 from labs import native
-from labs.tests.support import check_whole_stage
+from labs.tests.support import check_whole_stage, student_random
+from labs.variants import slices
+from stage_b_decode_step.loop import Calls
 
 
 def block_by_hand(x, norm_weight, w_in, w_out, residual, eps):
@@ -40,6 +43,33 @@ def inputs(rows: int, hidden: int, inter: int, dtype: torch.dtype = torch.float3
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
     return float((out.double() - expected).norm() / expected.norm())
+
+
+class TestVariant:
+    """The MLP in slices: the same rows, and no wide tensor on the way."""
+
+    @pytest.mark.parametrize("inter, width", [(24, 24), (24, 8), (23, 5), (9, 1), (6, 100)])
+    def test_the_rows_are_those_of_the_whole_and_nothing_is_wider_than_a_slice(self, inter: int, width: int):
+        torch.manual_seed(student_random().randrange(2**31))
+        hidden = 14
+        config = Qwen2Config(hidden_size=hidden, intermediate_size=inter)
+        layer = nn.Module()
+        layer.mlp, layer.post_attention_layernorm = Qwen2MLP(config), Qwen2RMSNorm(hidden)
+        nn.init.uniform_(layer.post_attention_layernorm.weight, 0.5, 2)
+        x = torch.randn(3, hidden)
+        before = x.clone()
+        with torch.inference_mode():
+            expected = x + layer.mlp(layer.post_attention_layernorm(x))
+            results: list[Tensor] = []
+            with Calls(lambda _, result: results.append(result)):
+                out = slices.sliced_mlp(layer, x, width)
+        assert torch.equal(x, before), "x is the caller's: it must not be changed"
+        error = float((out - expected).abs().max())
+        assert error < 1e-4, f"{inter} neurons by {width}: largest error {error:.3g}; is the residual added once?"
+        wide = [list(r.shape) for r in results if r.shape[:-1] == x.shape[:-1] and r.shape[-1] > max(width, hidden)]
+        assert not wide, f"by {width} neurons at a time no row has more than {max(width, hidden)} columns, got {wide}"
+        narrow = [r for r in results if r.shape == (3, min(width, inter))]
+        assert narrow or width == hidden, f"no tensor of {min(width, inter)} neurons was made"
 
 
 class TestFormula:

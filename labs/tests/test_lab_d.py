@@ -20,9 +20,11 @@ import stage_d_paged.llm as stage
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
-from labs.tests.support import check_whole_stage, completion_of
+from labs.tests.support import check_whole_stage, completion_of, student_random
+from labs.variants import shared_prefix
 from stage_a_naive.params import SamplingParams
 from stage_d_paged import batch, block_manager, kv_cache, layers, model
+from stage_d_paged import loop as stage_loop
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -35,6 +37,47 @@ def sequence_of(tokens: list[int], table: list[int] = (), computed: int = 0) -> 
     sequence.block_table = list(table)
     sequence.num_computed_tokens = computed
     return sequence
+
+
+class TestVariant:
+    """A shared beginning: whole blocks of equal tokens that the other has computed, and a token left to run."""
+
+    @pytest.mark.parametrize(
+        ("ids", "other_ids", "computed", "blocks"),
+        [
+            ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], 5, 1),
+            ([1, 2, 3, 4], [1, 2, 3, 4], 4, 0),
+            ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], 8, 1),
+            ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 8, 2),
+            ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 7, 1),
+            ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 9, 5, 6, 7, 8], 8, 0),
+            ([1, 2, 3, 4, 5], [7, 2, 3, 4, 5], 5, 0),
+            ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], 0, 0),
+        ],
+        ids=str,
+    )
+    def test_so_many_blocks_are_shared(self, ids: list, other_ids: list, computed: int, blocks: int):
+        sequence, other = stage_loop.Sequence(list(ids)), stage_loop.Sequence(list(other_ids))
+        other.block_table, other.num_computed = [7, 3, 9], computed
+        count = shared_prefix.share(sequence, other, 4)
+        case = f"{ids} behind {other_ids}, {computed} of them computed, blocks of 4"
+        assert count == blocks, f"{case}: {blocks} blocks are shared, got {count}"
+        assert sequence.block_table == [7, 3, 9][:blocks], f"{case}: the table is {sequence.block_table}"
+        assert sequence.num_computed == 4 * blocks, f"{case}: num_computed is {sequence.num_computed}"
+        sequence.block_table.append(5)
+        assert other.block_table == [7, 3, 9], "the other keeps a table of its own"
+
+    def test_the_tutor_gives_the_same_answers_from_fewer_blocks(self):
+        model, numbers = stage_loop.load(stage_loop.PagedAttention()), student_random()
+        begin = [numbers.randrange(5, 300) for _ in range(40)]
+        prompts = [begin + [numbers.randrange(5, 300) for _ in range(count)] for count in (9, 3, 20)]
+        answers, held = [], []
+        for way in (shared_prefix.share_nothing, shared_prefix.share):
+            pool = stage_loop.Pool(model.config, 64, 16)
+            answers.append(shared_prefix.generate(model, pool, prompts, -1, way))
+            held.append(pool.held[-1])
+        assert answers[0] == answers[1], "sharing must change no token"
+        assert held[0] - held[1] == 4, f"two blocks of 40 tokens for two others: 4 fewer, got {held[0] - held[1]}"
 
 
 class TestRotate:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,9 +19,12 @@ from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of
+from labs.variants import shortest_first
 from stage_a_naive.filters import cut_off, distances
+from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged import loop as stage_loop
 from stage_e_batching.engine import Engine
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
 from stage_e_batching.sampler import reference
@@ -85,6 +90,42 @@ def rules_for(*params: SamplingParams, vocab_size: int = 10) -> torch.Tensor:
     """The rules of one request per row, whose rows of the table of counts are in reverse."""
     rows = [rules_of(p, False, vocab_size, len(params) - 1 - i) for i, p in enumerate(params)]
     return torch.from_numpy(np.stack(rows))
+
+
+class TestVariant:
+    """Shortest prompt first, and nobody waits for ever."""
+
+    @pytest.mark.parametrize(
+        ("left", "waited", "order"),
+        [
+            ([30, 5, 9], [0, 0, 0], [1, 2, 0]),
+            ([30, 5, 9], [0, 0, 50], [2, 1, 0]),
+            ([30, 5, 9, 7], [41, 0, 60, 39], [2, 0, 1, 3]),
+            ([8, 8, 8, 3], [0, 0, 0, 0], [3, 0, 1, 2]),
+            ([8, 3, 9], [40, 45, 40], [1, 0, 2]),
+            ([9, 3], [40, 39], [0, 1]),
+            ([], [], []),
+        ],
+        ids=str,
+    )
+    def test_the_order(self, left: list[int], waited: list[int], order: list[int]):
+        sequences = [stage_loop.Sequence([1] * (count + 9 * i)) for i, count in enumerate(left)]
+        for i, (sequence, steps) in enumerate(zip(sequences, waited, strict=True)):
+            sequence.waited, sequence.num_computed = steps, 9 * i  # what has run does not count
+        waiting = deque(sequences)
+        shortest_first.by_length(waiting)
+        found = [sequences.index(sequence) for sequence in waiting]
+        assert found == order, f"left to run {left}, waited {waited}: order {order} expected, got {found}"
+
+    def test_the_tutor_gives_the_same_answers_and_the_first_tokens_come_sooner(self):
+        model, tokenizer = stage_loop.load(stage_loop.PagedAttention()), load_tokenizer(resolve("tutor"))
+        prompts = shortest_first.long_and_short(tokenizer)[:3]  # the first of them fills several steps
+        [answers, in_turn], [same, shortest] = (
+            shortest_first.generate(model, prompts, tokenizer.eos_token_id, order)
+            for order in (shortest_first.by_arrival, shortest_first.by_length)
+        )
+        assert answers == same, "the order must change no token"
+        assert sum(shortest) < sum(in_turn), f"steps to the first token: {in_turn} in turn, {shortest} by length"
 
 
 class TestCutOffs:

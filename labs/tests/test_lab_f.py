@@ -22,6 +22,7 @@ from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import DigitTokenizer, check_whole_stage, request_of
+from labs.variants import early_end
 from stage_d_paged.layers import Embedding, ResidualLinear
 from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
@@ -33,6 +34,37 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
 
 CPU = torch.device("cpu")
+
+
+class TestVariant:
+    """Steps that end early: none that a limit rules out, none left in flight, and those for nothing are counted."""
+
+    @pytest.mark.parametrize("most_ahead", [0, 1, 3])
+    @pytest.mark.parametrize(
+        ("length", "max_tokens"), [(6, 50), (6, 6), (6, 7), (50, 8), (1, 5), (50, 1)], ids=lambda n: str(n)
+    )
+    def test_what_is_launched_and_what_for_nothing(self, most_ahead: int, length: int, max_tokens: int):
+        launched, waited, most = [], [], 0
+
+        def launch() -> Callable[[], int]:
+            nonlocal most
+            number = len(launched)
+            launched.append(number)
+            most = max(most, len(launched) - len(waited))
+            return lambda: waited.append(number) or (0 if number + 2 >= length else number + 11)
+
+        answer = [10 + i for i in range(length - 1)] + [0]
+        expected = answer[:max_tokens]
+        ids, unneeded = early_end.generate_ahead(most_ahead, launch, answer[0], 0, max_tokens)
+        case = f"{most_ahead} ahead, an answer of {length} tokens, at most {max_tokens}"
+        assert ids == expected, f"{case}: {expected} expected, got {ids}"
+        assert waited == launched, f"{case}: {len(launched)} steps launched, {len(waited)} waited for, in {waited}"
+        assert unneeded == len(launched) - len(expected) + 1, f"{case}: {unneeded} is not what was launched in vain"
+        assert len(launched) < max_tokens, f"{case}: {len(launched)} steps launched; the first token needs none"
+        wanted = min(most_ahead, max_tokens - len(expected)) if len(expected) > 1 else 0
+        assert unneeded == wanted, f"{case}: {wanted} steps for nothing, got {unneeded}"
+        if len(expected) > 1 + most_ahead:
+            assert most == most_ahead + 1, f"{case}: up to {most_ahead + 1} in flight at once, got {most}"
 
 
 class TestCaptureSizes:
