@@ -1,0 +1,39 @@
+"""The plan of the course agrees with the labs: the hours are those of the exercises, and every exercise has a week."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from labs.exercises import all_exercises, load_labs
+
+pytestmark = pytest.mark.fast
+PLAN = (Path(__file__).parent.parent / "COURSE.md").read_text(encoding="utf-8")
+MINUTES = {exercise.id: exercise.minutes for exercise in all_exercises()}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its head."""
+    table = PLAN.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| \d.*\|$", table, re.M)]
+
+
+def test_each_lab_has_its_week_with_the_hours_of_its_exercises() -> None:
+    letters = []
+    for *_, labs, hours, check in rows("Seven weeks"):
+        these = re.findall(r"labs/lab_(.)\.md", labs)
+        letters += these
+        minutes = sum(exercise.minutes for letter in these for exercise in load_labs()[letter].exercises)
+        assert float(hours) == pytest.approx(minutes / 60, abs=0.051)
+        assert re.findall(r"make grade-(.)", check) == these
+    assert letters == list(load_labs())
+
+
+def test_each_day_has_the_hours_of_what_is_written() -> None:
+    days = rows("Seven days")
+    assert len(days) == 7
+    for *_, write, hours, _ in days:
+        these = re.findall(r"[A-Z]\.\d+", write)
+        assert float(hours) == pytest.approx(sum(MINUTES[name] for name in these) / 60, abs=0.051), these
