@@ -21,9 +21,10 @@ from stage_d_paged.sequence import Sequence
 
 
 class State(Enum):
-    """Where a sequence is. There are only these moves:
+    """Where a sequence is.
 
     WAITING -> PREFILLING -> DECODING -> FINISHED; back to WAITING by preemption; to FINISHED from anywhere by abort.
+    There are no other moves.
     """
 
     WAITING = "waiting"

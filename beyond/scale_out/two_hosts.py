@@ -51,7 +51,7 @@ def missing() -> str | None:
         return "there is no `ip` (iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return None if probe.returncode == 0 else f"no network namespaces here ({probe.stderr.strip()})"
 
 

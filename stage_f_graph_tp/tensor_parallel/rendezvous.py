@@ -95,6 +95,7 @@ class Rendezvous:
 
 
 def started_by_torchrun() -> bool:
+    """Tell whether `torchrun` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
