@@ -10,9 +10,6 @@ What is ours is small: which requests belong to one session, and when a request 
 An engine's API is called as what it is, an ASGI application: its messages travel over Ray's handle, one by one.
 """
 
-# Ray is installed by an extra, or not at all.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import asyncio

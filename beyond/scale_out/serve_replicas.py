@@ -6,9 +6,6 @@ server: running answers are finished, for `--deadline` seconds, and a second sig
 that `ray start` has made on this machine, or makes one.
 """
 
-# Ray is installed by an extra, or not at all.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import argparse

@@ -6,9 +6,6 @@ block size that is a multiple of 256 tokens. The package has no kernel that writ
 where Triton is installed and PyTorch's otherwise.
 """
 
-# flash-attn is installed by an extra, or not at all.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import torch
