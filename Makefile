@@ -4,6 +4,7 @@
 #   make stage-d MODEL=random:qwen2.5-0.5b DEVICE=cuda DTYPE=bfloat16 ARGS="--max-tokens 32"
 #   make serve STAGE=f MODEL=Qwen/Qwen2.5-0.5B-Instruct PORT=8000 ARGS="--max-queue 64"
 #   make test PYTHON=/path/to/python VENV=      use an existing interpreter, install nothing
+#   make test CONSTRAINTS=/dev/null             the newest versions of the packages, not the pinned ones
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,6 +24,7 @@ FORCE ?=
 ONLY ?=
 SHOW ?=
 LAB_TESTS ?=
+CONSTRAINTS ?= constraints.txt
 # As they were typed: make would expand `$5` or `$(…)` in them. The shell gets them from the environment.
 override PROMPT := $(value PROMPT)
 override MODEL := $(value MODEL)
@@ -54,7 +56,7 @@ RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 PHASES := ^Installing collected packages|(Downloading|Using cached) .*\(([0-9.]+ GB|[0-9]{2,}\.[0-9] MB)\)
 INSTALL = { \
   echo "[setup] installing $(2); this can take some minutes (log: $(VENV)/pip.log)"; \
-  $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e "$(1)" 2>&1 \
+  $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c $(CONSTRAINTS) -e "$(1)" 2>&1 \
     | tee $(VENV)/pip.log | grep --line-buffered -oE "$(PHASES)"; \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
@@ -116,10 +118,11 @@ test-all: ## all tests, the slow ones too
 test test-fast test-all: $(READY)
 	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(TIER_$@) $(ARGS)
 
-lint: $(READY) ## check format, style and the direction of imports
+lint: $(READY) ## check format, style, the direction of imports, and types (a minute)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+	@$(PY) -m basedpyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
 	@$(PY) -m doctor

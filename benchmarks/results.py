@@ -1,4 +1,6 @@
-"""Results files: what they hold, and which ones may be shown. One layout for all of them:
+"""Results files: what they hold, and which ones may be shown.
+
+One layout for all of them:
 
     kind         "engines" (run.py), or the name of a module of `micro`
     environment  versions, device, commit, dirty, date

@@ -109,6 +109,7 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
                 [*command, f"-I{sources}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
                 capture_output=True,
                 text=True,
+                check=False,
             )
             if run.returncode:
                 errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr[-300:]]

@@ -12,31 +12,32 @@ where a tokenizer has none, ChatML is used, the format of the Qwen models:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from stage_a_naive.errors import one_line, shown
 
-Message = Mapping[str, object]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
+Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] | Sequence[Sequence[Message]]
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message] | Sequence[Sequence[Message]]
 ) -> list[str]:
     """Write one conversation (a list of messages) or several (a list of such lists) out, each as `render_chat`."""
     listed = list(messages) if _is_list(messages) else []
     if not listed or isinstance(listed[0], Mapping):
-        return [render_chat(tokenizer, listed or messages)]
+        return [render_chat(tokenizer, cast("Sequence[Message]", listed or messages))]
     texts = []
     for i, conversation in enumerate(listed):
         try:
-            texts.append(render_chat(tokenizer, conversation))
+            texts.append(render_chat(tokenizer, cast("Sequence[Message]", conversation)))
         except ValueError as error:
             raise ValueError(f"conversation {i}: {error}") from error
     return texts
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
     """Write a conversation out as the prompt text that the model was trained on, open for the assistant's answer.
 
     Raises:
@@ -48,17 +49,19 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
     if not tokenizer.chat_template:
         return chatml(plain)
     try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's authors, and may raise anything
         raise ValueError(f"the model's chat template refuses the conversation: {one_line(error)}") from error
+    assert isinstance(text, str)  # as `tokenize=False` asks
+    return text
 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
-def _plain(message: Message) -> dict[str, object]:
-    """A message with its content as one string; other fields (`name`, `tool_calls`) are left to the template."""
+def _plain(message: Message) -> dict[str, Any]:
+    """Write a message's content as one string; other fields (`name`, `tool_calls`) are left to the template."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f"a message is a dict with 'role' and 'content', got {shown(message)}")
     role, content = message["role"], message["content"]

@@ -24,22 +24,28 @@ FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 
 class LazyTensor(Protocol):
     """A stored tensor. Indexing it reads that part of it, and `[:]` the whole."""
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
+    def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
 
 
 class TensorSource(Protocol):
     """Where tensors come from."""
 
-    name: str  # for error messages
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        ...
 
     def names(self) -> set[str] | None:
-        """The tensors there are; None if any can be made."""
+        """Return the tensors there are; None if any can be made."""
+        ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape; None if it takes the shape that is asked for."""
+        """Return a tensor's shape; None if it takes the shape that is asked for."""
+        ...
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """The tensor `name` of that shape, not read yet."""
+        """Return the tensor `name` of that shape, not read yet."""
+        ...
 
 
 class SafetensorsDirectory:
@@ -96,11 +102,11 @@ class WeightLoader:
             raise ModelError(f"{self._source.name}: {name} differs from the weight that the config ties it to")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have that shape."""
+        """Read the tensor `name`, which must have that shape."""
         return self.lazy(name, shape)[:]
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """The same, not read yet.
+        """Find the tensor `name`, not read yet.
 
         Raises:
             ModelError: it is missing, was used before, or has another shape.
@@ -139,7 +145,7 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory; `ModelError` if one is missing."""
+    """Return the safetensors files of a model directory; `ModelError` if one is missing."""
     single = path / "model.safetensors"
     if single.is_file():
         return [single]

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage_a_naive.errors import EngineBroken, one_line
 from stage_a_naive.interrupts import interrupts_end_the_process
@@ -33,7 +33,7 @@ AddOptions = Callable[[argparse._ArgumentGroup], None]
 
 
 def default_prompt() -> str:
-    """The course's question in Chinese where the locale is Chinese, and in English elsewhere."""
+    """Return the course's question in Chinese where the locale is Chinese, and in English elsewhere."""
     locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     return DEFAULT_PROMPTS["zh" if locale.startswith("zh") else "en"]
 
@@ -76,7 +76,8 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
     try:
         try:
-            sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show becomes a question mark
+            # What a terminal cannot show becomes a question mark. (An ordinary stdout is a `TextIOWrapper`.)
+            sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
             if not sys.stderr.isatty():  # a log file
                 os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
             options = vars(build_parser(stage, description, add_options).parse_args(argv))
@@ -108,7 +109,7 @@ def _list_questions() -> None:
     print("", tool_call, *(entry["question"] for entry in read_tool_calls()), sep="\n")
 
 
-def _answer(stage: object, options: dict) -> None:
+def _answer(stage: Any, options: dict) -> None:
     prompt, raw, model = (options.pop(name) for name in ("prompt", "raw", "model"))
     try:
         prompt.encode()
@@ -142,7 +143,7 @@ def _explain_unknown(question: str) -> None:
 
 
 def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
-    """The figures of one request, as the command line prints them."""
+    """Return the figures of one request, as the command line prints them."""
     m = output["metrics"]
     generated = m["num_generated_tokens"]
     prefill_rate = m["num_prompt_tokens"] / m["prefill_time"] if m["prefill_time"] else 0.0

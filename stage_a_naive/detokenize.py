@@ -14,11 +14,11 @@ tokenizer), show as a placeholder.
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 
 def placeholder(token_id: int) -> str:
-    """The text that is shown for an id that the tokenizer does not know."""
+    """Return the text that is shown for an id that the tokenizer does not know."""
     return f"⟨{token_id}⟩"
 
 
@@ -28,7 +28,7 @@ class IncrementalDecoder:
     Special tokens give no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._start()
 

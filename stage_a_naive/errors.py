@@ -16,7 +16,7 @@ class EngineBroken(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """The whole message of another library's error as one line."""
+    """Return the whole message of another library's error as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -65,7 +65,7 @@ class ModelBytes:
         return 2 * c.num_hidden_layers * c.num_key_value_heads * self.head_dim * self.bytes_per_number
 
     def step_bytes(self, context: float) -> float:
-        """What a decode step of one sequence reads when `context` tokens are in its KV cache."""
+        """Return what a decode step of one sequence reads when `context` tokens are in its KV cache."""
         return self.weight_bytes + context * self.kv_bytes_per_token
 
 
@@ -102,7 +102,7 @@ def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """The copy bandwidth of this machine's device, measured once and kept in `cache_file()` if it can be."""
+    """Return the copy bandwidth of this machine's device, measured once and kept in `cache_file()` if it can be."""
     file = cache_file()
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if device.type == "cuda":

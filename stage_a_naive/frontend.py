@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,6 +48,7 @@ class Frontend:
 
     vocab_size: int
     max_model_len: int
+    build_time: float  # seconds
     resolve = staticmethod(resolve)  # from a model's name to its checked files
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
@@ -252,7 +253,7 @@ def as_list(prompts: Prompts) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
-    listed = list(prompts)
+    listed: list[Any] = list(prompts)
     first = listed[0] if listed else ""
     if not isinstance(first, (str, list)) and getattr(first, "ndim", 0) == 0 and as_integer(first) is not None:
         raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class LLM(Frontend):
         self.max_model_len = self.source.config.max_position_embeddings
         self.build_time = time.perf_counter() - start
 
-    def _model_options(self) -> dict[str, object]:
+    def _model_options(self) -> dict[str, Any]:
         """Options for transformers; later stages choose the attention implementation here."""
         return {}
 

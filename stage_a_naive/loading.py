@@ -11,14 +11,14 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from stage_a_naive import names
@@ -81,7 +81,7 @@ def _why_not(error: Exception) -> str:
     return f"{one_line(error)[:200]}; try again, or download it elsewhere and pass its directory"
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     """Read the model's `tokenizer.json`, with a padding token forced (some models have none, and batching needs one).
 
     The class is named, not chosen by `AutoTokenizer`: importing that one also imports every model class of transformers
@@ -102,7 +102,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """Every id that ends a generation: a model may have several, listed in `generation_config.json`."""
     declared = source.config.eos_token_id
     file = source.tokenizer_path / "generation_config.json"  # optional
@@ -115,7 +115,7 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> fr
 
 
 def pick_seed(seed: int) -> int:
-    """A seed as a Python integer; one that is no integer, or negative, is refused."""
+    """Return a seed as a Python integer; one that is no integer, or negative, is refused."""
     value = as_integer(seed)
     if value is None or value < 0:
         raise ValueError(f"seed must be an integer, 0 or more, got {shown(seed)}")
@@ -148,14 +148,13 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU and float32 on a CPU (which computes bfloat16 slowly)."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype in DTYPES.values():
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
-    names.check_dtype_name(dtype)
-    return DTYPES[dtype]
+    return DTYPES[names.check_dtype_name(dtype)]
 
 
 def load_hf_model(
-    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int = 0, **model_options: object
+    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int = 0, **model_options: Any
 ) -> PreTrainedModel:
     """Build the model with transformers, in inference mode on `device`.
 
@@ -184,10 +183,10 @@ def load_hf_model(
         transformers_logging.set_verbosity(verbosity)
     for name, weight in model.named_parameters():
         check_finite(weight, name)
-    return model.eval().to(device)
+    return model.eval().to(device)  # pyright: ignore[reportArgumentType] (transformers' decorator hides `self`)
 
 
-def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, object]) -> PreTrainedModel:
+def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, Any]) -> PreTrainedModel:
     """Build the model that the config describes without memory: shapes and dtypes alone."""
     from transformers import AutoModelForCausalLM
 
@@ -201,6 +200,7 @@ def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, 
 
 def _check_weights(source: ModelSource, described: PreTrainedModel) -> None:
     """Compare the headers of the weights' files with the model that the config describes."""
+    assert source.path is not None
     weights = WeightLoader(SafetensorsDirectory(source.path))
     for name, weight in described.named_parameters():  # tied weights once
         stored = weights.lazy(name, tuple(weight.shape))
@@ -210,7 +210,7 @@ def _check_weights(source: ModelSource, described: PreTrainedModel) -> None:
 
 
 def _random_hf_model(
-    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int, **model_options: object
+    source: ModelSource, device: torch.device, dtype: torch.dtype, seed: int, **model_options: Any
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -223,7 +223,7 @@ def _random_hf_model(
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The weight of a `random:` preset for the parameter of that Hugging Face name.
+    """Make the weight of a `random:` preset for the parameter of that Hugging Face name.
 
     It depends on the name and the seed alone (and on the kind of device, whose generators differ), so that every stage
     builds the same model whatever order it builds it in. Matrices have standard deviation 1/sqrt(fan-in), which keeps

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -29,7 +30,7 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """The configuration in the directory `path`.
+    """Read the configuration in the directory `path`.
 
     Raises:
         ModelError: it is missing, no JSON object, invalid, or asks for a feature that is not supported.
@@ -55,8 +56,8 @@ def read_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def read_json_object(file: Path) -> dict[str, object]:
-    """The JSON object in a file; `ModelError` names a file that holds something else."""
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read the JSON object in a file; `ModelError` names a file that holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -105,7 +106,7 @@ def check_config(config: PretrainedConfig) -> None:
     _check_rope(config.rope_parameters or {}, head_dim)
 
 
-def _check_rope(rope: dict[str, object], head_dim: int) -> None:
+def _check_rope(rope: dict[str, Any], head_dim: int) -> None:
     rope_type = rope.get("rope_type", "default")
     check_rope_type(rope_type, ROPE_NUMBERS)
     for field in ("rope_theta", *ROPE_NUMBERS[rope_type]):

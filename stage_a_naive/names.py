@@ -58,7 +58,8 @@ def check_device_name(device: object) -> None:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {str(device)!r}")
 
 
-def check_dtype_name(dtype: object) -> None:
-    """Raise `ValueError` for the name of a dtype in which no engine computes."""
-    if dtype not in ("auto", *DTYPES):
+def check_dtype_name(dtype: object) -> str:
+    """Return the name of a dtype; raise `ValueError` for one in which no engine computes."""
+    if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype

@@ -8,10 +8,14 @@ or on a GPU. Every later stage keeps this definition.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
 _MASK32 = 0xFFFFFFFF
+Bits = TypeVar("Bits", Tensor, np.ndarray, int)
 
 
 def gumbel_noise(seed: int, step: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -28,14 +32,14 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, step: int) -> int:
-    """The 32-bit key of one sampled token: seed and step hashed together."""
+    """Hash seed and step together: the 32-bit key of one sampled token."""
     key = mix32(mix32(mix32(seed & _MASK32) ^ (seed >> 32)) ^ (step & _MASK32))
     assert isinstance(key, int)
     return key
 
 
-def mix32(x: Tensor | int) -> Tensor | int:
-    """A 32-bit integer hash (Wellons' "lowbias32"); works alike on Python integers and on int64 tensors below 2**32."""
+def mix32(x: Bits) -> Bits:
+    """Hash 32-bit integers (Wellons' "lowbias32"): Python integers, arrays, and int64 tensors below 2**32."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK32
     x = x ^ (x >> 15)

@@ -13,7 +13,7 @@ from itertools import groupby, repeat
 from typing import Literal, NotRequired, TypedDict
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from stage_a_naive.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.params import SamplingParams
@@ -75,7 +75,7 @@ class Completion:
     def __init__(
         self,
         request: Request,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         eos_token_ids: frozenset[int],
         max_total_len: int,
         text_at_end: bool = False,
@@ -89,7 +89,7 @@ class Completion:
         params = request.params
         self._tokenizer = tokenizer
         self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
-        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
         self.text_ends: list[int] = []  # length of the text handed out after each token
@@ -157,7 +157,7 @@ class Completion:
         return piece
 
     def replayed(self) -> Completion:
-        """The same completion made anew from its tokens, where an exception may have broken `append` off half-way."""
+        """Make the completion anew from its tokens, where an exception may have broken `append` off half-way."""
         new = Completion(self.request, *self._options)
         logprobs = repeat(None) if self.request.params.logprobs is None else self.logprobs
         for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
@@ -195,8 +195,8 @@ class Completion:
         return output
 
 
-def decode_all(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
+def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
+    """Decode all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
     backend = tokenizer.backend_tokenizer
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):

@@ -11,6 +11,7 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stage_a_naive.errors import shown
 
@@ -68,7 +69,7 @@ class SamplingParams:
 
 
 def check_field(
-    params: object, name: str, convert: Callable[[object], object], allowed: Callable[[object], bool], rule: str
+    params: object, name: str, convert: Callable[[Any], object], allowed: Callable[[Any], bool], rule: str
 ) -> None:
     """Replace a field of a frozen dataclass by its plain Python form, or raise `ValueError` if `rule` forbids it.
 
@@ -86,7 +87,7 @@ def as_boolean(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def as_integer(value: object) -> int | None:
+def as_integer(value: Any) -> int | None:
     """`value` as a Python integer; None if it is a boolean or no integer."""
     if isinstance(value, bool):
         return None
@@ -107,7 +108,7 @@ def as_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _as_strings(value: object) -> tuple[str, ...] | None:
+def _as_strings(value: Any) -> tuple[str, ...] | None:
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
     strings = tuple(value) if isinstance(value, Iterable) else (value,)
@@ -117,7 +118,9 @@ def _as_strings(value: object) -> tuple[str, ...] | None:
 def _as_ids(value: object) -> tuple[int, ...] | None:
     if value is None:
         return ()
-    ids = tuple(map(as_integer, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else (None,)
+    ids: tuple[Any, ...] = (None,)
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        ids = tuple(map(as_integer, value))
     return None if None in ids else ids
 
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from stage_a_naive.errors import PromptTooLong, shown
 from stage_a_naive.params import as_integer
 
-Prompt = str | Sequence[int] | Mapping[str, object]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]
 
 _KEYS = {"prompt", "prompt_token_ids"}
 
 
-def text_or_ids(index: int, prompt: Prompt) -> str | list[int]:
-    """The text or the token ids of prompt number `index`; `ValueError` names what is neither."""
+def text_or_ids(index: int, prompt: Any) -> str | list[int]:
+    """Return the text or the token ids of prompt number `index`; `ValueError` names what is neither."""
     if isinstance(prompt, Mapping):
         if not prompt or set(prompt) - _KEYS:
             raise ValueError(
@@ -32,15 +33,16 @@ def text_or_ids(index: int, prompt: Prompt) -> str | list[int]:
     return prompt if isinstance(prompt, str) else token_ids(index, prompt)
 
 
-def token_ids(index: int, ids: object) -> list[int]:
-    """A list, tuple, array or tensor of token ids as a list of Python integers."""
+def token_ids(index: int, ids: Any) -> list[int]:
+    """Turn a list, tuple, array or tensor of token ids into a list of Python integers."""
     if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         hint = "; decode bytes first: prompt.decode('utf-8')" if isinstance(ids, bytes) else ""
         raise ValueError(f"prompt {index}: a prompt is text or a list of token ids, got {shown(ids)}{hint}")
-    listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    to_list = getattr(ids, "tolist", None)
+    listed = list(ids) if to_list is None else to_list()
     if set(map(type, listed)) <= {int}:  # the usual case, ten times faster than one by one
         return listed
-    plain = [as_integer(i) for i in listed]
+    plain: list[Any] = [as_integer(i) for i in listed]
     if None in plain:
         raise ValueError(f"prompt {index}: token ids are integers, got {shown(listed[plain.index(None)])}")
     return plain
@@ -58,7 +60,7 @@ def check_text(index: int, text: str) -> None:
 
 
 def check_text_length(
-    index: int, text: str, tokenizer: PreTrainedTokenizerBase, longest_token: int, max_tokens: int
+    index: int, text: str, tokenizer: PreTrainedTokenizerFast, longest_token: int, max_tokens: int
 ) -> None:
     """Refuse text that is too long however it is cut into tokens, without cutting it.
 

@@ -79,7 +79,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
 
 
 def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:
-    """What a replaced sampler returned for logits `[rows, vocab]`, as int64 `[rows]`.
+    """Check what a replaced sampler returned for logits `[rows, vocab]`, as int64 `[rows]`.
 
     Waits for the device: an id outside the vocabulary must not reach the next step, where a GPU would abort on it.
 

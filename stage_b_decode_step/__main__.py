@@ -8,7 +8,7 @@ from stage_a_naive.cli import run
 
 
 def add_options(group: _ArgumentGroup) -> None:
-    """The stage's options; `--no-<idea>` switches an idea off."""
+    """Add the stage's options; `--no-<idea>` switches an idea off."""
 
     def switch(flag: str, default: bool | None, text: str) -> None:
         group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)

@@ -80,6 +80,7 @@ def grouped_sdpa_for_prefill(
     batch, heads, tokens, head_dim = query.shape
     if tokens > 1:
         return grouped_sdpa(module, query, key, value, attention_mask, scaling)
+    assert attention_mask is not None  # a step has one
     rows = query.reshape(batch, key.shape[1], -1, head_dim)
     scores = rows @ key.transpose(2, 3) * scaling + attention_mask  # [1, kv_heads, group, positions]
     weights = softmax(scores, -1, dtype=torch.float32).to(value.dtype)

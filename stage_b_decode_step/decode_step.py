@@ -66,7 +66,7 @@ class DecodeStep(nn.Module):
 
 
 def compiled(step: DecodeStep, device: torch.device) -> Step:
-    """The step through `torch.compile`; compiling happens at the first call with each cache length.
+    """Put the step through `torch.compile`; compiling happens at the first call with each cache length.
 
     Raises:
         ValueError: the compiler's tools are missing or do not start.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class LLM(NaiveLLM):
         self._work: dict[int, tuple[StaticKVCache | None, TokenLog]] = {}  # by cache length
         self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
-    def _model_options(self) -> dict[str, object]:
+    def _model_options(self) -> dict[str, Any]:
         rope_type = self.source.config.rope_parameters.get("rope_type")
         if self.compile and rope_type in ("dynamic", "longrope"):
             raise ValueError(
@@ -167,6 +168,7 @@ class LLM(NaiveLLM):
         # Penalties read the tokens so far, and log-probabilities are read on the host: both need each token at once.
         every_step = not self.async_eos or params.needs_penalties or params.logprobs is not None
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
+        assert self.sync_every is not None
         for step in range(1, last + 1):
             logits = self._step(log.next_input, cache)
             log.write(self._choose(logits, completion, step))
@@ -197,11 +199,11 @@ class LLM(NaiveLLM):
     # Before the clock starts -----------------------------------------------------------------------------------------
 
     def _most_tokens(self, request: Request) -> int:
-        """The most tokens that a request can generate."""
+        """Return the most tokens that a request can generate."""
         return min(request.params.max_tokens, self.max_model_len - len(request.prompt_token_ids))
 
     def _length(self, request: Request) -> int:
-        """The cache length for a request."""
+        """Return the cache length for a request."""
         return cache_length(len(request.prompt_token_ids) + self._most_tokens(request))
 
     def _prepare(self, request: Request) -> None:

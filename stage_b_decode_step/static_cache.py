@@ -12,6 +12,8 @@ what a request needs, and few enough for each to be compiled.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -21,7 +23,7 @@ SMALLEST_CACHE = 256
 
 
 def cache_length(positions: int) -> int:
-    """The smallest cache size that holds this many positions: 256, 512, 768, 1024, then 1.5 and 2 times powers of two.
+    """Return the smallest cache size for this many positions: 256, 512, 768, 1024, then 1.5 and 2 times powers of two.
 
     A cache is at most twice its need for small requests and at most 1.5 times from 512 on.
     """
@@ -55,6 +57,8 @@ class StaticKVCache(Cache):
         ValueError: not enough memory; the message says for what.
     """
 
+    layers: list[Any]  # of `StaticLayer`s, whose keys and values there are from the start
+
     def __init__(self, config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
         kv_heads = config.num_key_value_heads
@@ -75,7 +79,7 @@ class StaticKVCache(Cache):
         torch._dynamo.mark_static_address(self.mask)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values `[1, kv_heads, tokens, head_dim]` of one layer; returns those to attend to.
 

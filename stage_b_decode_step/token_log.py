@@ -81,7 +81,7 @@ class TokenLog:
         self._sent = self._written
 
     def receive(self, max_in_flight: int) -> list[int]:
-        """The ids that have arrived since the last call; waits until at most `max_in_flight` chunks are in flight."""
+        """Return the ids that came since the last call; wait until at most `max_in_flight` chunks are in flight."""
         ids: list[int] = []
         while self._in_flight:
             target, arrived = self._in_flight[0]

@@ -114,7 +114,7 @@ class Extension:
 
 
 def _with_headers(sources: list[Path]) -> list[Path]:
-    """The sources and every file of csrc/ that they include."""
+    """Return the sources and every file of csrc/ that they include."""
     found: dict[Path, None] = {}
     todo = list(sources)
     while todo:
@@ -128,7 +128,7 @@ def _with_headers(sources: list[Path]) -> list[Path]:
 
 
 def plan(name: str = "fused_mlp", defines: tuple[str, ...] = ()) -> Extension:
-    """What can be built on this machine.
+    """Find out what can be built on this machine.
 
     Raises:
         ExtensionError: there is no such extension, or no C++ compiler or ninja.
@@ -220,7 +220,7 @@ def _build(extension: Extension, verbose: bool) -> None:
 
 
 def _readable(extension: Extension, output: str) -> str:
-    """The compiler's first error, or the last line if none is marked as one; everything it said goes to a file."""
+    """Find the compiler's first error, or the last line if none is marked as one; all that it said goes to a file."""
     log = extension.library.with_suffix(".log")
     log.write_text(output)
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["the compiler said nothing"]
@@ -233,7 +233,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """The command: build all extensions, or those named, and print where they are."""
+    """Build all extensions, or those named, and print where they are."""
     names = [name for name in SOURCES if name not in PER_MODEL]
     parser = argparse.ArgumentParser(prog="python -m stage_c_fused_mlp.extension", description="Build the extension.")
     parser.add_argument("name", nargs="*", default=names, help=f"of: {', '.join(names)} (default: all)")

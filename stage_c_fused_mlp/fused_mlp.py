@@ -41,7 +41,7 @@ def swiglu_mlp_reference(
 
 
 def why_unsupported(kernel: str, device: torch.device, hidden: int, intermediate: int) -> str:
-    """The reason why `kernel` cannot run on `device` at these sizes, and what can instead; "" if it can.
+    """Return the reason why `kernel` cannot run on `device` at these sizes, and what can instead; "" if it can.
 
     Compiles nothing and loads nothing.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class LLM(DecodeStepLLM):
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
-        **options: object,
+        **options: Any,
     ) -> None:
         if mlp_kernel not in KERNELS:
             raise ValueError(f"mlp_kernel must be one of {', '.join(KERNELS)}, got {mlp_kernel!r}")

@@ -24,19 +24,19 @@ from stage_c_fused_mlp.extension import load_extension
 
 
 def unfused_mlp(layer: nn.Module, x: Tensor) -> Tensor:
-    """The second half of a decoder layer in PyTorch's operations: `[tokens, hidden]` -> the same shape."""
+    """Run the second half of a decoder layer in PyTorch's operations: `[tokens, hidden]` -> the same shape."""
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 def fused_mlp(layer: nn.Module, x: Tensor) -> Tensor:
-    """The same as one operation."""
+    """Run the same as one operation."""
     norm, down = layer.post_attention_layernorm, layer.mlp.down_proj
     operator = torch.ops.six_engines.fused_swiglu_mlp
     return operator(x, norm.weight, layer.gate_up, down.weight, x, norm.variance_epsilon, "auto")
 
 
 def forward(layer: nn.Module, x: Tensor, **others: object) -> Tensor:
-    """A decoder layer, `[1, tokens, hidden]` -> the same shape: attention as it was, then the kernel."""
+    """Run a decoder layer, `[1, tokens, hidden]` -> the same shape: attention as it was, then the kernel."""
     attended, _ = layer.self_attn(layer.input_layernorm(x), **others)
     return fused_mlp(layer, (x + attended)[0])[None]
 

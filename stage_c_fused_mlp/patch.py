@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stage_c_fused_mlp.fused_mlp import load_operators, most_rows
+
+Layer = Any  # a decoder layer of transformers, or its MLP: what these modules hold has no static type
 
 
 class PatchError(ValueError):
@@ -97,7 +100,7 @@ def restore_mlp(model: nn.Module) -> None:
             linear.weight.data = linear.weight.data.clone()
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
+def _layers(model: nn.Module) -> Iterator[Layer]:
     layers = getattr(getattr(model, "model", model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise PatchError(
@@ -106,11 +109,11 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     yield from layers
 
 
-def _is_patched(layer: nn.Module) -> bool:
+def _is_patched(layer: Layer) -> bool:
     return "forward" in vars(layer)
 
 
-def _check(layer: nn.Module, index: int) -> None:
+def _check(layer: Layer, index: int) -> None:
     """Raise a `PatchError` unless the layer ends with RMSNorm and down(silu(gate(x)) * up(x)), without biases."""
 
     def refuse(reason: str) -> None:
@@ -119,7 +122,7 @@ def _check(layer: nn.Module, index: int) -> None:
     if _is_patched(layer):
         refuse("it is patched already; call restore_mlp first")
     mlp, norm = getattr(layer, "mlp", None), getattr(layer, "post_attention_layernorm", None)
-    linears = {name: getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
+    linears: dict[str, Any] = {name: getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
     missing = [name for name, linear in linears.items() if not isinstance(linear, nn.Linear)]
     if missing:
         refuse(f"its MLP has no linear layer {', '.join(missing)}, so it is not the gated kind")
@@ -139,7 +142,7 @@ def _check(layer: nn.Module, index: int) -> None:
         refuse(f"sizes {hidden} and {inter}, expected multiples of 8")
 
 
-def _pack(mlp: nn.Module) -> None:
+def _pack(mlp: Layer) -> None:
     """Give the MLP `gate_up_proj`, `[2 * intermediate, hidden]`; gate and up become its halves."""
     packed = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = packed.chunk(2)
@@ -148,7 +151,7 @@ def _pack(mlp: nn.Module) -> None:
 
 
 def aligned(weight: Tensor) -> Tensor:
-    """The weight itself, or a copy of it if its memory does not start at a multiple of 16 bytes.
+    """Return the weight itself, or a copy of it if its memory does not start at a multiple of 16 bytes.
 
     The kernels read 16 bytes at a time. PyTorch allocates memory aligned, but a weight that transformers reads from a
     safetensors file on a CPU stays where it is in the mapped file, and files may place it at any byte.
@@ -156,8 +159,8 @@ def aligned(weight: Tensor) -> Tensor:
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
-def _fused_forward(layer: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """The layer's forward: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
+def _fused_forward(layer: Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a layer: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
     batch, tokens, hidden = hidden_states.shape
     if batch * tokens > layer.mlp.most_rows:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)

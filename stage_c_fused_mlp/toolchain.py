@@ -22,7 +22,7 @@ class ExtensionError(OSError):
 
 
 def why_no_compiler() -> str:
-    """The reason why there is no C++ compiler, and the remedy; empty if there is one that starts."""
+    """Return the reason why there is no C++ compiler, and the remedy; empty if there is one that starts."""
     named = os.environ.get("CXX", "")
     if not named and shutil.which("c++") is None:
         return "there is no c++ here; install one, for example with `apt-get install build-essential`"
@@ -42,7 +42,7 @@ def path_with_ninja() -> str:
 
 
 def why_no_cuda() -> str:
-    """The reason why CUDA sources cannot be compiled, and the remedy; empty if they can."""
+    """Return the reason why CUDA sources cannot be compiled, and the remedy; empty if they can."""
     from torch.utils.cpp_extension import CUDA_HOME  # slow to import, and looks for the toolkit
 
     if torch.version.cuda is None:

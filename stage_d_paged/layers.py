@@ -69,6 +69,9 @@ class RotaryEmbedding(nn.Module):
     cos and sin of all positions up to `max_positions` are computed once; a step looks its positions up.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         frequencies = rotary_frequencies(config)  # [head_dim / 2]

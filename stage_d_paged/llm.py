@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class LLM(Frontend):
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
-        **options: object,
+        **options: Any,
     ) -> None:
         start = time.perf_counter()
         self.options = EngineOptions.by_name(options)
@@ -77,7 +78,7 @@ class LLM(Frontend):
         """What the last static batch held in blocks when it ended, next to contiguous reservations."""
         return self.engine.memory
 
-    def _request(self, *given: object) -> Request:
+    def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
         try:
             self.block_manager.check_prompt(len(request.prompt_token_ids))
@@ -91,16 +92,16 @@ class LLM(Frontend):
         engine.drop([sequence for sequence in engine.unfinished if sequence not in self._added])  # of an earlier call
         sequences = [self._sequence(request, text_at_end=on_text is None) for request in requests]
         engine.waiting.extend(sequences)
-        bar = progress_bar(total=len(sequences), desc="generate", unit="request") if use_tqdm else nullcontext()
+        bar = progress_bar(total=len(sequences), desc="generate", unit="request") if use_tqdm else None
         try:
-            with bar:
+            with bar or nullcontext():
                 while not all(sequence.is_finished for sequence in sequences):
                     for sequence, piece in self._step_for(sequences):
                         if sequence in self._added:
                             continue
                         if piece and on_text is not None:
                             on_text(sequence.request.index, piece)
-                        if use_tqdm:
+                        if bar is not None:
                             bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])

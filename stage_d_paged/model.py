@@ -10,6 +10,8 @@ passed along contains it. One layer, with the residual stream `x` running throug
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -133,6 +135,13 @@ class DecoderModel(nn.Module):
         max_model_len: positions that the rotary tables cover.
         dtype, device: of its weights.
     """
+
+    # Modules that are called alike, but need not be of one class: later stages replace them.
+    embed_tokens: Any
+    rotary: Any
+    layers: Any
+    norm: Any
+    lm_head: Any
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from stage_a_naive.params import as_boolean, as_integer, as_number, check_field
 
@@ -67,7 +67,7 @@ class EngineOptions:
             raise ValueError(f"fused_mlp must be 'auto', 'on' or 'off', got {self.fused_mlp!r}")
 
     @classmethod
-    def by_name(cls, options: Mapping[str, object]) -> Self:
+    def by_name(cls, options: Mapping[str, Any]) -> Self:
         """Make the options from what a caller wrote; one that other engines call otherwise is refused with our name."""
         for name in OTHER_NAMES.keys() & options.keys():
             raise TypeError(f"unknown option {name!r}: {OTHER_NAMES[name]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def load_runtime(
     dtype: torch.dtype,
     seed: int = 0,
     build: Callable[..., DecoderModel] = build_model,
-    patch: Callable[[DecoderModel, EngineOptions, torch.device], str] = use_fused_mlp,
+    patch: Callable[[DecoderModel, Any, torch.device], str] = use_fused_mlp,
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stage_a_naive.outputs import Completion, Request
 from stage_e_batching.live_requests import LiveRequests
@@ -40,6 +40,7 @@ class Runner(Protocol):
 
     def run(self, step: ScheduledStep) -> Sampled:
         """Compute the step and sample the tokens of the sequences that sample."""
+        ...
 
 
 class Engine(LiveRequests):
@@ -53,7 +54,7 @@ class Engine(LiveRequests):
 
     longest_wait = 0.1  # seconds for the end of another thread's step; after that, for the lock itself
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, **options: object) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, **options: Any) -> None:
         super().__init__(scheduler, **options)
         self.runner = runner
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from stage_e_batching.mailbox import Mailbox, Owner
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence
-from stage_e_batching.trace import Trace
 
 
 @dataclass
@@ -51,19 +52,23 @@ class LiveRequests:
         scheduler: holds the requests.
         tokenizer, eos_token_ids: to make text and to see its end.
         max_model_len: prompt and answer together are at most this long.
-        trace: where to write a record of every step.
+        trace: what notes every step, as a `Trace` does; None notes nothing.
     """
 
     sequence_class = BatchSequence
+    # The engine's own methods.
+    _begin: Callable[[], None]
+    _tell: Callable[[BatchSequence], None]
+    _remove: Callable[[BatchSequence], None]
 
     def __init__(
         self,
         scheduler: Scheduler,
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        trace: Trace | None = None,
+        trace: Any = None,
     ) -> None:
         self.scheduler = scheduler
         self.trace = trace
@@ -112,7 +117,7 @@ class LiveRequests:
     @property
     def _inside_step(self) -> bool:
         """Whether this thread holds the lock: in a `sampling_fn`, a signal handler, or where garbage is collected."""
-        return self._lock._is_owned()
+        return self._lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue] (an RLock has it since Python 2)
 
     def _wake_up(self) -> None:
         """Wake the threads that wait for the end of a step."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ class LLM(Frontend):
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
-        **options: object,
+        **options: Any,
     ) -> None:
         start = time.perf_counter()
         self.options = self.options_class.by_name(options)
@@ -169,7 +170,7 @@ class LLM(Frontend):
     def _one_call(self) -> AbstractContextManager[None]:
         return nullcontext()  # every call has its own mailbox: they share the engine's steps
 
-    def _request(self, *given: object) -> Request:
+    def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
         try:
             self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
@@ -206,7 +207,7 @@ def make_sampler(runtime: Runtime, options: BatchingOptions) -> Sampler:
 
 def serve(
     engine: Engine, requests: Sequence[Request], streams: bool, rates: Rates | None = None
-) -> Iterator[tuple[Request, Event]]:
+) -> Generator[tuple[Request, Event], None, None]:
     """Drive the engine until all of `requests` are answered, yielding each one's events.
 
     However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.

@@ -27,7 +27,7 @@ TOKENS_PER_STEP = 64
 
 
 def num_left(sequence: Sequence) -> int:
-    """The tokens of a sequence that have not run yet: one of an answer, many of a prompt."""
+    """Return the tokens of a sequence that have not run yet: one of an answer, many of a prompt."""
     return len(sequence.ids) - sequence.num_computed
 
 

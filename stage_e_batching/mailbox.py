@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Set
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stage_a_naive.outputs import GenerationOutput
 from stage_e_batching.step import BatchSequence
@@ -43,7 +42,7 @@ class Event(NamedTuple):
 class Owner(weakref.ref):
     """The engine's weak reference to a mailbox, with the requests that are to go when the mailbox goes."""
 
-    unfinished: Set[BatchSequence] = frozenset()  # an interrupt may come before it has a set of its own
+    unfinished: Any = frozenset()  # of sequences; an interrupt may come before it has a set of its own
 
 
 class Mailbox:

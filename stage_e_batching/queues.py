@@ -26,7 +26,7 @@ class FirstCome:
     """The order in which waiting sequences are tried: that of arrival. Others are in `waiting_order.py`."""
 
     def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
-        """The waiting sequences to try to admit in this step, the first one first.
+        """Return the waiting sequences to try to admit in this step, the first one first.
 
         Args:
             waiting: all that wait, by arrival.
@@ -88,13 +88,13 @@ class Queues:
         return bool(self._free_table_slots or self._free_plain_slots)
 
     def free_slots_for(self, sequence: BatchSequence) -> list[int]:
-        """The free batch slots to take one from. A sequence without penalties leaves those with a table to others."""
+        """Return the free batch slots to choose from. A sequence without penalties leaves those with a table."""
         if sequence.request.params.needs_penalties or not self._free_plain_slots:
             return self._free_table_slots
         return self._free_plain_slots
 
     def free_slots_like(self, batch_slot: int) -> list[int]:
-        """The free batch slots among which `batch_slot` is when it is free."""
+        """Return the free batch slots among which `batch_slot` is when it is free."""
         return self._free_table_slots if batch_slot < self._num_table_slots else self._free_plain_slots
 
     @property

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
-from weakref import ref
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from stage_a_naive.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
 
 
 class State(Enum):
-    """Where a sequence is. There are only these moves:
+    """Where a sequence is.
 
     WAITING -> PREFILLING -> DECODING -> FINISHED; back to WAITING by preemption; to FINISHED from anywhere by abort.
+    There are no other moves.
     """
 
     WAITING = "waiting"
@@ -45,7 +45,7 @@ class BatchSequence(Sequence):
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
 
-    owner: ref | None = None  # leads to the mailbox of the call that made it
+    owner: Any = None  # a weak reference, which leads to the mailbox of the call that made it
     output: GenerationOutput | None = None  # set when it is complete
     error: Exception | None = None  # set when it failed, or was aborted by another call
     streams: bool = True  # whether its call reads tokens as they come, or only the end
@@ -56,6 +56,9 @@ class BatchSequence(Sequence):
     def is_new(self) -> bool:
         """Whether nothing of it has run yet, here also not before it lost its blocks."""
         return self.highest_computed == 0
+
+
+S = TypeVar("S", bound=BatchSequence)  # what an engine's sequences are: later ones know more of theirs
 
 
 class ScheduledSequence(NamedTuple):
@@ -77,18 +80,18 @@ class Preemption(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class ScheduledStep:
+class ScheduledStep(Generic[S]):
     """One step. Decodes come first; entry i of each column belongs to the same sequence."""
 
     number: int
     time: float  # when it was decided, on the monotonic clock
-    sequences: list[BatchSequence] = field(default_factory=list)
+    sequences: list[S] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token that runs
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # this many entries run one token, the one sampled last
-    admitted: list[BatchSequence] = field(default_factory=list)  # those that were given a batch slot in this step
-    grown: list[BatchSequence] = field(default_factory=list)  # those whose block table is longer than before
+    admitted: list[S] = field(default_factory=list)  # those that were given a batch slot in this step
+    grown: list[S] = field(default_factory=list)  # those whose block table is longer than before
     preempted: list[Preemption] = field(default_factory=list)
     num_recomputed: int = 0  # of the tokens that run, those that ran before and were lost by preemption
     idle_reason: str = ""  # why nothing runs, where nothing does

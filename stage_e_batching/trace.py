@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep
@@ -26,7 +27,7 @@ class Trace:
             reason = f"trace cannot be written ({error.strerror}; name a file in a folder that exists)"
             raise OSError(error.errno, reason, str(path)) from error
         self._start = time.perf_counter()
-        self._open: dict[int, dict[str, object]] = {}  # records of steps that have begun, by number
+        self._open: dict[int, dict[str, Any]] = {}  # records of steps that have begun, by number
 
     def begin(self, step: ScheduledStep, scheduler: Scheduler) -> None:
         """Note what was decided, and what the pool and the queue are like while the step runs."""

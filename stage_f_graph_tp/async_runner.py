@@ -44,11 +44,12 @@ class InFlight:
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> Sampled:
-        """The step's tokens, once they are there."""
+        """Wait for the step's tokens."""
         if self.sampled is None:
             return Sampled([])
         if self.arrived is not None:
             self.arrived.synchronize()
+        assert self.host_ids is not None
         token_ids = self.host_ids.tolist()
         logprobs = self.sampled.logprobs
         return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
@@ -114,8 +115,8 @@ class AsyncModelRunner(ModelRunner):
         needs = self.sampler.fill(sample_slots, steps, host.sampling.first(samples))
         return shape, sample_slots, needs
 
-    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
-        """A host buffer for a step of shape `exact`, and the shape to run it in."""
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput[np.ndarray]]:
+        """Return a host buffer for a step of shape `exact`, and the shape to run it in."""
         return exact, self.buffers.next_host(exact)
 
     def execute_step(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
@@ -124,7 +125,7 @@ class AsyncModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
-        """The device's part: send the input that `prepare` built, run the model, sample the tokens."""
+        """Do the device's part: send the input that `prepare` built, run the model, sample the tokens."""
         inputs = self.buffers.send(shape)
         hidden = self.forward(inputs, shape)
         samples = len(sample_slots)
@@ -135,7 +136,7 @@ class AsyncModelRunner(ModelRunner):
         result = self.sample_and_keep(hidden, inputs, shape)
         return self.fetch_result(result, inputs, shape, sample_slots, needs)
 
-    def sample_and_keep(self, hidden: Tensor, inputs: StepInput, shape: StepShape) -> StepResult:
+    def sample_and_keep(self, hidden: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> StepResult:
         """Choose a token for every row of the final states `[samples, hidden]`, and keep it for the next step."""
         ids, logits = self.choose(hidden, inputs.sampling.first(len(hidden)))
         return StepResult(hidden, logits, ids, self.keep(ids, inputs, shape))
@@ -146,13 +147,13 @@ class AsyncModelRunner(ModelRunner):
         logits = self.model.compute_logits(hidden, out=logits if len(logits) == len(hidden) else None)
         return self.sampler.choose(logits, rows), logits
 
-    def keep(self, ids: Tensor, inputs: StepInput, shape: StepShape) -> Tensor:
+    def keep(self, ids: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
         """Keep the sampled tokens on the device, where the next step reads them; returns what the host may see."""
         self.last_tokens.index_copy_(0, inputs.sample_slots[: len(ids)], ids)
         return ids
 
     def fetch_result(
-        self, result: StepResult, inputs: StepInput, shape: StepShape, sample_slots: np.ndarray, needs: int
+        self, result: StepResult, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
     ) -> InFlight:
         """Add what a graph cannot hold to a step's tokens, and start their copy to the host, without padding rows."""
         count = len(sample_slots)
@@ -164,16 +165,17 @@ class AsyncModelRunner(ModelRunner):
     def complete(self, result: StepResult, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
         """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
         count = len(sample_slots)
+        assert result.logits is not None
         return self.sampler.complete(result.logits[:count], result.ids[:count], rows, sample_slots)
 
-    def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
-        """The model's final states `[tokens, hidden]`."""
+    def forward(self, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Compute the model's final states `[tokens, hidden]`."""
         decodes = shape.num_decodes
         if decodes:
             torch.index_select(self.last_tokens, 0, inputs.batch_slots[:decodes], out=inputs.input_ids[:decodes])
         return self.run_model(inputs, shape)
 
-    def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
+    def run_model(self, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
         """Run all layers on an input that is complete on the device."""
         metadata = attention_metadata(inputs, shape)
         return self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata)

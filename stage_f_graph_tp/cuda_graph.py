@@ -22,7 +22,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Recorded:
     """Launches that can be repeated."""
 
     replay: Callable[[], object]
-    result: StepResult | Tensor  # of a decode step, or the final states `[tokens, hidden]` of one with prefill
+    result: Any  # a `StepResult` of a decode step, or the final states `[tokens, hidden]` of one with prefill
 
 
 Body = Callable[[], "StepResult | Tensor"]
@@ -98,7 +98,7 @@ class StepGraphs:
         self.num_bytes = _used_bytes(device) - before
 
     def find(self, shape: StepShape) -> Recorded | None:
-        """The recorded step of exactly this shape."""
+        """Return the recorded step of exactly this shape."""
         return self._recorded.get(shape)
 
 
@@ -118,7 +118,7 @@ class DecodeGraphs(StepGraphs):
         super().__init__([StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes])
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        """Return the recorded shape that serves `shape`; `shape` itself where none does."""
         if shape.num_decodes != shape.num_seqs or shape.num_seqs > self._sizes[-1]:
             return shape
         return self.shapes[bisect_left(self._sizes, shape.num_seqs)]

@@ -46,7 +46,7 @@ class InputBatch:
             self._table_lens[row] = len(table)
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
-        """The sizes of a step's input. The table is as wide as the longest context needs, and no wider."""
+        """Return the sizes of a step's input. The table is as wide as the longest context needs, and no wider."""
         longest = max(map(add, step.starts, step.num_tokens))
         return StepShape(
             num_tokens=step.total_tokens,
@@ -58,7 +58,7 @@ class InputBatch:
             max_context_len=longest,
         )
 
-    def fill(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+    def fill(self, step: ScheduledStep, out: StepInput[np.ndarray]) -> np.ndarray:
         """Write a step's input, all but the sampler's part, into host views of its size or larger.
 
         Returns:
@@ -80,7 +80,7 @@ class InputBatch:
             first = last
         return generated
 
-    def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+    def _fill_decodes(self, step: ScheduledStep, out: StepInput[np.ndarray]) -> np.ndarray:
         """Write the sequences that run one token. Which token it is, is known on the device; all of them sample."""
         count = step.num_decodes
         batch_slots = np.array([sequence.batch_slot for sequence in step.sequences[:count]])  # [decodes]
@@ -97,7 +97,7 @@ class InputBatch:
         out.block_tables[:count] = self._tables[:, : out.block_tables.shape[1]][batch_slots]
         return positions + 1 - self._prompt_lens[batch_slots]
 
-    def _fill_chunk(self, step: ScheduledStep, i: int, first: int, out: StepInput) -> int:
+    def _fill_chunk(self, step: ScheduledStep, i: int, first: int, out: StepInput[np.ndarray]) -> int:
         """Write a chunk of a prompt, entry `i` of the step, as tokens `first` … of its input; returns where it ends."""
         sequence, start, count = step.sequences[i], step.starts[i], step.num_tokens[i]
         end, last, table = start + count, first + count, self._tables[sequence.batch_slot]

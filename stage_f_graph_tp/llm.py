@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,6 +50,8 @@ class LLM(stage_e.LLM):
     """
 
     options_class = GraphOptions
+    options: GraphOptions
+    runner: GraphModelRunner
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class LLM(stage_e.LLM):
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
-        **options: object,
+        **options: Any,
     ) -> None:
         self._end_workers: Callable[[], object] = lambda: None
         try:
@@ -91,6 +93,7 @@ class LLM(stage_e.LLM):
 
         runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker)
         self.device = runtime.device
+        assert runner.workers is not None  # this is rank 0
         # Called by close(), and also when the engine is dropped or the program ends without it.
         self._end_workers = weakref.finalize(self, end_ranks, runner.workers, weakref.ref(runner))
         return runtime, runner

@@ -111,14 +111,14 @@ class GraphModelRunner(AsyncModelRunner):
         print(line, file=sys.stderr)
 
     def _decode_body(self, graphs: DecodeGraphs, shape: StepShape) -> Body:
-        """A decode step of this shape, on inputs that are all padding while it is recorded."""
+        """Return a decode step of this shape, on inputs that are all padding while it is recorded."""
         host = self.buffers.next_host(shape)
         graphs.pad(host, 0)
         inputs = self.buffers.send(shape)
         return lambda: self._decode(inputs, shape)
 
     def _prefill_body(self, graphs: PrefillGraphs, shape: StepShape) -> Body:
-        """The model on a step of this shape, on inputs that are all padding while it is recorded."""
+        """Return the model on a step of this shape, on inputs that are all padding while it is recorded."""
         host = self.buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0
         graphs.pad(host, 0, 0)
@@ -126,7 +126,7 @@ class GraphModelRunner(AsyncModelRunner):
         return partial(super().run_model, inputs, shape)
 
     def _choose_body(self, megakernel: MegakernelSteps, graphs: DecodeGraphs, rows: int) -> Body:
-        """The sampler on the logits of a step of the megakernel, for rows that ask for filters or penalties."""
+        """Return the sampler on the logits of a step of the megakernel, for rows that ask for filters or penalties."""
         shape = StepShape(rows, rows, rows, self.batch.max_blocks, rows, 1, self._max_model_len)
         graphs.pad(self.buffers.next_host(shape), 0)
         inputs = self.buffers.send(shape)
@@ -139,7 +139,7 @@ class GraphModelRunner(AsyncModelRunner):
 
         return body
 
-    def _decode(self, inputs: StepInput, shape: StepShape) -> StepResult | Tensor:
+    def _decode(self, inputs: StepInput[Tensor], shape: StepShape) -> StepResult | Tensor:
         return self.sample_and_keep(self.forward(inputs, shape), inputs, shape)
 
     # ---- a step ------------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ class GraphModelRunner(AsyncModelRunner):
         """Whether a step of this shape is one launch, around which there is neither `forward` nor `keep`."""
         return self.megakernel is not None and self.megakernel.takes(shape)
 
-    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
-        """A host buffer for a step of shape `exact`, padded to a graph's size where there is one."""
+    def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput[np.ndarray]]:
+        """Return a host buffer for a step of shape `exact`, padded to a graph's size where there is one."""
         if self.is_for_megakernel(exact):
             return super().next_host(exact)
         graphs, prefill_graphs = self.graphs, self.prefill_graphs  # a thread that closes the engine takes them away
@@ -180,6 +180,7 @@ class GraphModelRunner(AsyncModelRunner):
 
     @torch.inference_mode()
     def _launch_megakernel(self, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
+        assert self.megakernel is not None
         inputs = self.buffers.send(shape)
         output = self.megakernel.launch(shape.num_seqs, inputs)
         check = partial(self.megakernel.kernel.check, output.failure)
@@ -194,7 +195,7 @@ class GraphModelRunner(AsyncModelRunner):
             return CheckedInFlight(fetched.sampled, fetched.host_ids, fetched.arrived, check)
         return CheckedInFlight(SampledTokens(output.ids), output.ids, output.arrived, check)
 
-    def run_model(self, inputs: StepInput, shape: StepShape) -> Tensor:
+    def run_model(self, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
         """Run all layers: in a step with prefill by replaying its graph, if it has one."""
         graphs = self.prefill_graphs
         recorded = graphs and graphs.find(shape._replace(num_decodes=0))

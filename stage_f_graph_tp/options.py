@@ -26,7 +26,7 @@ class GraphOptions(BatchingOptions):
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line."""
+    """Add the options to the command line."""
     add_batching_options(group)
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs, or CPU processes (default: %(default)s)"

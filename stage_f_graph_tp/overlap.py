@@ -27,11 +27,12 @@ from bisect import bisect_left
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.queues import by_arrival
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_f_graph_tp.async_runner import InFlight
+from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class OverlappedEngine(Engine):
     """Stage E's engine, one step ahead of the tokens."""
 
     sequence_class = AheadSequence
+    runner: AsyncModelRunner
     _running: tuple[ScheduledStep, InFlight] | None = None  # launched, its tokens not fetched yet
 
     def run_step(self) -> None:
@@ -59,7 +61,7 @@ class OverlappedEngine(Engine):
         if previous:
             self._take_in(previous[0], previous[1].wait())
 
-    def _count_in_flight(self, step: ScheduledStep) -> None:
+    def _count_in_flight(self, step: ScheduledStep[AheadSequence]) -> None:
         """Let every sequence that samples be longer by a token; one that is complete with it runs no more."""
         decoding = self.scheduler.decoding
         for sequence, samples in zip(step.sequences, step.samples, strict=True):
@@ -68,7 +70,7 @@ class OverlappedEngine(Engine):
                 if len(sequence) == sequence.max_total_tokens:
                     del decoding[bisect_left(decoding, sequence.request_id, key=by_arrival)]
 
-    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
+    def _take_in(self, step: ScheduledStep[AheadSequence], sampled: Sampled) -> None:
         """Postprocess a step after the next one was launched. Tokens for sequences that have ended are dropped."""
         sampling = [i for i, samples in enumerate(step.samples) if samples]
         ended = []
@@ -90,7 +92,7 @@ class OverlappedEngine(Engine):
                 with suppress(Exception):  # it may have failed as well; what it reports then is reported already
                     running[1].wait()
         finally:
-            for sequence in self.scheduler.unfinished:
+            for sequence in cast("list[AheadSequence]", self.scheduler.unfinished):
                 sequence.num_in_flight = 0
             super()._recover()
 

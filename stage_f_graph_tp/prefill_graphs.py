@@ -58,7 +58,7 @@ class PrefillGraphs(StepGraphs):
         super().__init__([shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The recorded shape that serves `shape`, with its number of decodes; `shape` itself where none does."""
+        """Return the recorded shape that serves `shape`, with its number of decodes; `shape` itself where none does."""
         if shape.num_tokens > self._sizes[-1]:
             return shape
         recorded = self._alone if shape.num_seqs == 1 and shape.num_tokens > 1 else self._mixed

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Job:
     device: str
     dtype: str
     seed: int
-    options: dict[str, object]
+    options: dict[str, Any]
     options_class: ClassVar[type[GraphOptions]] = GraphOptions
 
     @classmethod
@@ -136,7 +136,7 @@ class StepCommand:
 
     @classmethod
     def decode(cls, message: bytes) -> StepCommand:
-        """Raises `struct.error` or `ValueError` for what is no step."""
+        """Decode a step; raise `struct.error` or `ValueError` for what is none."""
         *sizes, num_live, needs = cls._HEADER.unpack_from(message)
         shape, data = StepShape(*sizes), message[cls._HEADER.size :]
         if len(data) != shape.num_bytes:
@@ -193,7 +193,8 @@ class RankRunner(GraphModelRunner):
         return self.watched(step)
 
     def watched(self, step: InFlight) -> InFlight:
-        """The same step, whose `wait` on rank 0 also looks after the other ranks."""
+        """Return the same step, whose `wait` on rank 0 also looks after the other ranks."""
+        assert self.workers is not None
         return WatchedInFlight(step.sampled, step.host_ids, step.arrived, self.workers)
 
     @contextmanager
@@ -204,6 +205,7 @@ class RankRunner(GraphModelRunner):
             WorkerError: a rank died or failed, this one too.
             Exception: a replaced sampler's, when all ranks have ended the step.
         """
+        assert self.workers is not None
         self._sampling_error = None
         with self.workers.in_step(command):
             if command is not None:
@@ -236,6 +238,7 @@ class RankRunner(GraphModelRunner):
         return sampled
 
     def release(self) -> None:
+        assert self.workers is not None
         if not self.workers.is_owner:
             return  # the graphs are another process's
         super().release()
@@ -261,11 +264,12 @@ class WatchedInFlight(InFlight):
     workers: Workers | None = None
 
     def wait(self) -> Sampled:
-        """The step's tokens.
+        """Wait for the step's tokens.
 
         Raises:
             WorkerError: a rank died or failed, or the step took too long.
         """
+        assert self.workers is not None
         with self.workers.awaited():
             if self.arrived is not None:
                 self.arrived.synchronize()  # without the GIL; what ends the waits on the GPU ends it too

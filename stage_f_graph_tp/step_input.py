@@ -8,7 +8,7 @@ sizes (`StepShape`), so the other side, a GPU or another process, needs no more 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.sampler import SamplerInput
-from stage_e_batching.sampler.rules import WORDS
+from stage_e_batching.sampler.rules import WORDS, Array
 
 MAX_VIEWS = 1024  # remembered, of thirteen arrays each, on the host and on the device
 
@@ -63,32 +63,32 @@ def _aligned(size: int) -> int:
     return -(-size // 4) * 4
 
 
-class StepInput(NamedTuple):
+class StepInput(NamedTuple, Generic[Array]):
     """A step's arrays, as views of one buffer. On the host they are numpy arrays, on the device tensors."""
 
-    input_ids: Tensor  # int64 [tokens]; those of decodes are filled in on the device
-    positions: Tensor  # int64 [tokens]
-    slot_mapping: Tensor  # int64 [tokens]
-    batch_slots: Tensor  # int64 [seqs]
-    sample_slots: Tensor  # int64 [samples]
-    sample_tokens: Tensor  # int64 [samples]: the index, among the tokens, of each sampling sequence's last one
-    cu_seqlens_q: Tensor  # int32 [seqs + 1]
-    context_lens: Tensor  # int32 [seqs]
-    sampling: SamplerInput  # of `samples` rows
-    block_tables: Tensor  # int32 [seqs, width]
+    input_ids: Array  # int64 [tokens]; those of decodes are filled in on the device
+    positions: Array  # int64 [tokens]
+    slot_mapping: Array  # int64 [tokens]
+    batch_slots: Array  # int64 [seqs]
+    sample_slots: Array  # int64 [samples]
+    sample_tokens: Array  # int64 [samples]: the index, among the tokens, of each sampling sequence's last one
+    cu_seqlens_q: Array  # int32 [seqs + 1]
+    context_lens: Array  # int32 [seqs]
+    sampling: SamplerInput[Array]  # of `samples` rows
+    block_tables: Array  # int32 [seqs, width]
 
 
-def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput:
-    """The arrays inside a byte buffer of `shape.num_bytes` or more."""
+def host_views(buffer: np.ndarray, shape: StepShape) -> StepInput[np.ndarray]:
+    """Return the arrays inside a byte buffer of `shape.num_bytes` or more."""
     return _views(buffer, shape, np.int64, np.int32, np.float32)
 
 
-def device_views(buffer: Tensor, shape: StepShape) -> StepInput:
-    """The same as tensors."""
+def device_views(buffer: Tensor, shape: StepShape) -> StepInput[Tensor]:
+    """Return the same as tensors."""
     return _views(buffer, shape, torch.int64, torch.int32, torch.float32)
 
 
-def _views(buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: object, float32: object) -> StepInput:
+def _views(buffer: Any, shape: StepShape, int64: Any, int32: Any, float32: Any) -> StepInput:
     """numpy and PyTorch name their dtypes differently; all else that is needed here they spell alike."""
     split = shape.wide_bytes
     wide = _carve(buffer[:split].view(int64), shape.wide_sizes)
@@ -97,15 +97,15 @@ def _views(buffer: np.ndarray | Tensor, shape: StepShape, int64: object, int32: 
     rules = rules.reshape(shape.num_samples, WORDS)
     tables = tables.reshape(shape.num_seqs, shape.table_width)
     sampling = SamplerInput(temperatures.view(float32), noise_keys, rules, asking)
-    return StepInput(*wide, cu_seqlens_q, context_lens, sampling, tables)
+    return StepInput(*wide, cu_seqlens_q, context_lens, sampling, tables)  # pyright: ignore[reportCallIssue] (ten)
 
 
-def _carve(array: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list[np.ndarray] | list[Tensor]:
+def _carve(array: Any, sizes: tuple[int, ...]) -> list[Any]:
     starts = accumulate(map(_aligned, sizes[:-1]), initial=0)
     return [array[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata:
+def attention_metadata(inputs: StepInput[Tensor], shape: StepShape) -> AttentionMetadata:
     """Tell the attention kernels where each token of a step's input belongs."""
     return AttentionMetadata(
         cu_seqlens_q=inputs.cu_seqlens_q,
@@ -120,8 +120,8 @@ def attention_metadata(inputs: StepInput, shape: StepShape) -> AttentionMetadata
 class InputViews(NamedTuple):
     """The views of one host buffer and of the device's for a step's input: of its arrays, and of all its bytes."""
 
-    host: StepInput
-    device: StepInput
+    host: StepInput[np.ndarray]
+    device: StepInput[Tensor]
     host_bytes: Tensor
     device_bytes: Tensor
 
@@ -149,13 +149,13 @@ class StepBuffers:
         # is a large part of the host's work for a small step.
         self._views: dict[tuple[int, tuple[int, ...]], InputViews] = {}
 
-    def next_host(self, shape: StepShape) -> StepInput:
+    def next_host(self, shape: StepShape) -> StepInput[np.ndarray]:
         """Host views to fill in."""
         self._take_turn()
         return self._views_of(shape).host
 
     def packed(self, shape: StepShape) -> bytes:
-        """What was filled in, for another process."""
+        """Return what was filled in, for another process."""
         return self._arrays[self._turn][: shape.num_bytes].tobytes()
 
     def unpack(self, data: bytes) -> None:
@@ -163,18 +163,18 @@ class StepBuffers:
         self._take_turn()
         self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
 
-    def send(self, shape: StepShape) -> StepInput:
+    def send(self, shape: StepShape) -> StepInput[Tensor]:
         """Copy what was filled in to the device, in one go, and return its views there."""
         views = self._views_of(shape)
         views.device_bytes.copy_(views.host_bytes, non_blocking=True)
-        if self._copied[self._turn] is not None:
-            self._copied[self._turn].record()
+        if (copied := self._copied[self._turn]) is not None:
+            copied.record()
         return views.device
 
     def _take_turn(self) -> None:
         self._turn ^= 1
-        if self._copied[self._turn] is not None:
-            self._copied[self._turn].synchronize()
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
 
     def _views_of(self, shape: StepShape) -> InputViews:
         key = self._turn, shape.layout

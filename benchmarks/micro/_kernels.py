@@ -27,7 +27,7 @@ def add_one_kernel(x):
 
 
 def strided_sums(source: torch.Tensor, stride: int, wanted: int) -> torch.Tensor:
-    """Add up every `stride`-th number of `source`, `wanted` of them, in groups of `BLOCK`. -> [wanted / BLOCK]"""
+    """Add up every `stride`-th number of `source`, `wanted` of them, in groups of `BLOCK`: `[wanted / BLOCK]`."""
     sums = torch.empty(wanted // BLOCK, dtype=source.dtype, device=source.device)
     strided_sum_kernel[(len(sums),)](source, sums, stride, BLOCK=BLOCK)
     return sums

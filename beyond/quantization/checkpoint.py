@@ -98,7 +98,7 @@ def _compressed_tensors(config: dict, where: object) -> tuple[int | None, list[C
 
 def _torchao(config: dict, where: object) -> tuple[int | None, list[Condition]]:
     kind = config.get("quant_type")
-    kind = kind.get("default") if isinstance(kind, dict) else {"_type": kind}
+    kind = (kind.get("default") or {}) if isinstance(kind, dict) else {"_type": kind}
     granularity = (kind.get("_data") or {}).get("granularity") or {}
     size = (granularity.get("_data") or {}).get("group_size")
     return size if granularity.get("_type") == "PerGroup" else None, [
@@ -114,7 +114,7 @@ SCHEMES = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
 
 
 def options_of_checkpoint(source: ModelSource, options: QuantizationOptions) -> QuantizationOptions:
-    """The options with the checkpoint's format, where it is quantised.
+    """Return the options with the checkpoint's format, where it is quantised.
 
     Raises:
         ValueError: an option asks for another format, or for what a quantised checkpoint cannot have.

@@ -68,7 +68,7 @@ def dequantize_matrix(weight: Quantized, dtype: torch.dtype, group_size: int | N
 
 
 def error_bound(weight: Quantized) -> Tensor:
-    """The most that a quantised number can differ from the original, per scale: float32, the shape of `scales`.
+    """Return the most that a quantised number can differ from the original, per scale: float32, the shape of `scales`.
 
     It is half the largest distance between two neighbouring values: 1 in int8, 32 in e4m3 (from 256 to 448).
     """

@@ -14,6 +14,8 @@ With 8-bit weights, every product changes (`EightBitLayer`):
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,9 @@ LayerCache = tuple[Quantized, Quantized] | tuple[Tensor, Tensor]
 class EightBitCacheLayer(FusedLayer):
     """Stage F's layer with keys and values in 8 bits. Arguments as `FusedLayer`."""
 
+    self_attn: Any  # their matrices may be in 8 bits too
+    mlp: Any
+
     def _queries(self, x: Tensor, rotation: Rotation, layer_cache: LayerCache, slots: Tensor) -> Tensor:
         norm = self.input_layernorm
         qkv = self.self_attn.qkv_proj(rms_norm(x, norm.weight, norm.eps))
@@ -45,7 +50,7 @@ class EightBitCacheLayer(FusedLayer):
     def _skinny_queries(self, stream: Stream, rotation: Rotation, layer_cache: LayerCache, slots: Tensor) -> Tensor:
         return self._queries(stream.x, rotation, layer_cache, slots)
 
-    def _rotate_and_store(self, qkv: Tensor, rotation: Rotation, layer_cache: LayerCache, slots: Tensor) -> Tensor:
+    def _rotate_and_store(self, qkv: Tensor, rotation: Rotation, layer_cache: Any, slots: Tensor) -> Tensor:
         """Rotate and store `[tokens, (heads + 2 kv_heads) * head_dim]`; returns queries `[tokens, heads, head_dim]`."""
         attention = self.self_attn
         cos, sin, positions = rotation
@@ -80,11 +85,12 @@ class EightBitLayer(EightBitCacheLayer):
         attention, mlp, slots = self.self_attn, self.mlp, metadata.slot_mapping
         norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
         if slots.shape[0] > self._skinny_max_tokens:
+            assert isinstance(x, Tensor)  # so did the layer before
             query = self._queries(x, rotation, layer_cache, slots)
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
-            x = self._normed_add(attended.flatten(1), attention.o_proj, x, None)
-            gate_up = mlp.gate_up_proj(rms_norm(x, mlp_norm.weight, mlp_norm.eps))
-            return self._normed_add(elementwise.silu_and_multiply(gate_up), mlp.down_proj, x, None)
+            added = self._normed_add(attended.flatten(1), attention.o_proj, x, None)
+            gate_up = mlp.gate_up_proj(rms_norm(added, mlp_norm.weight, mlp_norm.eps))
+            return self._normed_add(elementwise.silu_and_multiply(gate_up), mlp.down_proj, added, None)
         stream = x if isinstance(x, products.Stream) else products.scale_rows(x, norm.weight)
         qkv = products.normed_product(stream, norm.eps, attention.qkv_proj.weight, attention.qkv_proj.bias)
         query = self._rotate_and_store(qkv, rotation, layer_cache, slots)
@@ -93,10 +99,8 @@ class EightBitLayer(EightBitCacheLayer):
         activated = products.gate_up_silu(stream, mlp_norm.eps, mlp.gate_up_proj.weight)
         return self._normed_add(activated, mlp.down_proj, stream.x, self._next_gain)
 
-    def _normed_add(
-        self, x: Tensor, linear: QuantizedResidualLinear, residual: Tensor, gain: Tensor | None
-    ) -> Tensor | products.Stream:
-        """Compute `residual + linear(x)`, and the first half of the norm with the weight `gain`, if one follows."""
+    def _normed_add(self, x: Tensor, linear: QuantizedResidualLinear, residual: Tensor, gain: Tensor | None) -> Any:
+        """Compute `residual + linear(x)`: a tensor, or with a norm behind it, of weight `gain`, a `Stream`."""
         if type(linear) is QuantizedResidualLinear:
             return products.product_add(x, linear.weight, residual, gain, self._arrival_counters)
         total = linear(x, residual)  # of a shard: an all-reduce comes before the sum

@@ -10,6 +10,7 @@ chunked prefill need not know about the format. It costs 4 bytes for the 64 or 1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ class QuantizedKVCache(KVCache):
         scales: float32 `[2, layers, blocks, kv_heads, block_size]`: those that a tile of keys needs are adjacent.
         layers: each layer's (keys, values), `Quantized`.
     """
+
+    layers: list[Any]
 
     def __init__(
         self,

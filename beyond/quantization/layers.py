@@ -7,7 +7,7 @@ slower than no quantisation at all. On a GPU `use_kernels` (`fused_layers.py`) s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,13 @@ from stage_d_paged.layers import Embedding, PackedLinear, ResidualLinear, Rotary
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource, WeightLoader
 
-Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
+
+class Product(Protocol):
+    """A way to compute `x Wᵀ (+ b)`."""
+
+    def __call__(self, x: Tensor, weight: Quantized, bias: Tensor | None = None, /) -> Tensor: ...
+
+
 META = torch.device("meta")  # shapes without memory
 
 
@@ -70,7 +76,8 @@ class QuantizedPackedLinear(QuantizedMatrix):
     """Stage D's `PackedLinear`: `x Wᵀ (+ b)`, the rows of W being those of several checkpoint matrices."""
 
     def __init__(self, linear: PackedLinear, dtype: torch.dtype, group_size: int | None) -> None:
-        super().__init__(*linear.weight.shape, dtype, group_size)
+        rows, columns = linear.weight.shape
+        super().__init__(rows, columns, dtype, group_size)
         self.parts = linear.parts
         self.bias = linear.bias
 
@@ -91,7 +98,8 @@ class QuantizedResidualLinear(QuantizedMatrix):
     """Stage D's `ResidualLinear`: `residual + x Wᵀ`, written over `residual`."""
 
     def __init__(self, linear: ResidualLinear, dtype: torch.dtype, group_size: int | None) -> None:
-        super().__init__(*linear.weight.shape, dtype, group_size)
+        rows, columns = linear.weight.shape
+        super().__init__(rows, columns, dtype, group_size)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.load_rows(slice(None), weights, f"{prefix}.weight")
@@ -104,7 +112,8 @@ class QuantizedEmbedding(QuantizedMatrix):
     """Stage D's `Embedding`, whose rows are token ids: the LM head, and with tied embeddings the table too."""
 
     def __init__(self, embedding: Embedding, dtype: torch.dtype, group_size: int | None) -> None:
-        super().__init__(*embedding.weight.shape, dtype, group_size)
+        rows, columns = embedding.weight.shape
+        super().__init__(rows, columns, dtype, group_size)
         self.dtype = embedding.weight.dtype
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
@@ -166,7 +175,7 @@ def build_quantized_model(
     device: torch.device,
     options: QuantizationOptions,
 ) -> DecoderModel:
-    """The model with its weights, quantised as they are loaded."""
+    """Build the model with its weights, quantised as they are loaded."""
     model = empty_model(config, backend, max_model_len, dtype, device, options)
     model.load(WeightLoader(tensors))
     return model

@@ -35,6 +35,7 @@ class LLM(stage_f.LLM):
     """
 
     options_class = QuantizationOptions
+    options: QuantizationOptions
     resolve = staticmethod(resolve_quantized)
 
     @property

@@ -61,7 +61,7 @@ class QuantizationOptions(GraphOptions):
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line."""
+    """Add the options to the command line."""
     add_graph_options(group)
     group.add_argument("--quantization", metavar="FORMAT", help="8-bit weights: int8 | fp8 (default: as loaded)")
     group.add_argument(

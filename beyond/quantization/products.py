@@ -10,9 +10,12 @@ cost, which stays the same: the weights are multiplied in the model's dtype. The
 and writing the matrix once more is a small part of it.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -205,7 +208,7 @@ def _group(weight: Quantized) -> int:
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
 
 
-def _settings(tiles: Tiles, x: Tensor) -> dict[str, object]:
+def _settings(tiles: Tiles, x: Tensor) -> dict[str, Any]:
     """Launch settings of all kernels."""
     return {
         "BLOCK_N": tiles.rows,

@@ -59,7 +59,7 @@ def build_quantized_shard(
     options: QuantizationOptions,
     group: RankGroup,
 ) -> DecoderModel:
-    """This rank's share of the model, with its weights, quantised, and its collectives."""
+    """Build this rank's share of the model, with its weights, quantised, and its collectives."""
     if options.quantization is None:
         return build_sharded_model(config, backend, max_model_len, tensors, dtype, device, group)
     shard = shard_config(config, group.size)

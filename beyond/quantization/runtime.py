@@ -55,6 +55,7 @@ def load_quantized_runtime(
         if options.kv_cache_dtype != "auto":
             backend = use_eight_bits(backend, device, dtype, config.head_dim)
         if quantized_checkpoint:
+            assert source.path is not None
             tensors = Int8Tensors(source.path)
         return build(config, backend, max_model_len, tensors, dtype, device, options)
 

@@ -84,7 +84,7 @@ def choose_tiles(
 
 
 def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int) -> Tiles | None:
-    """The fastest tiles for a matrix with enough rows and even columns, if they were looked for.
+    """Return the fastest tiles for a matrix with enough rows and even columns, if they were looked for.
 
     Measured on an H200. Up to 8 tokens, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind
     another product, whose last programs still run. More tokens: its products alone.
@@ -116,7 +116,7 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
 
 def token_block(tokens: int) -> int:
     """Tokens of a program's tile."""
-    return max(8, min(128, triton.next_power_of_2(tokens)))
+    return max(8, min(128, int(triton.next_power_of_2(tokens))))
 
 
 @cache

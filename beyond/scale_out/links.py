@@ -62,7 +62,7 @@ class Link(RankGroup):
         return self._start("broadcast", x, SENDER)
 
     def receive(self, out: Tensor, number: int) -> Tensor:
-        """The next tensor that was sent, written over `out`.
+        """Receive the next tensor that was sent, written over `out`.
 
         Raises:
             RuntimeError: on a CPU, it belongs to another command than `number`.
@@ -85,13 +85,14 @@ class Link(RankGroup):
     def _connect_nccl(self) -> None:
         """Send something: NCCL connects two ranks at the first message between them."""
         torch.cuda.set_device(self.device)  # of this thread
+        assert self._group is not None
         self._group.eager_connect_single_device(self.device)  # else the first message would make another group
         x = torch.zeros(1, device=self.device)
         self._run(*(("send", [x], RECEIVER, 0) if self.rank == SENDER else ("recv", [x], SENDER, 0)))
         torch.cuda.synchronize(self.device)
 
     def _open_one_shot(self) -> None:
-        """A link adds nothing up."""
+        """Do nothing: a link adds nothing up."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class StageLinks:
         self._out.send(x, number)
 
     def receive(self, rows: int, number: int) -> Tensor:
-        """The stage before's hidden states of command `number`, `[rows, hidden]`, valid until the next are received."""
+        """Receive the stage before's states of command `number`, `[rows, hidden]`, valid until the next arrive."""
         x = self._in.receive(self.states[:rows], number)
         if self.spans is not None:
             self.spans.begin()
@@ -171,12 +172,12 @@ class StageLinks:
 
 
 def subgroup(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Rendezvous:
-    """A rendezvous of some of the ranks, in which this one has the number `rank`."""
+    """Make a rendezvous of some of the ranks, in which this one has the number `rank`."""
     return Rendezvous(dist.PrefixStore(name, rendezvous.store), rank, size, rendezvous.is_torchrun)
 
 
 def stop_all(groups: list[RankGroup]) -> Callable[[], None]:
-    """What ends the waits in all of `groups`."""
+    """Return what ends the waits in all of `groups`."""
 
     def stop_waiting() -> None:
         for group in groups:

@@ -41,6 +41,7 @@ class LLM(stage_f.LLM):
     """
 
     options_class = ScaleOutOptions
+    options: ScaleOutOptions
 
     @property
     def engine_class(self) -> type[Engine]:

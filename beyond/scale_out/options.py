@@ -50,7 +50,7 @@ class ScaleOutOptions(GraphOptions):
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line."""
+    """Add the options to the command line."""
     add_graph_options(group)
     group.add_argument(
         "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers (default: %(default)s)"

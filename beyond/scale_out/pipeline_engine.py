@@ -10,24 +10,26 @@ The batches that have not been sampled have different sequences (`pipeline_sched
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from beyond.scale_out.pipeline_scheduler import PipelineSequence
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 if TYPE_CHECKING:  # one rank needs no torch.distributed
-    from beyond.scale_out.pipeline_runner import Returning
+    from beyond.scale_out.pipeline_runner import PipelineRunner, Returning
 
 
 class PipelineEngine(OverlappedEngine):
     """Stage F's engine, several batches ahead of the tokens."""
 
     sequence_class = PipelineSequence
+    scheduler: PipelineScheduler
+    runner: PipelineRunner
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._launched: deque[tuple[ScheduledStep, Returning]] = deque()  # and not sampled yet, oldest first
 

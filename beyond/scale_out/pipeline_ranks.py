@@ -24,7 +24,6 @@ from stage_a_naive.loading import resolve
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_e_batching.llm import make_sampler
@@ -89,7 +88,7 @@ class PipelineJob(OneStageJob):
     ) -> Runtime:
         """Load the layers of a stage, or a rank's share of them."""
 
-        def patch(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
+        def patch(model: DecoderModel, options: ScaleOutOptions, device: torch.device) -> str:
             line = choose_layers(model, options, device, fused=options.fused)
             replace_ends(model, links.states, links.stage == 0, links.is_last)
             return f"{position.num_stages} stages; {line}"
@@ -114,17 +113,17 @@ def build_stage(
     group: RankGroup,
     position: Position,
 ) -> DecoderModel:
-    """A stage's layers with their weights: whole, or this rank's share of them.
+    """Build a stage's layers with their weights: whole, or this rank's share of them.
 
     Raises:
         ModelError: a weight of this stage is missing, damaged or has another shape.
     """
     layers = layers_of(position.stage, position.num_stages, config.num_layers)
     part = stage_config(config, position.stage, position.num_stages)
-    tensors = StageTensors(tensors, layers, config.num_layers, has_tables=position.stage == 0)
+    part_tensors = StageTensors(tensors, layers, config.num_layers, has_tables=position.stage == 0)
     build = build_model if group.size == 1 else partial(build_sharded_model, group=group)
     try:
-        return build(part, backend, max_model_len, tensors, dtype, device)
+        return build(part, backend, max_model_len, part_tensors, dtype, device)
     except ModelError as error:
         numbers = f"stage {position.stage}, whose layer 0 is the model's layer {layers.start}"
         raise ModelError(f"{numbers}: {error}") from None

@@ -88,16 +88,18 @@ class PipelineRunner(RankRunner):
     def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> None:
         super().capture(record, sizes, prefills)
         if self.links.stage == 0:
+            assert self.graphs is not None
             heads = StepGraphs([_without_tables(shape) for shape in self.graphs.shapes])
             self._capture(record, heads, "the LM head and the sampler", self._head_body)
             self.head_graphs = heads
 
     def _decode(self, inputs: StepInput, shape: StepShape) -> Tensor:
-        """This stage's layers: what a decode graph is of."""
+        """Run this stage's layers: what a decode graph is of."""
         return self.forward(inputs, shape)
 
     def _head_body(self, shape: StepShape) -> Body:
-        """Sampling of a decode step's states, on inputs that are all padding while it is recorded."""
+        """Return the sampling of a decode step's states, on inputs that are all padding while it is recorded."""
+        assert self.graphs is not None
         self.graphs.pad(self._head_buffers.next_host(shape), 0)
         inputs = self._head_buffers.send(shape)
         return lambda: self.sample_and_keep(self.links.states[: shape.num_samples], inputs, shape)
@@ -107,7 +109,7 @@ class PipelineRunner(RankRunner):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def launch(self, step: ScheduledStep) -> InFlight:
+    def launch(self, step: ScheduledStep) -> Returning:
         """Send a step to all stages and run this one's layers; `sample` samples its tokens."""
         super().launch(step)
         return Returning(None, runner=self if any(step.samples) else None)
@@ -212,5 +214,5 @@ class Returning(InFlight):
 
 
 def _without_tables(shape: StepShape) -> StepShape:
-    """A step's shape without block tables, which come last: the arrays before them keep their offsets."""
+    """Return a step's shape without block tables, which come last: the arrays before them keep their offsets."""
     return shape._replace(table_width=0)

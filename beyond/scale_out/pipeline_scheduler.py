@@ -14,6 +14,7 @@ runs the steps in the order in which they were launched: several chunks of a pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep, State
@@ -35,7 +36,9 @@ class PipelineScheduler(Scheduler):
         options: those of `Scheduler`, by name.
     """
 
-    def __init__(self, *, num_micro_batches: int, **options: object) -> None:
+    decoding: list[PipelineSequence]
+
+    def __init__(self, *, num_micro_batches: int, **options: Any) -> None:
         self.num_micro_batches = num_micro_batches
         super().__init__(**options)
 

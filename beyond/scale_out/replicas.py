@@ -18,6 +18,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import groupby
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -34,7 +35,7 @@ from beyond.serving.defaults import sampling_defaults
 from beyond.serving.engine_process import EngineProcess
 from beyond.serving.http_errors import error_response
 from beyond.serving.protocol import Limits, RequestError
-from beyond.serving.remote_engine import RemoteLLM
+from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 
 CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
@@ -55,7 +56,7 @@ class Engine:
     async def __init__(
         self,
         engine: str,
-        options: dict[str, object],
+        options: dict[str, Any],
         max_queue: int,
         api_key: str | None,
         generation_config: str,
@@ -63,17 +64,18 @@ class Engine:
     ) -> None:
         llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
+        assert isinstance(self.llm.engine_loop, RemoteLoop)
         self.llm.engine_loop.on_death = self._end_with_engine
         defaults = sampling_defaults(llm.source, generation_config)
         self.api = Api(self.llm, llm.source.name, Limits(), api_key, defaults)
         self.app = self.api.app()
 
-    async def answer(self, scope: dict[str, object], body: bytes) -> AsyncIterator[dict[str, object]]:
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """Yield the ASGI messages of an answer. Closing the generator tells the API that the client is gone."""
-        messages: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
+        messages: asyncio.Queue[Any] = asyncio.Queue()  # None at the end
         unread, gone = [{"type": "http.request", "body": body}], asyncio.Event()
 
-        async def receive() -> dict[str, object]:
+        async def receive() -> dict[str, Any]:
             if unread:
                 return unread.pop()
             await gone.wait()
@@ -89,12 +91,12 @@ class Engine:
             await task
 
     async def metrics(self) -> tuple[str, str]:
-        """This replica's name and its metrics; `EngineClosed` when it has ended."""
+        """Return this replica's name and its metrics; `EngineClosed` when it has ended."""
         text = await self.api.metrics_text()
         return serve.get_replica_context().replica_id.unique_id, text
 
     async def defaults(self) -> dict[str, float]:
-        """The sampling parameters of requests that name none."""
+        """Return the sampling parameters of requests that name none."""
         return self.api.defaults
 
     async def end(self, seconds: float) -> None:
@@ -156,13 +158,13 @@ class Router:
         return response
 
     async def metrics(self) -> Response:
-        """The metrics of all replicas that live, each line with its replica's name."""
+        """Return the metrics of all replicas that live, each line with its replica's name."""
         found = await self.engines.broadcast("metrics").results_async(return_exceptions=True)
         texts = dict(each for each in found if not isinstance(each, BaseException))
         return PlainTextResponse(merge_metrics(texts), media_type="text/plain; version=0.0.4")
 
     async def defaults(self) -> dict[str, float]:
-        """The sampling parameters of requests that name none, which all replicas read from the same model."""
+        """Return the sampling parameters of requests that name none, which all replicas read from the same model."""
         found = await self.engines.broadcast("defaults").results_async(return_exceptions=True)
         return next(each for each in found if not isinstance(each, BaseException))
 
@@ -172,7 +174,7 @@ class Router:
             await self.engines.broadcast("end", seconds).results_async(return_exceptions=True)
 
 
-async def _bodies(first: dict[str, object], messages: AsyncIterator[dict[str, object]]) -> AsyncIterator[bytes]:
+async def _bodies(first: dict[str, Any], messages: Any) -> AsyncIterator[bytes]:
     """Yield the parts of a response. When the client goes away, the generator is closed, and the replica is told."""
     try:
         yield first.get("body", b"")
@@ -209,7 +211,7 @@ def merge_metrics(texts: dict[str, str]) -> str:
 
 def application(
     engine: str,
-    options: dict[str, object],
+    options: dict[str, Any],
     *,
     replicas: int,
     gpus: int = 0,
@@ -220,7 +222,7 @@ def application(
     release: int = 0,
     has_room: bool = True,
 ) -> serve.Application:
-    """The application, for `serve.run`.
+    """Make the application, for `serve.run`.
 
     Args:
         engine, options, max_queue, api_key, generation_config, release: as in `Engine`.

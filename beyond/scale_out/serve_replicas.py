@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from beyond.serving.__main__ import STAGES, parse
 from beyond.serving.address import listen
@@ -71,7 +71,7 @@ def run(argv: list[str] | None) -> int:
         serve.shutdown()
 
 
-def serve_releases(options: argparse.Namespace, engine_options: dict[str, object], port: int) -> int:
+def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], port: int) -> int:
     """Serve, after every SIGUSR1 with new replicas, until another signal comes; returns the exit code.
 
     Raises:

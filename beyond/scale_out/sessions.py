@@ -13,7 +13,7 @@ PREFIX_CHARACTERS = 256  # requests that begin with the same ones go to the same
 
 
 def session_of(body: bytes) -> str:
-    """The name of the session that a request belongs to: a hash of the beginning of its prompt.
+    """Return the name of the session that a request belongs to: a hash of the beginning of its prompt.
 
     Of a conversation the beginning is all up to and with the first question, so that its next turns go to the same
     replica. At most `PREFIX_CHARACTERS` count, so that all conversations with one long system prompt are one session.

@@ -13,10 +13,11 @@ import time
 from collections import deque
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
-Mark = float | torch.cuda.Event
+Mark = Any  # seconds on a CPU, an event on a GPU
 
 
 class Spans:
@@ -30,7 +31,7 @@ class Spans:
     def __init__(self, path: str | PathLike[str], device: torch.device) -> None:
         self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
         self._is_cuda = device.type == "cuda"
-        self._done: deque[tuple[dict[str, object], Mark, Mark]] = deque()  # on a GPU: launched, and perhaps not over
+        self._done: deque[tuple[dict[str, Any], Mark, Mark]] = deque()  # on a GPU: launched, and perhaps not over
         if self._is_cuda:
             torch.cuda.synchronize(device)
             self._first, self._first_time = self._mark(), time.monotonic()
@@ -40,7 +41,7 @@ class Spans:
         """Work begins: what it needs has arrived."""
         self._start = self._mark()
 
-    def end(self, **what: object) -> None:
+    def end(self, **what: Any) -> None:
         """Work ends: what is launched from now on belongs to other work."""
         self._done.append((what, self._start, self._mark()))
         while self._done and (not self._is_cuda or self._done[0][2].query()):
@@ -59,13 +60,13 @@ class Spans:
         return mark if not self._is_cuda else self._first_time + self._first.elapsed_time(mark) / 1000
 
 
-def read_spans(path: str | PathLike[str]) -> list[dict[str, object]]:
-    """What a stage wrote, in the order of time."""
+def read_spans(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Return what a stage wrote, in the order of time."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def idle_share(stages: list[list[dict[str, object]]]) -> float:
-    """The share of all stages' time, from the first start to the last end, in which they computed nothing."""
+def idle_share(stages: list[list[dict[str, Any]]]) -> float:
+    """Return the share of all stages' time, from the first start to the last end, in which they computed nothing."""
     start = min(span["start"] for spans in stages for span in spans)
     end = max(span["end"] for spans in stages for span in spans)
     busy = sum(span["end"] - span["start"] for spans in stages for span in spans)
@@ -73,7 +74,7 @@ def idle_share(stages: list[list[dict[str, object]]]) -> float:
 
 
 def idle_in_theory(work: str, batches: int, stages: int) -> float:
-    """The idle share that is to be expected of stages which take equally long.
+    """Return the idle share that is to be expected of stages which take equally long.
 
     decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: the chunks of a prompt
     follow one another, and the pipeline fills and empties once: (p - 1) / (m + p - 1) (GPipe, Huang et al., 2019).

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from stage_a_naive.checkpoint import LazyTensor
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource
@@ -44,7 +45,7 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
 
 
 def stage_config(config: ModelConfig, stage: int, num_stages: int) -> ModelConfig:
-    """The shape of a stage. Only stage 0 has the embedding and the LM head; the others have one row of zeros."""
+    """Return the shape of a stage. Only stage 0 has the embedding and the LM head; the others have one row of zeros."""
     num_layers = len(layers_of(stage, num_stages, config.num_layers))
     if stage == 0:
         return replace(config, num_layers=num_layers)
@@ -72,7 +73,7 @@ class StageTensors:
         return self.whole.name
 
     def names(self) -> set[str] | None:
-        """The stage's names of all weights but those of other stages, or None where weights are made on demand."""
+        """Return the stage's names of its own weights, or None where weights are made on demand."""
         whole = self.whole.names()
         if whole is None:
             return None
@@ -81,7 +82,7 @@ class StageTensors:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None if self._is_missing(name) else self.whole.shape(self._whole_name(name))
 
-    def lazy(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
         return torch.zeros(shape) if self._is_missing(name) else self.whole.lazy(self._whole_name(name), shape)
 
     def _is_missing(self, name: str) -> bool:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -27,14 +28,14 @@ class TwoHosts:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen:
+    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
         """Start a process on a host, in a process group of its own."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command], cwd=ROOT, start_new_session=True, text=True, **options
         )
 
     def bytes_sent(self, host: int) -> int:
-        """What a host has put on the cable so far, TCP's and IP's headers included."""
+        """Return what a host has put on the cable so far, TCP's and IP's headers included."""
         command = ["ip", "-n", self.names[host], "-s", "-j", "link", "show", CABLE]
         [link] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         return link["stats64"]["tx"]["bytes"]
@@ -45,12 +46,12 @@ class TwoHosts:
 
 
 def missing() -> str | None:
-    """What this machine lacks for two hosts, or None."""
+    """Return what this machine lacks for two hosts, or None."""
     if not shutil.which("ip"):
         return "there is no `ip` (iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return None if probe.returncode == 0 else f"no network namespaces here ({probe.stderr.strip()})"
 
 
@@ -78,7 +79,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 def torchrun(host: int, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a module with these arguments as one of two ranks, on this host."""
+    """Return the command that runs a module with these arguments as one of two ranks, on this host."""
     return [
         sys.executable,
         "-m",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stage_a_naive.loading import load_tokenizer, resolve
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -18,7 +20,7 @@ class UnitStages:
     def __init__(self, num_stages: int) -> None:
         self.now = 0.0
         self.free = [0.0] * num_stages  # when each stage has done what it was given
-        self.spans: list[list[dict[str, object]]] = [[] for _ in range(num_stages)]
+        self.spans: list[list[dict[str, Any]]] = [[] for _ in range(num_stages)]
 
     def launch(self, step: ScheduledStep) -> UnitStep:
         arrived = self.now
@@ -44,7 +46,7 @@ class UnitStep:
         return self.sampled
 
 
-def counted_spans(work: str, batches: int, stages: int) -> list[list[dict[str, object]]]:
+def counted_spans(work: str, batches: int, stages: int) -> list[list[dict[str, Any]]]:
     """Count when each of `UnitStages` is busy: many requests that decode, or one prompt in `batches` chunks."""
     decode = work == "decode"
     requests, prompt, answer = (8, 1, 64) if decode else (1, 8 * batches, 1)

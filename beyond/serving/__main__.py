@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from beyond.serving.address import listen
 from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(
     argv: list[str] | None, own: argparse.ArgumentParser | None = None
-) -> tuple[argparse.Namespace, dict[str, object]]:
-    """The command line: the server's options, and those of the engine that it names.
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Read the command line: the server's options, and those of the engine that it names.
 
     Args:
         own: another program's name and options, which come beside these.
@@ -87,7 +87,7 @@ def parse(
 
 
 def _options_module(chosen: argparse.Namespace) -> str:
-    """The module that adds the engine's options: the stage's, or where another engine's `options_class` is."""
+    """Return the module that adds the engine's options: the stage's, or where another engine's `options_class` is."""
     if chosen.engine is None:
         return STAGES[chosen.stage].partition(":")[0] + ".options"  # without PyTorch, which `--help` need not wait for
     return load_class(chosen.engine).options_class.__module__

@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
@@ -34,7 +35,7 @@ class Answer:
         num_choices: of the whole answer, those to all prompts.
     """
 
-    def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerFast) -> None:
         kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         self._ask = ask
         self.num_choices = len(ask.prompts) * ask.n
@@ -47,8 +48,8 @@ class Answer:
         self._decoders: dict[int, IncrementalDecoder] = {}  # by choice: say where a token begins in the text
         self._offsets: dict[int, int] = {}  # characters of each choice so far, told or held back
 
-    def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, object]:
-        """The whole answer.
+    def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, Any]:
+        """Write the whole answer.
 
         Args:
             outputs: one for each choice.
@@ -73,10 +74,11 @@ class Answer:
             return chunk
         if index not in self._around:  # all others differ in their text alone: write the rest once
             self._around[index] = as_json(self._chunk(index, Token(0, MARK), None)).split(as_json(MARK))
+        assert token is not None  # a chunk without one is an end
         before, behind = self._around[index]
         return f"{before}{as_json(token.text)}{behind}"
 
-    def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, object]:
+    def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, Any]:
         text = token.text if token else ""
         if self._ask.is_chat:
             role = {} if index in self._begun else {"role": "assistant"}
@@ -89,10 +91,10 @@ class Answer:
         return self._chunk_head | {"choices": [choice]} | usage
 
     def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> str:
-        """The last chunk, as JSON, of a stream that is to tell its numbers of tokens."""
+        """Write the last chunk, as JSON, of a stream that is to tell its numbers of tokens."""
         return as_json(self._chunk_head | {"choices": [], "usage": self.usage(outputs)})
 
-    def usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, object]:
+    def usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """Numbers of tokens. A prompt counts once, however many answers it gets."""
         of_prompts = [output["metrics"] for output in outputs[:: self._ask.n]]
         prompt = sum(metrics["num_prompt_tokens"] for metrics in of_prompts)
@@ -105,7 +107,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, object] | None:
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         count = self._ask.params.logprobs
         if count is None:
             return None
@@ -115,6 +117,7 @@ class Answer:
         for token in tokens:
             decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
             offset = self._offsets.get(index, 0)
+            assert token.logprobs is not None  # they were asked for
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))
             written["token_logprobs"].append(token.logprobs[token.token_id])
@@ -125,17 +128,18 @@ class Answer:
             written["text_offset"].append(offset)
         return written
 
-    def _chat_logprobs(self, token: Token, count: int) -> dict[str, object]:
+    def _chat_logprobs(self, token: Token, count: int) -> dict[str, Any]:
+        assert token.logprobs is not None
         likeliest = list(token.logprobs.items())[:count]  # the sampled token comes behind them
         others = [self._chat_token(i, value) for i, value in likeliest]
         return self._chat_token(token.token_id, token.logprobs[token.token_id]) | {"top_logprobs": others}
 
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = text_of([token_id], self._tokenizer)
         return {"token": text, "logprob": logprob, "bytes": bytes_of(token_id, text, self._tokenizer)}
 
 
-def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
     """Token ids as text, special tokens too, and a placeholder for each id that the tokenizer does not know."""
     backend = tokenizer.backend_tokenizer
     parts = []
@@ -145,11 +149,12 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(parts)
 
 
-def bytes_of(token_id: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The bytes of a token, also where it is a part of a character, which `text` shows as U+FFFD: clients join them."""
+def bytes_of(token_id: int, text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return a token's bytes, also of a part of a character, which `text` shows as U+FFFD: clients join them."""
     token = tokenizer.backend_tokenizer.id_to_token(token_id) if "\ufffd" in text else text
     if token == text:
         return list(text.encode())
+    assert token is not None  # an id that is not known has a placeholder
     if token.startswith("<0x"):  # byte fallback
         return [int(token[1:-1], 16)]
     return [BYTES[character] for character in token]

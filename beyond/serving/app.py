@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -66,7 +67,7 @@ class Api:
         self._created = int(time.time())
 
     def app(self, more_routes: Sequence[Route] = ()) -> App:
-        """The application for a web server."""
+        """Make the application for a web server."""
         routes = [
             # The router tries one after the other, so what is asked most comes first.
             Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
@@ -84,7 +85,7 @@ class Api:
     # ---- the door -----------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
-        """An endpoint for clients with the key; an error that `handler` raises is answered as one."""
+        """Make an endpoint for clients with the key; an error that `handler` raises is answered as one."""
 
         async def answer(request: HttpRequest) -> ASGIApp:
             try:
@@ -98,7 +99,7 @@ class Api:
         return Endpoint(answer)
 
     def post(self, handler: Handler) -> Endpoint:
-        """A guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
+        """Make a guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
 
         async def read_and_answer(request: HttpRequest) -> ASGIApp:
             body = await self._read_json(request)
@@ -118,7 +119,7 @@ class Api:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
     async def read_body(self, request: HttpRequest) -> bytes:
-        """The body, read no further than the limit. The connection's next message is its end."""
+        """Read the body, no further than the limit. The connection's next message is its end."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -127,7 +128,7 @@ class Api:
         return bytes(body)
 
     async def _read_json(self, request: HttpRequest) -> object:
-        """The body as Python values."""
+        """Read the body as Python values."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also keeps web pages of other sites out: browsers ask first for this type
             raise RequestError(f"Content-Type must be application/json, got {shown(kind)}", status=415)
@@ -139,11 +140,11 @@ class Api:
 
     # ---- endpoints ----------------------------------------------------------------------------------------------
 
-    async def completions(self, body: object) -> ASGIApp:
+    async def completions(self, body: Any) -> ASGIApp:
         """`POST /v1/completions`."""
         return await self._answer(body, parse_completion(body, self.limits, self.defaults))
 
-    async def chat_completions(self, body: object) -> ASGIApp:
+    async def chat_completions(self, body: Any) -> ASGIApp:
         """`POST /v1/chat/completions`."""
         return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len, self.defaults))
 
@@ -166,6 +167,7 @@ class Api:
             raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
         try:
             if messages is None:
+                assert isinstance(prompt, str)
                 ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt)
             else:
                 ids = await asyncio.to_thread(self._chat_ids, messages)
@@ -233,7 +235,7 @@ class Api:
         return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order]))
 
     def _requests(self, ask: Ask) -> list[Request]:
-        """A request for each answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
+        """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
         try:
             prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
@@ -250,7 +252,7 @@ class Api:
     def _chat_ids(self, messages: list) -> list[int]:
         return self.llm.llm.chat_prompts([messages])[0]
 
-    def _card(self) -> dict[str, object]:
+    def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len
         return {
             "id": self.model,

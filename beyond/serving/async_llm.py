@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import cast
 
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
 from beyond.serving.metrics import RequestMetrics
@@ -187,7 +188,7 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._hand_out, now, news)
 
     def _hand_out(self, now: float, news: News) -> None:
-        for stream, request, event in news:
+        for stream, request, event in cast("list[tuple[Stream, Request, Event]]", news):
             if not stream.num_unfinished:  # its reader has gone
                 continue
             stream.put(request, event)

@@ -9,7 +9,7 @@ too (`--generation-config auto`): a client that sends no temperature gets the sa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage_a_naive.errors import ModelError
 from stage_a_naive.model_config import read_json_object
@@ -59,13 +59,13 @@ def sampling_defaults(source: ModelSource, generation_config: str) -> dict[str, 
     return defaults
 
 
-def keep_all_if_negative(field: str, value: object) -> object:
-    """A parameter's value, with vLLM's other way to turn top-k off, -1, replaced by ours, 0."""
+def keep_all_if_negative(field: str, value: Any) -> Any:
+    """Return a parameter's value, with vLLM's other way to turn top-k off, -1, replaced by ours, 0."""
     return 0 if field == "top_k" and value == -1 else value
 
 
 def in_words(defaults: Mapping[str, float]) -> str:
-    """The defaults in one line, for people."""
+    """Write the defaults in one line, for people."""
     if not defaults:
         return "temperature 1, no filter, no penalty"
     values = ", ".join(f"{name} {value}" for name, value in defaults.items())

@@ -56,12 +56,15 @@ class Inbox(Protocol):
 
     def put(self, item: Callable[[], None], /) -> None:
         """Add something to do."""
+        ...
 
     def empty(self) -> bool:
         """Tell whether nothing is there now."""
+        ...
 
     def get(self) -> Callable[[], None]:
         """Return the next thing to do; wait for it."""
+        ...
 
 
 class EngineLoop:
@@ -203,7 +206,7 @@ class EngineLoop:
 
 
 def new_future() -> Future:
-    """A future that nobody can cancel: what it waits for happens anyway."""
+    """Make a future that nobody can cancel: what it waits for happens anyway."""
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stage_e_batching.llm import LLM
@@ -44,7 +44,7 @@ class EngineProcess:
         commands, news: this process's ends of the two pipes.
     """
 
-    def __init__(self, engine: str, options: Mapping[str, object]) -> None:
+    def __init__(self, engine: str, options: Mapping[str, Any]) -> None:
         self.engine, self.options = engine, dict(options)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self.news, news_end = Pipe(duplex=False)
@@ -146,6 +146,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = end_at_once
-    ends, ready = [Connection(int(end)) for end in sys.argv[1:]], threading.Event()
-    threading.Thread(target=end_if_left, args=(ends[0], ready), daemon=True).start()
-    raise SystemExit(serve_engine(*ends, ready))
+    (commands, news), ready = [Connection(int(end)) for end in sys.argv[1:]], threading.Event()
+    threading.Thread(target=end_if_left, args=(commands, ready), daemon=True).start()
+    raise SystemExit(serve_engine(commands, news, ready))

@@ -8,7 +8,7 @@ blocks before its next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -30,7 +30,7 @@ class ClientGone(Exception):
     """The client closed its connection before it was answered."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+async def unless_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
     """Await `work`, but cancel it when the client closes its connection.
 
     Args:
@@ -99,7 +99,7 @@ class EventStream:
             await send_on(frame(as_json(error_body(error))) + DONE, more=False)
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
-        """A server-sent event for every token; the last of an answer carries the reason of its end.
+        """Yield a server-sent event for every token; the last of an answer carries the reason of its end.
 
         Where another thread runs the steps, an end may come after its last token was read: then it has an event.
         """

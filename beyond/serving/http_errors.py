@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -38,13 +39,13 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def refused_prompt(error: ValueError, param: str) -> RequestError:
-    """What the engine finds wrong with a prompt, as the refusal of the field that brought it."""
+    """Turn what the engine finds wrong with a prompt into the refusal of the field that brought it."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     return RequestError(str(error), param=param, code=code)
 
 
-def error_body(error: Exception) -> dict[str, object]:
-    """The error object of an exception. A wrong key or model is an invalid request too, as in OpenAI's API."""
+def error_body(error: Exception) -> dict[str, Any]:
+    """Describe an exception as an error object. A wrong key or model is an invalid request too, as in OpenAI's API."""
     told = as_request_error(error)
     kind = "rate_limit_error" if told.status == 429 else "invalid_request_error"
     kind = "server_error" if told.status >= 500 else kind
@@ -52,7 +53,7 @@ def error_body(error: Exception) -> dict[str, object]:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """An exception as an answer."""
+    """Answer with an exception."""
     told = as_request_error(error)
     wait = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
     return JSONResponse(error_body(told), told.status, wait)
@@ -85,7 +86,7 @@ class App(Router):
 
 
 def _refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
-    """The router's own refusals: no such path, or another method."""
+    """Answer with the router's own refusals: no such path, or another method."""
     message = f"{scope['method']} {scope['path']}: {error.detail.lower()}"
     response = error_response(RequestError(message, error.status_code))
     response.headers.update(error.headers or {})

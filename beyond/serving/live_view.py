@@ -52,7 +52,7 @@ class LiveView:
         self._asked = 0.0  # when, in seconds on the event loop's clock
 
     def routes(self) -> list[Route]:
-        """The page's files, one fixed route each, so that no path of a request leads to a file; and its endpoints."""
+        """List the page's files, a fixed route each, so that no request's path leads to a file; and its endpoints."""
         files = [path for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES]
         return [
             Route("/", _file(PAGE / "index.html")),
@@ -76,7 +76,7 @@ class LiveView:
         return JSONResponse({"action": action})
 
     async def picture(self) -> str:
-        """The engine between two steps, as JSON; pages that ask within `PICTURE_SECONDS` get the same one."""
+        """Describe the engine between two steps, as JSON; pages that ask within `PICTURE_SECONDS` get the same one."""
         now = asyncio.get_running_loop().time()
         if self._picture is None or (self._picture.done() and now - self._asked >= PICTURE_SECONDS):
             self._asked = now
@@ -113,7 +113,7 @@ class PictureStream:
 
 
 def _file(path: Path) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """An endpoint that answers with a file, which is read when the server starts."""
+    """Make an endpoint that answers with a file, which is read when the server starts."""
     content, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
 
     async def endpoint(request: HttpRequest) -> Response:

@@ -126,10 +126,11 @@ def engine_numbers(engine: Engine) -> dict[str, float]:
         "generation_tokens": counters.num_generated_tokens,
         "num_preemptions": counters.num_preemptions,
     }
-    if hasattr(counters, "num_verifications"):
-        found["spec_decode_num_drafts"] = counters.num_verifications
-        found["spec_decode_num_draft_tokens"] = counters.num_draft_tokens
-        found["spec_decode_num_accepted_tokens"] = counters.num_accepted_tokens
+    totals = vars(counters)
+    if "num_verifications" in totals:
+        found["spec_decode_num_drafts"] = totals["num_verifications"]
+        found["spec_decode_num_draft_tokens"] = totals["num_draft_tokens"]
+        found["spec_decode_num_accepted_tokens"] = totals["num_accepted_tokens"]
     return found
 
 

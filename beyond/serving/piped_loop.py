@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -48,7 +49,7 @@ class PipeInbox:
         return not self._items and not (self._is_open and self._poll.poll(0))
 
     def get(self) -> Callable[[], None]:
-        """The next thing to do; waits for it."""
+        """Return the next thing to do; wait for it."""
         if not self._items:
             try:
                 commands = pickle.loads(self._pipe.recv_bytes())
@@ -85,7 +86,7 @@ class PipedLoop(EngineLoop):
     def _write(self, now: float, news: News) -> None:
         self._send(pack_news(now, self.failure, news))
 
-    def _do(self, name: str, *arguments: object) -> None:
+    def _do(self, name: str, *arguments: Any) -> None:
         if name == "submit":
             call = Call(*arguments)
             self._callers.update(dict.fromkeys((request.index for request in call.requests), call))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
 from stage_a_naive.errors import shown
@@ -180,8 +181,8 @@ def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mappi
     return _ask([fields["messages"]], fields, params, limits, is_chat=True)
 
 
-def check_fields(body: object, known: set[str]) -> dict[str, object]:
-    """The fields of a JSON object that say something; `RequestError` names one that is not supported."""
+def check_fields(body: object, known: set[str]) -> dict[str, Any]:
+    """Return the fields of a JSON object that say something; `RequestError` names one that is not supported."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {shown(body)}")
     fields = {
@@ -197,7 +198,7 @@ def check_fields(body: object, known: set[str]) -> dict[str, object]:
     return fields
 
 
-def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
+def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
     n = _integer(fields, "n", 1, limits.n) or 1
     streams = _boolean(fields, "stream")
     try:
@@ -210,7 +211,7 @@ def _ask(prompts: list, fields: Mapping[str, object], params: SamplingParams, li
 
 
 def _sampling_params(
-    fields: Mapping[str, object], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
+    fields: Mapping[str, Any], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
 ) -> SamplingParams:
     _boolean(fields, "ignore_eos")
     for name in ("stop", "stop_token_ids"):
@@ -249,14 +250,14 @@ def _prompts(prompt: object, limits: Limits) -> list:
     )
 
 
-def _boolean(fields: Mapping[str, object], name: str) -> bool:
+def _boolean(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
     return bool(value)
 
 
-def _integer(fields: Mapping[str, object], name: str, least: int, most: int) -> int | None:
+def _integer(fields: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
     value = fields.get(name)
     if value is not None and (as_integer(value) is None or not least <= value <= most):
         raise RequestError(f"{name} must be an integer from {least} to {most}, got {shown(value)}", param=name)

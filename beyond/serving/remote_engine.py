@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_future
 from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
@@ -65,7 +66,7 @@ class RemoteLLM(Frontend):
         self.device, self.dtype = about.device, about.dtype
         self._longest_prompt = about.longest_prompt
 
-    def _request(self, *given: object) -> Request:
+    def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
         if (length := len(request.prompt_token_ids)) > self._longest_prompt:
             raise PromptTooLong(
@@ -163,7 +164,7 @@ class RemoteLoop:
 
     # ---- the two pipes ------------------------------------------------------------------------------------------
 
-    def _send(self, *command: object) -> None:
+    def _send(self, *command: Any) -> None:
         """Send a command, in one message with others of this moment."""
         if not self._unpacked:
             self._loop.call_soon(self._write)

@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         self._end: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does. It may come between any two lines of Python, so the rest is left to the event loop."""
+        """Handle a signal. It may come between any two lines of Python, so the rest is left to the event loop."""
         self._loop.call_soon_threadsafe(self.begin_end)
 
     def begin_end(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
+from typing import Any
 
 from stage_e_batching.engine import Engine
 from stage_e_batching.scheduler import Scheduler
@@ -27,8 +28,8 @@ class StepLog:
 
     def __init__(self, trace: Trace | None) -> None:
         self.trace = trace
-        self.steps: deque[dict[str, object]] = deque(maxlen=MOST_STEPS)
-        self.ended: deque[dict[str, object]] = deque(maxlen=MOST_ENDED)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
+        self.ended: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
 
     def begin(self, step: ScheduledStep, scheduler: Scheduler) -> None:
         """Pass a step that begins on to the trace file."""
@@ -72,9 +73,10 @@ def watch(engine: Engine) -> None:
         engine.trace = StepLog(engine.trace)
 
 
-def describe(engine: Engine) -> dict[str, object]:
+def describe(engine: Engine) -> dict[str, Any]:
     """Describe an engine that is watched, between two steps: queues, pool of blocks, and what its log holds."""
     log = engine.trace
+    assert isinstance(log, StepLog)
     with engine._lock:  # other threads of the program may run steps, too
         scheduler = engine.scheduler
         manager = scheduler.block_manager
@@ -96,7 +98,7 @@ def describe(engine: Engine) -> dict[str, object]:
         }
 
 
-def _progress(sequence: BatchSequence) -> dict[str, object]:
+def _progress(sequence: BatchSequence) -> dict[str, Any]:
     return {
         "id": sequence.request_id,
         "state": sequence.state.value,
@@ -110,8 +112,8 @@ def _progress(sequence: BatchSequence) -> dict[str, object]:
     }
 
 
-def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, object]:
-    """The blocks of the pool, or every n-th of a large one: `FREE`, `CACHED`, or [first owner, number of owners]."""
+def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, Any]:
+    """List the blocks of the pool, or every n-th of a large one: `FREE`, `CACHED`, or [first owner, their number]."""
     manager = scheduler.block_manager
     stride = -(-manager.num_blocks // MOST_BLOCKS)
     owners: dict[int, list[int]] = {}
@@ -124,7 +126,8 @@ def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, objec
     return {"every_nth_block": stride, "blocks": blocks}
 
 
-def _summary(sequence: BatchSequence) -> dict[str, object]:
+def _summary(sequence: BatchSequence) -> dict[str, Any]:
+    assert sequence.output is not None  # it ended well
     metrics = sequence.output["metrics"]
     return {
         "id": sequence.request_id,

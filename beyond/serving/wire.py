@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,7 +91,7 @@ def take_messages(unread: bytearray) -> Iterator[tuple]:
         yield message
 
 
-def unpack_event(number: int, *said: object) -> Event:
+def unpack_event(number: int, *said: Any) -> Event:
     """Read one row of `pack_news`."""
     if len(said) == 2:
         return Event(number, [Token(*said)], said[1])
@@ -108,7 +108,7 @@ def pack_result(number: int, done: Future) -> bytes:
 
 
 def portable(error: BaseException) -> BaseException:
-    """An error as the other process can raise and log it, with its traceback as a note.
+    """Rebuild an error as the other process can raise and log it, with its traceback as a note.
 
     An error of any class but Python's own and `EngineClosed` crosses as text: the other process might not be able to
     import the class, and could not read on.

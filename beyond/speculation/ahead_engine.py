@@ -14,6 +14,7 @@ Who guesses is the host's decision, from the tokens that it knows: one token les
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from beyond.speculation.engine import DraftingEngine
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
@@ -30,7 +31,7 @@ class AheadEngine(DraftingEngine):
         draft_tokens: guesses per sequence.
     """
 
-    def __init__(self, *args: object, draft_tokens: int, **options: object) -> None:
+    def __init__(self, *args: Any, draft_tokens: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._draft_tokens = draft_tokens
         self._promised: list[SpeculativeSequence] = []  # those that get a draft in the step that is being launched
@@ -96,7 +97,7 @@ class AheadEngine(DraftingEngine):
 
 
 def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:
-    """The rows of a step that ran guesses, all but the first of each sequence, where the sequence has not ended."""
+    """Find the rows of a step that ran guesses: all but the first of each sequence that has not ended."""
     sequences = step.sequences
     return {
         row: sequences[row]

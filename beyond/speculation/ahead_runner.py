@@ -18,7 +18,7 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
@@ -75,12 +75,12 @@ class AheadBatch(RegrownBatch):
 class AheadGraphs(VerificationGraphs):
     """Recorded verifications whose rows the device completes, beside the decode graphs."""
 
-    def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
+    def __init__(self, decode_graphs: DecodeGraphs, sizes: list[int], *limits: int) -> None:
         super().__init__(decode_graphs, sizes, *limits)
         self.shapes = [AheadShape(*shape._replace(num_decodes=shape.num_tokens)) for shape in self.shapes]
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        """Return the recorded shape that serves `shape`; `shape` itself where none does."""
         if not isinstance(shape, AheadShape):
             return self._decode_graphs.padded(shape)
         if shape.num_decodes < shape.num_tokens:
@@ -130,12 +130,12 @@ class AheadRunner(SpeculativeRunner):
         return not isinstance(shape, AheadShape) and super().is_for_megakernel(shape)
 
     def next_host(self, exact: StepShape) -> tuple[StepShape, StepInput]:
-        """A host buffer for a step of shape `exact`, and the shape to run it in, which is of the same class."""
+        """Return a host buffer for a step of shape `exact`, and the shape to run it in, which is of the same class."""
         shape, host = super().next_host(exact)
         return AheadShape(*shape) if self.batch.is_ahead else shape, host
 
     def forward(self, inputs: StepInput, shape: StepShape) -> Tensor:
-        """The model's final states `[tokens, hidden]`."""
+        """Compute the model's final states `[tokens, hidden]`."""
         if not isinstance(shape, AheadShape):
             return super().forward(inputs, shape)
         self.table.resolve(inputs, shape.num_decodes, self.batch.block_size)

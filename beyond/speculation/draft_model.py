@@ -18,7 +18,6 @@ from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import RegrownBatch
 from beyond.speculation.sequence import SpeculativeSequence
 from stage_d_paged.runtime import Runtime
-from stage_d_paged.sequence import Sequence
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
 from stage_f_graph_tp.model_runner import GraphModelRunner
@@ -59,7 +58,7 @@ class FollowingBatch(RegrownBatch):
         np.minimum(out.input_ids, self._vocab_size - 1, out=out.input_ids)
         return generated
 
-    def num_lasting_tokens(self, sequence: Sequence) -> int:
+    def num_lasting_tokens(self, sequence: SpeculativeSequence) -> int:
         return sequence.memory.num_computed_tokens
 
 

@@ -18,13 +18,13 @@ rounding of a step with another number of rows.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from beyond.speculation.options import MAX_SPECULATING
+from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.engine import Engine, Runner
 from stage_e_batching.live_requests import Counters
-from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 SHARE = 4  # one in this many decoding sequences must have a draft, or waiting costs the others more than it gains
@@ -35,12 +35,15 @@ class Drafter(Protocol):
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
         """Whether there seems to be a guess, from the tokens on the host."""
+        ...
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        """The guess, when all tokens are on the host, or a list of its length."""
+        """Return the guess, when all tokens are on the host, or a list of its length."""
+        ...
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
         """Fill in the drafts, when they are scheduled and have their blocks."""
+        ...
 
 
 @dataclass
@@ -61,14 +64,15 @@ class DraftingEngine(OverlappedEngine):
     """
 
     sequence_class = SpeculativeSequence
+    scheduler: DraftScheduler
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, drafter: Drafter | None, **options: object) -> None:
+    def __init__(self, scheduler: DraftScheduler, runner: Runner, *, drafter: Drafter | None, **options: Any) -> None:
         super().__init__(scheduler, runner, **options)
         self.counters = SpeculationCounters()
         self.drafter = drafter
 
     def _promising(self) -> list[SpeculativeSequence]:
-        """The sequences that seem to have a guess; none where they are too few, or too many run."""
+        """Return the sequences that seem to have a guess; none where they are too few, or too many run."""
         decoding = self.scheduler.decoding
         if self.drafter is None or len(decoding) > MAX_SPECULATING:
             return []
@@ -85,7 +89,7 @@ class SpeculativeEngine(DraftingEngine):
         overlap: whether steps without drafts are launched ahead.
     """
 
-    def __init__(self, *args: object, overlap: bool, **options: object) -> None:
+    def __init__(self, *args: Any, overlap: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._overlap = overlap
 
@@ -109,6 +113,7 @@ class SpeculativeEngine(DraftingEngine):
 
     def _make_drafts(self) -> bool:
         """Guess for every sequence that may. Returns whether there is a guess."""
+        assert self.drafter is not None
         for sequence in self.scheduler.decoding:
             sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
             del sequence.draft[sequence.longest_draft :]
@@ -121,6 +126,7 @@ class SpeculativeEngine(DraftingEngine):
         self.counters.num_verifications += len(verified)
         self.counters.num_draft_tokens += sum(len(sequence.draft) for sequence in verified)
         if verified:
+            assert self.drafter is not None
             self.drafter.complete(verified)
         self.postprocess(step, self.runner.run(step))
         for sequence in verified:

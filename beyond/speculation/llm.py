@@ -61,6 +61,7 @@ class LLM(stage_f.LLM):
     """
 
     options_class = SpeculationOptions
+    options: SpeculationOptions
     table_class = TokenTable
 
     @property
@@ -127,7 +128,7 @@ class LLM(stage_f.LLM):
         self._drafter = ModelDrafter(runner, drafting, self.options)
 
     def _draft_source(self, runtime: Runtime) -> ModelSource:
-        """The draft model that was asked for, or the tutor's.
+        """Find the draft model that was asked for, or the tutor's.
 
         Raises:
             ValueError: there is none, or its tokens or positions are not those of the model.

@@ -51,7 +51,7 @@ def keep_equal(guesses: list[int], q: list, logits: torch.Tensor, noise: float, 
 
 
 def keep_by_chance(guesses: list[int], q: list, logits: torch.Tensor, noise: float, start: int) -> list[int]:
-    """The standard rule: p are the large model's probabilities, q those by which the guesses were sampled."""
+    """Apply the standard rule: p are the large model's probabilities, q those by which the guesses were sampled."""
     p = logits.softmax(-1)
     for i, guess in enumerate(guesses):
         if torch.rand(()) * q[i][guess] > p[i, guess]:

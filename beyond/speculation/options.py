@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import Any
 
 from stage_a_naive.params import as_integer, check_field
 from stage_f_graph_tp.options import GraphOptions
@@ -54,13 +55,13 @@ class SpeculationOptions(GraphOptions):
         drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
         return min(self.max_num_seqs + drafts, self.max_num_batched_tokens)
 
-    def stage_f(self, **changes: object) -> GraphOptions:
+    def stage_f(self, **changes: Any) -> GraphOptions:
         """Stage F's options among these, some of them changed."""
         return GraphOptions(**{field.name: getattr(self, field.name) for field in fields(GraphOptions)} | changes)
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """The options on the command line."""
+    """Add the options to the command line."""
     add_graph_options(group)
     group.add_argument("--speculation", choices=KINDS, default="ngram", help="where drafts come from")
     group.add_argument("--draft-model", metavar="MODEL", help="a small model of the same tokenizer")

@@ -22,7 +22,7 @@ from stage_d_paged.runtime import Runtime
 from stage_d_paged.sequence import Sequence
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder, StepGraphs
+from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded, Recorder
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
@@ -62,7 +62,7 @@ class DraftBatch(RegrownBatch):
         self._verified = np.zeros(max_num_seqs, bool)  # by batch slot: its last step had guesses
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
-        """The sizes of a step's input; no decodes, where no token is taken from the device."""
+        """Return the sizes of a step's input; no decodes, where no token is taken from the device."""
         shape = super().shape_of(step)
         return shape._replace(num_decodes=0) if self._are_sent(step) else shape
 
@@ -91,13 +91,13 @@ class VerificationGraphs(DecodeGraphs):
         limits: as of `DecodeGraphs`.
     """
 
-    def __init__(self, decode_graphs: StepGraphs, sizes: list[int], *limits: int) -> None:
+    def __init__(self, decode_graphs: DecodeGraphs, sizes: list[int], *limits: int) -> None:
         super().__init__(sizes, *limits)
         self.shapes = [shape._replace(num_decodes=0) for shape in self.shapes]
         self._decode_graphs = decode_graphs
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The recorded shape that serves `shape`; `shape` itself where none does."""
+        """Return the recorded shape that serves `shape`; `shape` itself where none does."""
         if shape.num_decodes or shape.num_samples < shape.num_tokens:
             return self._decode_graphs.padded(shape)
         return self.shapes[bisect_left(self._sizes, shape.num_tokens)]
@@ -130,6 +130,7 @@ class SpeculativeRunner(GraphModelRunner):
         max_rows = len(self.last_tokens) - 1
         self.reserve_logits(max_rows)
         super().capture(record, sizes, prefills)
+        assert self.graphs is not None
         graphs = self.graphs_class(
             self.graphs,
             verification_sizes(self._draft_tokens, max_rows),

@@ -10,11 +10,13 @@ never learns of them, and the blocks that they needed are given back with them.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from beyond.speculation.sequence import DRAFT, SpeculativeSequence
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep
+from stage_e_batching.step import ScheduledStep
 
 
 class ShrinkingBlockManager(BlockManager):
@@ -38,7 +40,10 @@ class DraftScheduler(Scheduler):
         options: those of `Scheduler`.
     """
 
-    def __init__(self, *, max_rows: int, **options: object) -> None:
+    decoding: list[SpeculativeSequence]
+    block_manager: ShrinkingBlockManager
+
+    def __init__(self, *, max_rows: int, **options: Any) -> None:
         self._max_rows = max_rows
         super().__init__(**options)
 
@@ -83,11 +88,11 @@ class DraftScheduler(Scheduler):
         if not sequence.num_unsure:
             self.block_manager.shrink(sequence)
 
-    def _vacate(self, sequence: BatchSequence) -> None:
+    def _vacate(self, sequence: SpeculativeSequence) -> None:
         sequence.drop_draft()
         super()._vacate(sequence)
 
     def recover(self) -> None:
-        for sequence in self.unfinished:
+        for sequence in cast("list[SpeculativeSequence]", self.unfinished):
             sequence.drop_draft()
         super().recover()

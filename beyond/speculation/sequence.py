@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
+from typing import Any
 
 from stage_f_graph_tp.overlap import AheadSequence
 
@@ -35,7 +36,7 @@ class SpeculativeSequence(AheadSequence):
     pause: int = FIRST_PAUSE
     resume_at: float = 0  # no draft before the sequence is this long
 
-    memory: object = None  # what its drafter keeps of it
+    memory: Any = None  # what its drafter keeps of it
 
     def __post_init__(self) -> None:
         """Never draft with penalties or a replaced sampler.
@@ -57,7 +58,7 @@ class SpeculativeSequence(AheadSequence):
         return max(0, self.max_total_tokens - len(self) - 1)
 
     def token_at(self, position: int) -> int:
-        """The token at a position, or the guess for it."""
+        """Return the token at a position, or the guess for it."""
         known = self.token_ids
         return known[position] if position < len(known) else self.draft[position - len(known)]
 

@@ -340,7 +340,7 @@ def pad(samples: list[Sample], pad_id: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def logit_margins(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How far the right token's logit is above the best other one. [rows, vocab], [rows] -> [rows]"""
+    """How far the right token's logit is above the best other one: `[rows, vocab]`, `[rows]` -> `[rows]`."""
     right = logits.gather(1, targets[:, None])
     others = logits.scatter(1, targets[:, None], float("-inf"))
     return right[:, 0] - others.amax(dim=1)

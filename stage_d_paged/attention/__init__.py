@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -57,8 +57,8 @@ class AttentionBackend(Protocol):
         self,
         key: torch.Tensor,  # [tokens, kv_heads, head_dim]
         value: torch.Tensor,  # [tokens, kv_heads, head_dim]
-        k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
-        v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or what else holds the pool's numbers
+        v_cache: Any,  # as k_cache
         slot_mapping: torch.Tensor,  # int64 [tokens]
     ) -> None:
         """Write each token's key and value into its slot of the pool; slot -1 writes nothing."""
@@ -66,12 +66,13 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         query: torch.Tensor,  # [tokens, heads, head_dim]
-        k_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
-        v_cache: torch.Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or what else holds the pool's numbers
+        v_cache: Any,  # as k_cache
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
         """Attend causally over the blocks: query i of q with a context of L sees keys 0 … L - q + i."""
+        ...
 
 
 class BackendUnavailable(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ class DecodePlan(NamedTuple):
     num_splits: int  # at most, per sequence
     split_keys: int  # a sequence has at most one split per this many keys
     partial_rows: int  # partial results: sequences × heads × splits
-    constants: dict[str, object]
+    constants: dict[str, Any]
 
     def make_partials(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate float32 space for the splits' results, `partial_rows` × head_dim, and their log-sums, in one go."""

@@ -19,6 +19,9 @@ The query heads that share a KV head (grouped-query attention) are packed as the
 shapes and on `max_context_len`. The kernel reads the lengths on the device, so the CPU does not need them.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

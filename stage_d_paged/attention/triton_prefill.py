@@ -12,6 +12,9 @@ Two ideas fit a flat batch of sequences of different lengths:
   s. A program finds its sequence by bisection over cu_seqlens_q (the scheme of vLLM's unified Triton attention kernel).
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

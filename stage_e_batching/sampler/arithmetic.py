@@ -130,7 +130,7 @@ def gumbel(token, key, NATIVE: tl.constexpr):
 
 @triton.jit
 def share_of(mass, top_p):
-    """The weight, at least 1, that a nucleus must reach."""
+    """Return the weight, at least 1, that a nucleus must reach."""
     return tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 

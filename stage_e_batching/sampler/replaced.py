@@ -49,7 +49,9 @@ def choose_replaced(scores: Tensor, requests: Sequence[Request], ids: Tensor) ->
 def _choose(scores: Tensor, requests: Sequence[Request], rows: list[int], ids: Tensor) -> None:
     at = torch.tensor(rows, device=scores.device)
     logits = scores.index_select(0, at).float()
-    chosen = requests[rows[0]].sampling_fn(logits, [requests[row].params for row in rows])
+    sampling_fn = requests[rows[0]].sampling_fn
+    assert sampling_fn is not None  # else the rows were not here
+    chosen = sampling_fn(logits, [requests[row].params for row in rows])
     ids.index_copy_(0, at, checked_ids(chosen, logits))
 
 

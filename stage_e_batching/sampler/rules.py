@@ -6,7 +6,7 @@ the rest of the step's input, so that choosing a token needs nothing else of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,24 +21,28 @@ WORDS = 8
 FLAGS, TOP_K, TOP_P, FARTHEST, REPETITION, PRESENCE, FREQUENCY, TABLE_ROW = range(WORDS)
 FLOATS = TOP_P, REPETITION, PRESENCE, FREQUENCY  # these words hold the bits of a float32, the others an int32
 
+Array = TypeVar("Array", np.ndarray, Tensor)
 
-class SamplerInput(NamedTuple):
+
+class SamplerInput(NamedTuple, Generic[Array]):
     """What a step's rows ask for: numpy arrays on the host, tensors on the device."""
 
-    temperatures: Tensor  # float32 [rows]
-    noise_keys: Tensor  # int32 [rows], the bits of `noise_key(seed, step)`
-    rules: Tensor  # int32 [rows, WORDS]
-    asking: Tensor  # int32 [rows]: which rows ask for logprobs; the first ones count
+    temperatures: Array  # float32 [rows]
+    noise_keys: Array  # int32 [rows], the bits of `noise_key(seed, step)`
+    rules: Array  # int32 [rows, WORDS]
+    asking: Array  # int32 [rows]: which rows ask for logprobs; the first ones count
 
-    def first(self, count: int) -> SamplerInput:
+    def first(self, count: int) -> SamplerInput[Array]:
         """Those of the first `count` rows."""
         return SamplerInput(*(array[:count] for array in self))
 
     @classmethod
-    def empty(cls, rows: int) -> SamplerInput:
+    def empty(cls, rows: int) -> SamplerInput[np.ndarray]:
         """Arrays on the host, to be filled in."""
         asking = np.empty(rows, np.int32)
-        return cls(np.empty(rows, np.float32), np.empty(rows, np.int32), np.empty((rows, WORDS), np.int32), asking)
+        return SamplerInput(
+            np.empty(rows, np.float32), np.empty(rows, np.int32), np.empty((rows, WORDS), np.int32), asking
+        )
 
 
 def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row: int) -> np.ndarray:

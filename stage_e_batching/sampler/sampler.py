@@ -88,7 +88,7 @@ class Sampler:
         entries.numpy()[sequence.request.prompt_token_ids] += 1
         self.counts[sequence.batch_slot].copy_(entries, non_blocking=True)
 
-    def fill(self, batch_slots: np.ndarray, steps: np.ndarray, out: SamplerInput) -> int:
+    def fill(self, batch_slots: np.ndarray, steps: np.ndarray, out: SamplerInput[np.ndarray]) -> int:
         """Write what each row of a step asks for into its input on the host.
 
         Args:
@@ -115,7 +115,7 @@ class Sampler:
 
     # ---- the device's part -------------------------------------------------------------------------------------
 
-    def choose(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
         """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
         if self._device.type == "cuda":
             return self._choose(logits, rows)

@@ -12,6 +12,9 @@ after each pass, so all of them must run at the same time: there are never more 
 launch is cooperative, which makes the GPU start all of them or none.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
@@ -51,7 +54,7 @@ def _ordered(score):
 
 @triton.jit
 def _rth_largest(values, r):
-    """The largest integer that at least `r` of the int32 `values` reach, bit by bit."""
+    """Find the largest integer that at least `r` of the int32 `values` reach, bit by bit."""
     found = tl.full([], -2147483648, tl.int32)
     if tl.sum((values >= 0).to(tl.int32), 0) >= r:
         found = tl.zeros([], tl.int32)
@@ -63,7 +66,7 @@ def _rth_largest(values, r):
 
 @triton.jit
 def _nearest_with(values, amounts, wanted):
-    """The smallest int32, below 2**30, up to which the `amounts` of these `values` add up to `wanted`, bit by bit."""
+    """Find the smallest int32, below 2**30, up to which the `amounts` of these `values` add up to `wanted`."""
     found = tl.zeros([], tl.int32)  # the largest number below which the sum is not reached
     for i in range(30):
         higher = found + (1 << (29 - i))

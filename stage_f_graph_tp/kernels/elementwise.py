@@ -11,6 +11,9 @@ in one kernel instead of two. The sums with the residual are part of the matrix 
 given those rows, computes their scale and multiplies by it (`Rows`).
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -12,6 +12,8 @@ It works on whole models and on one rank's share alike.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -97,6 +99,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor | Stream:
         attention = self.self_attn
         if metadata.slot_mapping.shape[0] > self._skinny_max_tokens:
+            assert isinstance(x, Tensor)  # the layer before had as many tokens
             query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
             return self._mlp(attention.o_proj(attended.flatten(1), x))
@@ -153,12 +156,12 @@ class FusedLayer(nn.Module):
         mlp, (given, rows) = self.mlp, _before_norm(x, self.post_attention_layernorm)
         return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(given), rows), x)
 
-    def _add_product(self, x: Tensor, linear: ResidualLinear, residual: Tensor) -> Tensor | Stream:
+    def _add_product(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor | Stream:
         """Compute `residual + linear(x)`. Of a shard, the kernel adds up the ranks' products too, if it can."""
-        is_shard = type(linear) is not ResidualLinear
-        if is_shard and linear.peers is None:
+        peers = getattr(linear, "peers", None)
+        if type(linear) is not ResidualLinear and peers is None:
             return linear(x, residual)
-        return product_add(x, linear.weight, residual, self._arrival_counters, peers=linear.peers if is_shard else None)
+        return product_add(x, linear.weight, residual, self._arrival_counters, peers=peers)
 
 
 def _as_stream(x: Tensor | Stream) -> Stream:
@@ -166,7 +169,7 @@ def _as_stream(x: Tensor | Stream) -> Stream:
 
 
 def _before_norm(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows | None]:
-    """What a product is given, and what is left of the norm for the kernel behind it.
+    """Return what a product is given, and what is left of the norm for the kernel behind it.
 
     float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
     """
@@ -208,7 +211,7 @@ def move_norm_weights(model: DecoderModel) -> None:
 
 
 def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.device) -> AttentionBackend:
-    """The backend with its decode kernel launched by PDL, if it is our Triton kernels and the GPU can."""
+    """Return the backend with its decode kernel launched by PDL, if it is our Triton kernels and the GPU can."""
     if not (isinstance(backend, TritonAttention) and pdl_settings(device)["PDL"]):
         return backend
     return DependentAttention(device, model.norm.weight.dtype, model.config.head_dim)

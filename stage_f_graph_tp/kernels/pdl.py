@@ -10,6 +10,9 @@ every kernel waits. A kernel that has ended then means that all kernels in front
 one's wait covers them all. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
+# `tl.extra.cuda` is there when a kernel is compiled.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from functools import cache

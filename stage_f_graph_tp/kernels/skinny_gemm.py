@@ -29,11 +29,14 @@ rotations, when the kernel in front of it ends.
 With more tokens the library's large tiles win; `SKINNY_GEMM_MAX_TOKENS` is where that was measured.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -284,7 +287,7 @@ def choose_tiles(rows: int, columns: int, tokens: int, device: torch.device, spl
 @lru_cache(maxsize=256)
 def _settings(
     tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Launch settings of all kernels. `height`: weight rows of a tile; `size`: columns that a program goes over."""
     block_m = _token_block(tokens)
     columns = _COLUMNS * 2 // dtype.itemsize
@@ -304,7 +307,7 @@ def _token_block(tokens: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The power of two from `number` up. Triton has this and `cdiv` too; called from Python they take longer."""
+    """Return the power of two from `number` up. Triton has this and `cdiv` too; called from Python they take longer."""
     return 1 << (number - 1).bit_length()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def load_operator() -> None:
     load_extension("megakernel")
 
     @torch.library.register_fake("six_engines::decode_step")
-    def _(*args: object) -> None:
+    def _(*args: Any) -> None:
         return None
 
 

@@ -24,13 +24,13 @@ SOURCE = CSRC / "stage_f" / "mini.cu"
 
 
 def emulator() -> list[str]:
-    """The C++ compiler, with the emulator's headers before the CUDA toolkit's and this course's."""
+    """Return the C++ compiler, with the emulator's headers before the CUDA toolkit's and this course's."""
     flags = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{CSRC / 'emulator'}", "-x", "c++"]
     return [os.environ.get("CXX") or "c++", *flags]
 
 
 def nvcc(architectures: tuple[str, ...]) -> list[str]:
-    """The CUDA compiler, for these compute capabilities."""
+    """Return the CUDA compiler, for these compute capabilities."""
     from torch.utils.cpp_extension import CUDA_HOME  # slow to import
 
     return [str(Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc")), "-std=c++17", "-O3", *gencode(architectures)]
@@ -54,7 +54,7 @@ def build(version: int, compiler: list[str], source: Path = SOURCE) -> Path:
 
 
 def run(version: int, compiler: list[str]) -> str:
-    """What a version says of itself; it fails where its row is not that of plain C++."""
+    """Run a version, and return what it says of itself; it fails where its row is not that of plain C++."""
     return subprocess.run([build(version, compiler)], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 

@@ -11,6 +11,9 @@ More than two would send less if each of them added up a part for all, as the li
 can do so from any thread, also while another thread is blocked in a launch.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import json
@@ -153,7 +156,7 @@ class OneShotAllReduce:
         return x.dtype in DTYPES and x.is_contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The sum of all ranks' `x`, written over `x`; or, given a residual (contiguous too), added to it, in place."""
+        """Sum all ranks' `x`, written over `x`; or, given a residual (contiguous too), added to it, in place."""
         out = x if residual is None else residual
         slice_bytes = SLICE if x.nbytes <= PROGRAMS.value * SLICE else SLOT.value
         most = CAPACITY // x.element_size()
@@ -178,5 +181,5 @@ class OneShotAllReduce:
 
 
 def _first_reason(reasons: list[str]) -> str:
-    """The first that is not empty. All ranks see the same list, so all get the same."""
+    """Return the first that is not empty. All ranks see the same list, so all get the same."""
     return next(filter(None, reasons), "")

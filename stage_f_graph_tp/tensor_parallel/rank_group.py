@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class RankGroup:
                 print(f"one-shot all-reduce: not used, NCCL adds up small tensors too ({reason})", file=sys.stderr)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
+        """Sum all ranks' `x`, written over `x`; or, given a residual, added to it, in place."""
         is_one_shot = self.size == 2 or x.nbytes <= SHORT
         if self.one_shot is not None and is_one_shot and self.one_shot.supports(x):
             return self.one_shot(x, residual)
@@ -144,11 +144,11 @@ class RankGroup:
             self._run("broadcast", found, 0)
             check_number(int(found), number)
 
-    def _run(self, collective: str, *args: object) -> None:
+    def _run(self, collective: str, *args: Any) -> None:
         """Run one of the library's collectives: on a GPU enqueue it, on a CPU wait for it."""
         self._wait(self._start(collective, *args))
 
-    def _start(self, collective: str, *args: object) -> dist.Work:
+    def _start(self, collective: str, *args: Any) -> dist.Work:
         with self._enqueuing:
             if self._released:
                 raise RuntimeError("the other ranks have been released")
@@ -183,6 +183,7 @@ class RankGroup:
         self._released = True
         if idle:
             self._enqueuing.release()
+        assert self._group is not None
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -199,7 +200,7 @@ def _finish_abort(stopping: threading.Event, abort: threading.Thread) -> None:
 
 
 def _gloo_group(rendezvous: Rendezvous, check: Callable[[], None]) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] (missing in its stubs)
     options._timeout = CONNECT_TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=rendezvous.own_address)]
     store = WatchedStore(dist.PrefixStore("group", rendezvous.store), check)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class WatchedStore(dist.Store):
         self._store = store
         self._check = check
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -73,13 +74,13 @@ class Rendezvous:
             return probe.getsockname()[0]
 
     def device(self, device: torch.device) -> torch.device:
-        """This rank's device: with GPUs, the one of its number on this machine."""
+        """Return this rank's device: with GPUs, the one of its number on this machine."""
         if device.type != "cuda":
             return device
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if self.is_torchrun else self.rank)
 
     def of_attempt(self, name: str) -> Rendezvous:
-        """The same ranks with keys of their own: torchrun's store still has those of ranks that failed before."""
+        """Give the same ranks keys of their own: torchrun's store still has those of ranks that failed before."""
         return replace(self, store=dist.PrefixStore(name, self.store))
 
     def gather(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
@@ -94,6 +95,7 @@ class Rendezvous:
 
 
 def started_by_torchrun() -> bool:
+    """Tell whether `torchrun` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -171,7 +173,7 @@ def connect_to_rank_0(rendezvous: Rendezvous) -> tuple[Rendezvous, Connection]:
         return rendezvous.of_attempt(key), connection
 
 
-def watched(connection: Connection) -> Connection:
+def watched(connection: Any) -> Connection:
     """Make a TCP connection break within seconds of the other host's disappearance, and send messages at once.
 
     A host that loses its power or its network closes nothing. So the kernel asks an idle connection's other end every

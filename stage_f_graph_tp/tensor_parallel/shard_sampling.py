@@ -58,6 +58,7 @@ class ShardSampler:
 
             winners = kernels.find_winners(scores, temperatures, noise_keys, self._head.first)
             return kernels.compare_winners(self._head.group.stack(winners), temperatures)
+        assert self._mixed_ids is not None
         temperatures = temperatures.clamp(max=HOTTEST)
         winners = find_winners(scores, temperatures, noise_keys, self._head.first, self._mixed_ids)
         return compare_winners(self._head.group.stack(winners), temperatures)

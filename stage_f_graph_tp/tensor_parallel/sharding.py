@@ -110,7 +110,7 @@ class ShardedWeightLoader(WeightLoader):
         self._cuts |= {"down_proj": (1, config.intermediate_size, rank)}
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """This rank's slice of the tensor `name`; `shape` is the slice's. Rows past the whole's end are zeros."""
+        """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the whole's end are zeros."""
         layer = name.split(".")[-2]
         if layer not in self._cuts:
             return super().read(name, shape)

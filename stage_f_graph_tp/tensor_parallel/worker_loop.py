@@ -70,7 +70,8 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
 
     def next_message() -> bytes:
         message = messages.get()
-        check_number(*NUMBER.unpack_from(message), next(numbers))
+        [number] = NUMBER.unpack_from(message)
+        check_number(number, next(numbers))
         return message[NUMBER.size :]
 
     numbers = itertools.count()

@@ -35,9 +35,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from torch.distributed import TCPStore
 
 from stage_a_naive.errors import EngineBroken
 from stage_f_graph_tp.tensor_parallel.rendezvous import START_SECONDS, Rendezvous, accept_workers
@@ -246,13 +247,13 @@ class Workers:
             self._failed.set()
 
     def _find_cause(self) -> str:
-        """What happened to which rank. When one has died, others may report broken connections before it is noticed."""
+        """Find what happened to which rank. After a death others may report broken connections before it is noticed."""
         ranks = {connection: rank for rank, connection in self._connections.items()}
         reports: dict[int, str] = {}
         died: list[int] = []
         deadline = time.monotonic() + CAUSE_SECONDS
         while ranks and (seconds := deadline - time.monotonic()) > 0:
-            for connection in wait(ranks, min(seconds, WATCH_INTERVAL)):
+            for connection in cast("list[Connection]", wait(ranks, min(seconds, WATCH_INTERVAL))):
                 try:
                     reports.setdefault(ranks[connection], connection.recv_bytes().decode(errors="replace"))
                 except (EOFError, OSError):
@@ -288,7 +289,8 @@ def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subp
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // rendezvous.size))
     own, other = socket.socketpair()
     with own, other:
-        numbers = os.getpid(), other.fileno(), rendezvous.store.port, rank, rendezvous.size
+        store = cast("TCPStore", rendezvous.store)
+        numbers = os.getpid(), other.fileno(), store.port, rank, rendezvous.size
         arguments = build.__module__, build.__name__, *map(str, numbers)
         process = subprocess.Popen(
             [sys.executable, "-P", SCRIPT, *arguments], env=environment, pass_fds=[other.fileno()]
@@ -303,7 +305,7 @@ class HeldInterrupt:
         before: the handler in whose place it is; if that one was itself left behind, the one before it.
     """
 
-    def __init__(self, before: object) -> None:
+    def __init__(self, before: Any) -> None:
         self.before = before.before if isinstance(before, HeldInterrupt) else before
         self.came = False
 

@@ -40,6 +40,6 @@ class QuantizedReferenceAttention(ReferenceAttention):
 
 
 def _dequantize(cache: Quantized, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some blocks in the model's dtype: `[len(blocks), block_size, kv_heads, head_dim]`."""
+    """Return some blocks in the model's dtype: `[len(blocks), block_size, kv_heads, head_dim]`."""
     values = cache.values.view(torch.int8).index_select(0, blocks).view(cache.values.dtype)
     return (values.float() * cache.scales[blocks].transpose(1, 2)[..., None]).to(dtype)

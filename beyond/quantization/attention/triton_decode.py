@@ -13,6 +13,9 @@ and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this
 Block table, splits and combine are stage D's functions.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -9,6 +9,9 @@ Scratch memory has room for every entry of the block tables. Where that is more 
 beside the prompt), `quantized_prefill_kernel` reads 8 bits instead: stage D's loop, with scales on scores and weights.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -5,6 +5,9 @@ and the scale. `rotate_and_store` does it right after the rotation (stage F's el
 that quantising costs no launch and no read; `store` is for stage D's layers, which have rotated already.
 """
 
+# A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +21,7 @@ from stage_f_graph_tp.kernels.elementwise import rotation_warps
 
 @triton.jit
 def _scale_of(most, LARGEST: tl.constexpr):
-    """The scale of rows whose largest absolute number is `most`; 1 for rows of zeros."""
+    """Return the scale of rows whose largest absolute number is `most`; 1 for rows of zeros."""
     return tl.where(most == 0.0, 1.0, most / LARGEST)
 
 
