@@ -88,7 +88,7 @@ def test_a_sentence_has_the_value_of_the_results_and_changes_with_it(tmp_path: P
         ("{a-gpu > five > samples} | .1f", "1<!--=f.x-->", "'samples' is in several rows; say which 'rows'"),
         ("{a-gpu > rows=1} | .1f", "1<!--=f.x-->", "{a-gpu > rows=1} leads to what is not one figure"),
         ("{a-gpu > rows=1 > samples} ms | .1f", "1<!--=f.x-->", "is no arithmetic with addresses in braces"),
-        (f"{RATIO} | 0.6..0.7", "two thirds<!--=f.x-->", "0.5 is outside 0.6..0.7"),
+        (f"{RATIO} | 0.3..0.4", "a third<!--=f.x-->", "0.5 is outside 0.3..0.4"),
         (f"{STEP} | .1f", "1<!--=f.x--> 1<!--=f.y-->", "README.md: numbers.toml defines no 'f.y'"),
         (f"{STEP} | .1f", "two<!--=f.x-->", "README.md: no number is before <!--=f.x-->"),
         (f"{STEP} | .1f", "1", "numbers.toml: no page has f.x"),
