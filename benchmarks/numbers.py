@@ -1,6 +1,6 @@
 """Numbers in sentences: a lesson says which measurement a number is, and `python -m benchmarks.report` writes it.
 
-In a page a number is followed by a comment, which no reader sees, with its name: `takes 0.349<!--=f.step--> ms`. The
+In a README a number is followed by a comment, which no reader sees, with its name: `takes 0.349<!--=f.step--> ms`. The
 name is defined in `numbers.toml`:
 
     [f]
@@ -81,16 +81,16 @@ class Numbers:
             raise LookupError(f"{{{address}}} leads to {'what is not one figure' if values else 'nothing'}")
         return statistics.median(value for [value] in values)
 
-    def fill(self, text: str, page: str) -> str:
-        """A page or a program with its numbers written."""
+    def fill(self, text: str, file: str) -> str:
+        """A README or a program with its numbers written."""
 
         def number(match: re.Match[str]) -> str:
             if match["name"] not in self.texts:
-                raise ResultsError(f"{page}: numbers.toml defines no {match['name']!r}")
+                raise ResultsError(f"{file}: numbers.toml defines no {match['name']!r}")
             self.unused.discard(match["name"])
             new = self.texts[match["name"]]
             if new and not match["number"]:
-                raise ResultsError(f"{page}: no number is before {match['marker']}")
+                raise ResultsError(f"{file}: no number is before {match['marker']}")
             return (new or match["number"] or "") + match["marker"]
 
         for counted, template in self.lines.items():
@@ -100,9 +100,9 @@ class Numbers:
         return MARKED.sub(number, text)
 
     def refuse_unused(self) -> None:
-        """Refuse numbers that no page has, once all pages are filled."""
+        """Refuse numbers that no README has, once all are filled."""
         if self.unused:
-            raise ResultsError(f"numbers.toml: no page has {', '.join(sorted(self.unused))}")
+            raise ResultsError(f"numbers.toml: no README has {', '.join(sorted(self.unused))}")
 
     def line(self, template: str) -> str:
         """What a program prints of a large GPU, with the numbers of its template."""
@@ -161,7 +161,7 @@ def figures(item: object) -> list[float]:
 
 
 def written(value: float, form: str) -> str | None:
-    """A figure as a page has it; None where the page says it in words, for values of a range.
+    """A figure as a sentence has it; None where it is said in words, for values of a range.
 
     Raises:
         ValueError: it is outside the range, or `form` is no format.

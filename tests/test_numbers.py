@@ -91,7 +91,7 @@ def test_a_sentence_has_the_value_of_the_results_and_changes_with_it(tmp_path: P
         (f"{RATIO} | 0.3..0.4", "a third<!--=f.x-->", "0.5 is outside 0.3..0.4"),
         (f"{STEP} | .1f", "1<!--=f.x--> 1<!--=f.y-->", "README.md: numbers.toml defines no 'f.y'"),
         (f"{STEP} | .1f", "two<!--=f.x-->", "README.md: no number is before <!--=f.x-->"),
-        (f"{STEP} | .1f", "1", "numbers.toml: no page has f.x"),
+        (f"{STEP} | .1f", "1", "numbers.toml: no README has f.x"),
     ],
 )
 def test_a_number_without_one_true_measurement_is_refused(
