@@ -143,7 +143,7 @@ bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; say
 bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
 
-report: $(READY) ## write the tables, pictures and code excerpts of the READMEs from benchmarks/results and the sources
+report: $(READY) ## write the tables, numbers, pictures and code excerpts of the READMEs from benchmarks/results and the sources
 	@$(PY) -m benchmarks.report
 	@$(PY) -m benchmarks.pictures
 

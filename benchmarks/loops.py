@@ -4,7 +4,7 @@ Each program runs its idea and what was before it on the same work, and prints a
 
     what is counted: BEFORE → AFTER [H200: what the idea is worth there]
 
-The H200's figures are from the results in `benchmarks/results`; `tests/test_numbers_in_lessons.py` compares them.
+The H200's figures are from `benchmarks/results`; `python -m benchmarks.report` writes them (`numbers.toml`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Tables and pictures from the committed results files, and code from the sources; none of it is typed by hand.
+"""Tables, numbers and pictures from the committed results files, and code from the sources; none is typed by hand.
 
-    python -m benchmarks.report            # write the READMEs' tables and code, and the pictures
+    python -m benchmarks.report            # write the READMEs' tables, numbers and code, and the pictures
     python -m benchmarks.report --check    # change nothing; exit status 1 where something would change
 
 A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
 `<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
-goes is said in `excerpts.py`.
+goes is said in `excerpts.py`, and where numbers in sentences come from in `numbers.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 from benchmarks import excerpts, micro, tables
 from benchmarks.groups import Group, group_results
+from benchmarks.loops import PROGRAMS
+from benchmarks.numbers import Numbers
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
@@ -34,7 +36,8 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     A check looks for pictures that are missing. It compares none: other versions of matplotlib draw other bytes.
 
     Raises:
-        ResultsError: a results file that must not be shown, or a marker that no table belongs to.
+        ResultsError: a results file that must not be shown, a marker that no table belongs to, or a number that has no
+            measurement.
         LookupError: code that is not there any more.
     """
     files = load_all(root / "benchmarks" / "results")
@@ -50,12 +53,16 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         if results and hasattr(module, "draw"):
             drawn |= {root / file: picture for file, picture in module.draw(results).items()}
     changed, pictures = {}, {path: picture.png for path, picture in drawn.items() if picture}
-    for readme in readmes(root):
-        before = readme.read_text(encoding="utf-8")
-        front = front_page(plain, list(pictures), readme)
-        text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, readme)
+    numbers = Numbers(root / "benchmarks" / "numbers.toml", files, bodies)
+    for page in [*readmes(root), *programs(root)]:
+        before = text = page.read_text(encoding="utf-8")
+        if page.suffix == ".md":
+            front = front_page(plain, list(pictures), page)
+            text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, page)
+        text = numbers.fill(text, page.name)
         if text != before:
-            changed[readme] = text.encode()
+            changed[page] = text.encode()
+    numbers.refuse_unused()
     for path, png in pictures.items():
         if not (path.is_file() and (check or path.read_bytes() == png)):
             changed[path] = png
@@ -95,7 +102,13 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
     front = [file for file in (root / "README.md", root / "README.zh-CN.md") if file.is_file()]
-    return front + sorted(file for part in ("benchmarks", "stage_*", "beyond") for file in root.glob(f"{part}/**/*.md"))
+    rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs")
+    return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
+
+
+def programs(root: Path) -> list[Path]:
+    """The programs on one screen, whose last lines have numbers."""
+    return [file for path in PROGRAMS if (file := root / path).is_file()]
 
 
 def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:

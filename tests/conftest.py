@@ -89,6 +89,20 @@ def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Make a program what the labs start as Python."""
+
+    def stand_in(program: str) -> Path:
+        file = tmp_path / "stand in"
+        file.write_text(f"#!{sys.executable}\n{program}", encoding="utf-8")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
+        return file
+
+    return stand_in
+
+
+@pytest.fixture
 def run_interpreted_tests() -> Callable[[str], None]:
     """Run the tests of a file whose name has "interpreted" in it, in Triton's interpreter; they must pass.
 

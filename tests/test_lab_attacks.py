@@ -7,103 +7,28 @@ import select
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from labs import batch, grade, sandbox
+from labs import batch, bodies, grade, sandbox
 from labs.exercises import load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.report import Mark
+from tests.test_labs import ATTACKS as BODIES
 from tests.test_labs import submission
 
 WRONG = {  # lab A with nothing right in it
     name: "return 0" for name in ("sample", "cut_off", "apply_penalties", "overlap", "generate", "_generate_one")
 }
-# What the judge tells the grader when everything is right, and then there is nobody to say something else.
-FORGE_ALL = """
-os.kill(os.getppid(), 9)
-whole = "TestWholeStage" in os.environ["PYTEST_CURRENT_TEST"]
-def end(job):
-    return {"event": "end", "job": job, "test": "t", "state": "passed", "reason": "", "seconds": 0.1}
-def done(job):
-    return [{"event": "done", "job": job}, {"event": "ended", "job": job, "reason": ""}]
-own = "a" if whole else "A.1"
-lines = [end(own), end(own), *done(own)]
-for number in range(2, 2 if whole else 8):
-    job = f"A.{number}"
-    lines += [{"event": "collected", "job": job, "count": 1}, {"event": "start", "job": job, "test": "t"}]
-    lines += [end(job), *done(job)]
-text = "".join(str(line).replace("'", '"') + "\\n" for line in lines)
-for fd in range(3, 100):
-    try:
-        os.write(fd, text.encode())
-    except OSError:
-        pass
-os._exit(0)
-"""
+
+
 # Bodies of A.1, and how the reason of its failure begins. The audit is not asked: it is no wall.
-ATTACKS = {
-    "kills the judge and speaks for it": (f"import os\n{FORGE_ALL}", "not allowed: it took the judge down (SIGKILL)"),
-    "kills the judge": ("import os\nos.kill(os.getppid(), 9)\nreturn ''", "not allowed: it took the judge down"),
-    "writes to every descriptor": (
-        "import os, json\n"
-        "line = json.dumps({'event': 'end', 'test': 'test_one_message', 'state': 'passed', 'seconds': 0})\n"
-        "for fd in range(3, 100):\n    try:\n        os.write(fd, line.encode() + b'\\n')\n"
-        "    except OSError:\n        pass\nreturn ''",
-        "not allowed: it wrote to the judge",
-    ),
-    "writes what is no text": (
-        "import os\nfor fd in range(3, 100):\n    try:\n        os.write(fd, b'\\xff\\n[]\\n')\n"
-        "    except OSError:\n        pass\nreturn ''",
-        "not allowed: it wrote to the judge",
-    ),
-    "opens the judge's own output": (
-        "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as out:\n    out.write('x' * 100)\nreturn ''",
-        "",  # for root, Linux makes no difference
-    ),
-    "counts its descriptors": (
-        "import os\nopen_now = [os.readlink(f'/dev/fd/{fd}')[:4] for fd in os.listdir('/dev/fd')[:-1]]\n"
-        "raise RuntimeError(open_now.count('pipe'))",
-        "RuntimeError: 1 ",
-    ),
-    "leaves": ("import os\nos._exit(0)", "it ended the process in test_one_message"),
-    "ends the session": ("import pytest\npytest.exit('no', returncode=0)", ""),
-    "interrupts": ("raise KeyboardInterrupt", ""),
-    "reports at the exit": ("import atexit\natexit.register(print, 'done')\nreturn ''", "expected"),
-    "changes how verdicts are written": (
-        "import json\nhonest = json.dumps\n"
-        "json.dumps = lambda line, **_: honest({**line, 'state': 'passed'} if 'state' in line else line)\nreturn ''",
-        "expected",
-    ),
-    "changes how an encoder writes": (
-        "import json\nhonest = json.JSONEncoder.encode\n"
-        "json.JSONEncoder.encode = lambda self, line: honest(self, line).replace('failed', 'passed')\nreturn ''",
-        "expected",
-    ),
-    "changes how bytes are written": (
-        "import os\nhonest = os.write\n"
-        "os.write = lambda fd, data: honest(fd, data.replace(b'failed', b'passed'))\nreturn ''",
-        "expected",
-    ),
-    "changes the recorder": (
-        "from labs.recorder import Recorder\nhonest = Recorder._send\n"
-        "Recorder._send = lambda self, event, **fields: honest(\n"
-        "    self, event, **({**fields, 'state': 'passed'} if 'state' in fields else fields)\n)\nreturn ''",
-        "not allowed: it changed the judge._send",
-    ),
-    "has two processes report": ("import os\nos.fork()\nreturn ''", ""),
-    "prints more than a disk holds": ("for _ in range(400):\n    print('x' * 10**6)\nreturn ''", "OSError: [Errno 27]"),
-    "starts a daemon": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
-        "        while True:\n            time.sleep(0.05)\n"
-        "            with open('MARKER', 'a') as file:\n                file.write('alive')\n"
-        "    os._exit(0)\ntime.sleep(0.3)\nreturn ''",
-        "expected",
-    ),
-}
+FORGE_ALL = BODIES["forge_all"]
+ATTACKS = {a["name"]: (a["body"].replace("FORGE_ALL", FORGE_ALL), a["reason"]) for a in BODIES["attack"]}
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux has the means")
@@ -136,10 +61,31 @@ def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
     assert honest.state == "passed", honest
 
 
+def judged_without_audit(key: str, work: Path, enclosed: bool = False) -> Mark:
+    mark = Mark(key, "", 10, partial=True)
+    enter(grade.judge([replace(job_for(key, work, [PUBLIC_TESTS], enclosed=enclosed), audited=False)])[0], mark)
+    return mark
+
+
 def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path):
     work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
     report = grade.grade(load_labs()["a"], work)
     assert report.points == 0 and report.whole == "", report
+
+
+def test_what_an_answer_changed_is_named_and_put_back_for_the_next_test(tmp_path):
+    exercise = load_labs()["a"].exercises[3]
+    text = exercise.reference.read_text(encoding="utf-8")
+    span = bodies.find(text, exercise.name, exercise.path)
+    once = f"""
+import os
+if not os.path.exists({str(tmp_path / "flag")!r}):
+    os.mkdir({str(tmp_path / "flag")!r})
+    torch.tensor = lambda *_, **__: torch.zeros(1)
+"""
+    right = textwrap.dedent(text[span.body_start : span.body_end])
+    mark = judged_without_audit("A.4", submission(tmp_path / "work", "a", apply_penalties=once + right))
+    assert mark.reason == "not allowed: it changed torch.tensor" and mark.num_passed == mark.num_tests - 1
 
 
 @linux
@@ -186,10 +132,7 @@ def test_a_sandboxed_answer_reaches_no_file_no_network_and_no_process_and_leaves
     with socket.create_server(("127.0.0.1", 0)) as server:
         body = TRIES.replace("OUTSIDE", str(tmp_path / "outside")).replace("WORK", str(tmp_path / "work"))
         body = body.replace("PORT", str(server.getsockname()[1])).replace("PID", str(os.getpid()))
-        work = submission(tmp_path / "work", "a", chatml=body)
-        job = replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False)
-        mark = Mark("A.1", "", 10)
-        enter(grade.judge([job])[0], mark)
+        mark = judged_without_audit("A.1", submission(tmp_path / "work", "a", chatml=body), enclosed=True)
     refused = "['OSError', 'OSError', 'ConnectionRefusedError', 'ProcessLookupError', 'PermissionError', 'done']"
     assert mark.reason.startswith(f"RuntimeError: {refused}, {{'mine'}}"), mark
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
@@ -219,14 +162,13 @@ def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
     assert "100/100" in table and "on the tutor: right" in table
 
 
-def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, capsys):
+def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, interpreter, capsys):
     monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
     work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
     assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
     assert "--sandbox needs namespaces (no such luck); grade without it" in capsys.readouterr().err
-    commands = []
-    monkeypatch.setattr(batch.subprocess, "run", lambda command, **_: commands.append(command) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")])
+    interpreter("import sys; sys.exit(f'error: started with {sys.argv[1:]}')")
+    assert batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")]) == 0
     assert "answers run without a sandbox (no such luck)" in capsys.readouterr().err
-    assert "--sandbox" not in commands[0]
+    summary = (tmp_path / "results" / "summary.csv").read_text()
+    assert "error: started with" in summary and "--sandbox" not in summary

@@ -6,36 +6,27 @@ import ast
 import csv
 import json
 import re
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
+import textwrap
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from labs import batch, bodies, grade, hint, native, pack, progress, recorder, sandbox, similarity, starter
-from labs import judge as judge_module
 from labs.audit import find_forbidden
 from labs.exercises import LABS, ROOT, all_exercises, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
-from labs.report import Mark, Report, hash_of_tests
+from labs.report import Mark, Report
 from labs.submission import intruders, read_answer
-from stage_a_naive import penalties, sampling
 
 LETTERS = list(load_labs())
 every_lab = pytest.mark.parametrize("letter", LETTERS)
-# The answers to lab C are compiled for the CPU.
-every_judged_lab = pytest.mark.parametrize(
-    "letter", [pytest.param(letter, marks=pytest.mark.compiler if letter == "c" else ()) for letter in LETTERS]
-)
 every_exercise = pytest.mark.parametrize("exercise", all_exercises(), ids=lambda exercise: exercise.id)
 
 
@@ -156,15 +147,6 @@ def test_the_starter_overwrites_nothing_without_force_and_keeps_the_old_copy_wit
     assert kept.read_text() == "my work"
 
 
-def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise starter.AlreadyThere("labs/work/stage_a_naive")
-
-    monkeypatch.setattr(starter, "write_starter", refuse)
-    assert starter.main(["a"]) == 2
-    assert "labs/work/stage_a_naive\nNothing was written. `make lab-a FORCE=1`" in capsys.readouterr().err
-
-
 def test_launches_are_rewritten_for_the_cpu():
     text = "k<T, 4><<<a, b, n * sizeof(T), s>>>(p, 1);\nextern __shared__ uint4 m[];"
     assert native.launches_for_cpu(text) == (
@@ -210,12 +192,21 @@ def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
     return marks
 
 
-@every_judged_lab
-def test_reference_and_other_answers_get_what_they_deserve(letter, tmp_path):
+@pytest.mark.parametrize(
+    ("letter", "is_whole"),
+    [
+        *((letter, True) for letter in LETTERS if letter != "c"),
+        pytest.param("c", False, marks=pytest.mark.compiler),  # each answer is compiled for the CPU
+        pytest.param("c", True, marks=[pytest.mark.compiler, pytest.mark.slow]),
+    ],
+)
+def test_reference_and_other_answers_get_what_they_deserve(letter, is_whole, tmp_path):
     lab = load_labs()[letter]
     starter.write_starter(lab, tmp_path / "reference", missing=[])
     keys = [(key, tmp_path / "reference") for key in [*(exercise.id for exercise in lab.exercises), letter]]
     others = [(kind, answer) for kind in ("wrong", "right") for answer in answers(kind, letter)]
+    if not is_whole:
+        others = list({answer["exercise"]: (kind, answer) for kind, answer in reversed(others)}.values())
     for number, (_, answer) in enumerate(others):
         write_answer(answer, tmp_path / str(number))
         keys.append((answer["exercise"], tmp_path / str(number)))
@@ -282,8 +273,10 @@ def submission(tmp_path: Path, letter: str, **bodies_by_name: str) -> Path:
     return tmp_path
 
 
-def states(report: Report) -> dict[str, str]:
-    return {mark.id: mark.state for mark in report.marks}
+def mark_of(key: str, work: Path) -> Mark:
+    """The mark of one exercise of a submission."""
+    [mark] = grade.grade(load_labs()[key[0].lower()], work, only=[key]).marks
+    return mark
 
 
 def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp_path):
@@ -291,22 +284,12 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
         "from numpy.lib.stride_tricks import as_strided\nimport numpy\n"
         "return as_strided(numpy.zeros(1), (10**9,), (10**6,)).sum()"
     )
-    hang = "while True:\n    pass"
-    work = submission(tmp_path, "a", chatml=crash, overlap=hang)
+    work = submission(tmp_path, "a", chatml=crash, overlap="while True:\n    pass")
     report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4"])
-    assert states(report) == {"A.1": "failed", "A.4": "passed"} and report.whole == ""
+    assert [mark.state for mark in report.marks] == ["failed", "passed"] and report.whole == ""
     assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message"
-    report = grade.grade(load_labs()["a"], work, only=["A.5"], seconds=1)
-    assert states(report) == {"A.5": "failed"} and "longer than 1 s" in report.marks[0].reason
-
-
-def test_what_a_judged_process_has_started_ends_with_it():
-    command = ["sh", "-c", "sleep 600 & echo started; wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        process.stdout.readline()
-        assert judge_module._end(process.pid, patience=0.0) == -signal.SIGKILL
-        ended, _, _ = select.select([process.stdout], [], [], 30)
-        assert ended, "nobody can write there any more"
+    [mark] = grade.grade(load_labs()["a"], work, only=["A.5"], seconds=1).marks
+    assert mark.state == "failed" and "longer than 1 s" in mark.reason
 
 
 def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
@@ -321,7 +304,7 @@ def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
     file = submission(tmp_path, "e") / "stage_e_batching" / "scheduler.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(re.sub(r"^(?: {4})+", lambda spaces: "\t" * (len(spaces[0]) // 4), text, flags=re.MULTILINE))
-    [mark] = grade.grade(load_labs()["e"], tmp_path, only=["E.5"]).marks
+    mark = mark_of("E.5", tmp_path)
     assert mark.state == "passed", mark.reason
 
 
@@ -330,7 +313,7 @@ def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     file = work / "stage_a_naive" / "stop_strings.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("def overlap(text: str, stop: str)", "def overlap(text: str, stop: str = '')"))
-    [mark] = grade.grade(load_labs()["a"], work, only=["A.5"]).marks
+    mark = mark_of("A.5", work)
     line = text[: text.index("def overlap(")].count("\n") + 1
     assert mark.state == "failed" and mark.reason.startswith("the signature must stay as it is given: expected `def ")
     assert mark.reason.endswith(f" (stage_a_naive/stop_strings.py:{line})")
@@ -344,7 +327,7 @@ def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(t
     lines.insert(at, "raise RuntimeError('given code of the submission ran')\n")
     file.write_text("".join(lines))
     report = grade.grade(load_labs()["a"], work, only=["A.1"])
-    assert states(report) == {"A.1": "passed"}
+    assert report.marks[0].state == "passed"
     assert report.notes == [f"stage_a_naive/chat.py:{at + 1}: given code was changed; the judge uses the reference's"]
 
 
@@ -355,61 +338,22 @@ def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeyp
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text("raise SystemExit('it ran')\n")
     report = grade.grade(load_labs()["a"], work, only=["A.1"])
-    assert states(report) == {"A.1": "failed"} and report.points == 0
+    assert report.marks[0].state == "failed" and report.points == 0
     assert [note.split(":")[0] for note in report.notes] == ["sitecustomize.py", "conftest.py", "labs", "torch"]
 
 
-FORGERIES = {
-    "patched PyTorch": "import torch\ntorch.equal = torch.allclose = lambda *a, **k: True",
-    "an alias of PyTorch": "import torch\nt = torch\nt.equal = t.allclose = lambda *a, **k: True\nreturn ''",
-    "the interpreter": "import sys\nsys.exit(0)",
-    "the reference's file": "return open('labs/tests/test_lab_a.py').read()",
-    "another module's frames": "import inspect\nreturn inspect.stack()",
-    "a string that equals all": "class S(str):\n    def __eq__(self, other):\n        return True\nreturn S()",
-    "the judge": "from labs import judge",
-    "a later stage": "from stage_f_graph_tp import LLM",
-    "a skipped test": "import pytest\npytest.skip('no')",
-    "what another module has imported": "from contextlib import os",
-    "a module beside its own": "from . import sampling",
-    "the module's own names": "global Message\nMessage = str",
-    "a class made by a call": "return type('S', (str,), {})()",
-    "what every object knows": "return ''.__class__",
-    "the same by its name": "return getattr('', '__class__')",
-    "what another module keeps for itself": "import random\nreturn random._os.getcwd()",
-    "the same by a computed name": "import random\nreturn getattr(random, '_' + 'os').getcwd()",
-    "the same by a name of its own": "import random\nname = random\nreturn name._os.getcwd()",
-    "an equality that is assigned": "class S(str):\n    __eq__ = lambda self, other: True\nreturn S()",
-    "an equality in a loop": "class S(str):\n    for __eq__ in [lambda *_: True]:\n        pass\nreturn S()",
-    "an equality that is imported": "class S(str):\n    from operator import truth as __eq__\nreturn S()",
-    "a patch that puts back what was there": (
-        "import torch\nhonest = torch.equal\ndef once(*a):\n    torch.equal = honest\n    return True\n"
-        "torch.equal = once\nreturn ''"
-    ),
-    "a patch of a type": "type('').join = None\nreturn ''",
-}
+ATTACKS = tomllib.loads((Path(__file__).parent / "lab_attacks.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("body", FORGERIES.values(), ids=FORGERIES)
+@pytest.mark.parametrize("body", ATTACKS["forgeries"].values(), ids=ATTACKS["forgeries"])
 def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
-    work = submission(tmp_path, "a", chatml=body)
-    [mark] = grade.grade(load_labs()["a"], work, only=["A.1"]).marks
+    mark = mark_of("A.1", submission(tmp_path, "a", chatml=body))
     assert mark.state == "failed" and mark.reason.startswith("not allowed: "), mark
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import torch\nreturn getattr(torch, 'float32')",
-        "import torch.nn.functional as F\nreturn F.silu(x)",
-        "random = [1]\nreturn sorted(random)",
-        "x._private = 1\nreturn x._private",
-        "class S:\n    __slots__ = ('a',)\nreturn S()",
-        "import math\nreturn max(map(math.ceil, x))",
-        "return getattr(x, name + '_tokens')",
-    ],
-)
+@pytest.mark.parametrize("body", ATTACKS["right"])
 def test_the_audit_leaves_right_answers_alone(body):
-    source = "def f(x, name):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    source = "def f(x, name):\n" + textwrap.indent(body, "    ")
     assert find_forbidden(source, load_labs()["a"].exercises[1]) is None
 
 
@@ -470,20 +414,26 @@ def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     line = "      if (lane == 0) out[index] = from_float<T>(value);"
     assert text.count(line) == 1
     file.write_text(text.replace(line, line.replace("out[index]", "out[index + (size_t(1) << 40)]")), encoding="utf-8")
-    [mark] = grade.grade(load_labs()["c"], work, only=["C.6"]).marks
+    mark = mark_of("C.6", work)
     number = text[: text.index(line)].count("\n") + 1
     assert f"SIGSEGV at csrc/stage_c/mlp_warp.cu:{number})" in mark.reason, mark
 
 
-def test_a_reason_says_what_was_expected_and_what_came():
-    assert expected_and_got("it has 1 block\nassert 1 == 2\n +  where") == "it has 1 block: expected 2, got 1"
-    assert expected_and_got("assert [1] == [2]") == "expected [2], got [1]"
-    assert expected_and_got("2 wanted, got 1\nassert 1 == 2") == "2 wanted, got 1"
-    assert expected_and_got("no number\nassert False") == "no number"
-    assert expected_and_got("assert (f(1) == [2] and True)").endswith(", got f(1)")
-    assert expected_and_got("a mask\nassert (f(1) == 2)") == "a mask: expected 2, got f(1)"
-    assert expected_and_got("assert (None is not None and 3 == 4)") == "expected 4, got 3"
-    assert expected_and_got("it is NaN\nassert (2 == 2 and not True)") == "it is NaN"
+@pytest.mark.parametrize(
+    ("assertion", "said"),
+    [
+        ("it has 1 block\nassert 1 == 2\n +  where", "it has 1 block: expected 2, got 1"),
+        ("assert [1] == [2]", "expected [2], got [1]"),
+        ("2 wanted, got 1\nassert 1 == 2", "2 wanted, got 1"),
+        ("no number\nassert False", "no number"),
+        ("assert (f(1) == [2] and True)", "expected [2], got f(1)"),
+        ("a mask\nassert (f(1) == 2)", "a mask: expected 2, got f(1)"),
+        ("assert (None is not None and 3 == 4)", "expected 4, got 3"),
+        ("it is NaN\nassert (2 == 2 and not True)", "it is NaN"),
+    ],
+)
+def test_a_reason_says_what_was_expected_and_what_came(assertion, said):
+    assert expected_and_got(assertion) == said
 
 
 def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path):
@@ -494,23 +444,20 @@ def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path
     assert recorder.reason_of(caught.value, tmp_path) == "ZeroDivisionError: division by zero (a.py:2)"
 
 
-def test_what_an_answer_changed_is_named_and_put_back(monkeypatch):
-    honest = torch.allclose
-    monkeypatch.setattr(torch, "allclose", honest)  # whatever happens below
-    before = recorder._snapshot(SimpleNamespace(module=SimpleNamespace()))
-    torch.allclose = lambda *_: True
-    assert recorder._restore(before) == ["torch.allclose"] and torch.allclose is honest
-    assert recorder._restore(before) == []
-
-
-def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(tmp_path, monkeypatch):
-    original = sampling.apply_penalties
-    for module in (penalties, sampling):
-        monkeypatch.setattr(module, "apply_penalties", original)  # put back after the test
-    starter.write_starter(load_labs()["a"], tmp_path, missing=[])
-    judge_module.install(read_answer(load_labs()["a"].exercises[3], tmp_path))
-    assert sampling.apply_penalties is penalties.apply_penalties is not original
-    assert penalties.apply_penalties.__code__.co_filename == str(tmp_path / "stage_a_naive" / "penalties.py")
+def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(done):
+    program = """
+from labs import judge
+from labs.exercises import load_labs
+from labs.submission import read_answer
+from stage_a_naive import penalties, sampling
+reference = sampling.apply_penalties
+judge.install(read_answer(load_labs()["a"].exercises[3], judge.Path(sys.argv[1])))
+assert sampling.apply_penalties is penalties.apply_penalties is not reference
+print(penalties.apply_penalties.__code__.co_filename)
+"""
+    command = [sys.executable, "-c", f"import sys\n{program}", str(done)]  # its own process: it changes modules
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str(done / "stage_a_naive" / "penalties.py")
 
 
 def test_hints_come_one_after_another(tmp_path):
@@ -521,17 +468,6 @@ def test_hints_come_one_after_another(tmp_path):
     assert found == list(exercise.hints)
     with pytest.raises(ValueError, match="no exercise 'D.99'"):
         hint.next_hints("D.99", tmp_path)
-
-
-def test_a_hint_says_how_many_are_left(monkeypatch, capsys):
-    assert hint.main([]) == 2
-    assert "no exercise was named; say `make hint D.3`" in capsys.readouterr().err
-    hints = load_labs()["d"].exercises[2].hints
-    more = f"({len(hints) - 1} more: `make hint D.3` again)"
-    for given, said in ((1, more), (len(hints), "(that was the last one)")):
-        monkeypatch.setattr(hint, "next_hints", lambda _, given=given: list(hints[:given]))
-        assert hint.main(["d.3"]) == 0
-        assert capsys.readouterr().out.splitlines()[-1].strip() == said
 
 
 def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
@@ -582,24 +518,6 @@ def test_make_passes_the_options_on():
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")
 
 
-@pytest.mark.parametrize(
-    ("letter", "words", "yours"),
-    [
-        ("g", [], "beyond/serving"),
-        ("p", ["p"], "stage_b_decode_step, stage_d_paged, stage_e_batching, stage_f_graph_tp"),
-    ],
-)
-def test_whose_code_runs_is_said(letter, words, yours, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(starter, "WORK", tmp_path)
-    assert starter.main(["--show", *words]) == 2
-    assert f"`make lab-{letter if words else 'd'}` makes one" in capsys.readouterr().err
-    starter.write_starter(load_labs()[letter], tmp_path)
-    for cache in ("beyond/__pycache__", "stage_a_naive/__pycache__"):  # as it is after a run
-        (tmp_path / cache).mkdir(parents=True)
-    assert starter.main(["--show", *words]) == 0
-    assert capsys.readouterr().err == f"[lab] yours: {yours}; every other stage is the reference\n"
-
-
 def test_a_decorated_function_is_found_whole_in_a_file_that_does_not_parse():
     text = "def other(:\n\nclass C:\n    @staticmethod\n    @cache\n    def f(x):\n        return x\n\n    def g():\n"
     start, end = bodies.find_in_broken(text, "C.f")
@@ -611,18 +529,6 @@ def test_what_was_kept_aside_is_no_intruder(tmp_path):
         folder.mkdir(parents=True)
         (folder / "conftest.py").write_text("")
     assert intruders(tmp_path) == ["stage_a_naive/conftest.py: ignored; it would replace a module of the judge"]
-
-
-def test_two_marks_of_other_exercises_or_other_tests_are_not_of_the_same_hash(tmp_path, monkeypatch):
-    for file in ("test_lab_a.py", "exercises.toml"):
-        shutil.copy(PUBLIC_TESTS / file if file.startswith("test") else LABS / file, tmp_path)
-    monkeypatch.setattr("labs.report.LABS", tmp_path)
-    hashes = [hash_of_tests([tmp_path], "a")]
-    for file in ("test_lab_a.py", "exercises.toml"):
-        with (tmp_path / file).open("a") as more:
-            more.write("# changed")
-        hashes.append(hash_of_tests([tmp_path], "a"))
-    assert len(set(hashes)) == 3
 
 
 def test_progress_names_the_next_exercise_of_a_lab_that_was_begun(tmp_path):
@@ -646,62 +552,60 @@ def test_what_is_forbidden_is_named_with_its_line(indent):
     assert find_forbidden(source, exercise) == ("import of os", 3)
 
 
+def entered(
+    expected: list[str], ended: list[dict[str, str]], *last: dict[str, str], started: int | None = None
+) -> Mark:
+    """The mark that a judge's lines make: of the tests that were expected, those that ended, and how it went on."""
+    mark = Mark("A.1", "", 10, partial=True)
+    ends = [{"event": "end", "state": "passed", "reason": "", "seconds": 0.1} | end for end in ended]
+    starts = [{"event": "start", "test": "test_last"}] * (len(ends) if started is None else started)
+    enter([{"event": "expected", "tests": expected}, *starts, *ends, *last], mark)
+    return mark
+
+
+DONE = {"event": "done"}, {"event": "ended", "reason": ""}
+
+
 def test_an_exercise_whose_tests_cannot_run_here_is_not_judged():
-    mark = Mark("C.2", "", 10)
-    ends = [
-        {"event": "end", "test": "t", "state": state, "reason": why, "seconds": 0.1}
-        for state, why in (("passed", ""), ("skipped", "no C++ compiler"))
-    ]
-    expected = {"event": "expected", "tests": ["t", "t"]}
-    enter([expected, *({"event": "start"} for _ in ends), *ends, {"event": "done"}], mark)
-    assert (mark.state, mark.reason, mark.points) == ("not judged", "no C++ compiler", 0)
+    skipped = {"test": "t", "state": "skipped", "reason": "no C++ compiler"}
+    mark = entered(["t", "t"], [{"test": "t"}, skipped], *DONE)
+    assert (mark.state, mark.reason, mark.max_points) == ("not judged", "no C++ compiler", 10)
 
 
 def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
-    mark = Mark("A.1", "", 10, partial=True)
-    ends = [{"event": "end", "test": "t", "state": "passed", "reason": "", "seconds": 0.1}] * 2
-    starts, ended = [{"event": "start", "test": "test_three"}] * 3, {"event": "ended", "reason": "SIGSEGV"}
-    enter([{"event": "expected", "tests": ["t"] * 4}, *starts, *ends, ended], mark)
-    assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_three")
+    mark = entered(["t"] * 4, [{"test": "t"}] * 2, {"event": "ended", "reason": "SIGSEGV"}, started=3)
+    assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_last")
 
 
 @pytest.mark.parametrize("ran", [["test_one"], ["test_two", "test_one"], ["test_one", "test_two", "test_two"]])
 def test_only_the_tests_that_judge_an_exercise_earn_its_points(ran):
-    mark = Mark("A.1", "", 10, partial=True)
-    ends = [{"event": "end", "test": test, "state": "passed", "reason": "", "seconds": 0.1} for test in ran]
-    done = [{"event": "done"}, {"event": "ended", "reason": ""}]
-    enter([{"event": "expected", "tests": ["test_one", "test_two"]}, *ends, *done], mark)
+    mark = entered(["test_one", "test_two"], [{"test": test} for test in ran], *DONE, started=0)
     assert mark.state == "failed" and mark.points == (5 if ran == ["test_one"] else 0), mark
 
 
-def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is():
-    jobs = [job_for(key, ROOT, [PUBLIC_TESTS]) for key in ("A.1", "A.2")]
+def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is(interpreter):
+    interpreter("""
+import json, sys
+x, y = sys.stdin.read().split()
+forged = ["A.1 {x} end", "A.2 {x} ended", "A.1 {y} ended", "[1]", "no json"]
+for line in ["A.1 {x} expected", *forged[1:], "A.1 {x} ended", *forged, "A.2 {y} expected", "A.2 {y} ended"]:
+    words = line.format(x=x, y=y).split()
+    print(json.dumps(dict(zip(["job", "nonce", "event"], words))) if len(words) == 3 else line)
+""")
+    found = grade.judge([job_for(key, ROOT, [PUBLIC_TESTS]) for key in ("A.1", "A.2")])
+    assert [[line["event"] for line in lines] for lines in found] == [["expected", "ended"]] * 2
 
-    def line(job: str, nonce: str, event: str) -> str:
-        return json.dumps({"job": job, "nonce": nonce, "event": event})
 
-    good = [line("A.1", "x", "expected"), line("A.1", "x", "ended"), line("A.2", "y", "expected")]
-    forged = [line("A.1", "x", "end"), line("A.2", "x", "ended"), line("A.1", "y", "ended"), "[1]", "no json"]
-    found = grade._sorted_by_job(
-        "\n".join([good[0], *forged[1:], good[1], *forged, good[2]]).encode(), jobs, ["x", "y"]
-    )
-    assert [[entry["event"] for entry in lines] for lines in found] == [["expected", "ended"], ["expected"]]
-
-
-@pytest.mark.parametrize(
-    ("program", "patience", "said"),
-    [
-        ("import sys; sys.exit('no torch')", 300, "(exit status 1): no torch"),
-        ("import time; time.sleep(600)", 1, "(SIGKILL)"),
-    ],
-)
-def test_a_judge_that_cannot_begin_or_is_silent_ends_the_command_with_2(
-    program, patience, said, done, monkeypatch, capsys
-):
-    monkeypatch.setattr(grade, "_isolated", lambda call: [sys.executable, "-c", program])
-    monkeypatch.setattr(grade, "SILENCE", patience - grade.TEST_SECONDS)
+def test_a_judge_that_cannot_begin_ends_the_command_with_2(interpreter, done, capsys):
+    interpreter("import sys; sys.exit('no torch')")
     assert grade.main(["a", "--work", str(done)]) == 2
-    assert said in capsys.readouterr().err
+    assert "(exit status 1): no torch" in capsys.readouterr().err
+
+
+def test_a_judge_that_is_silent_is_ended(interpreter, done):
+    interpreter("import time; time.sleep(600)")
+    with pytest.raises(grade.JudgeError, match=r"\(SIGKILL\)"):
+        grade.grade(load_labs()["a"], done, seconds=1 - grade.SILENCE)
 
 
 # ---- for courses --------------------------------------------------------------------------------------------------
@@ -753,52 +657,59 @@ def test_the_references_answer_is_no_sign_of_having_copied(done):
     assert similarity.similar_pairs(load_labs()["a"], {"ada": done, "bob": done}) == []
 
 
-def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_container_it_is_run(tmp_path, monkeypatch):
-    commands, seeds = [], []
-
-    def refuse(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
-        commands.append(command)
-        seeds.append(env.get("SIX_ENGINES_LAB_SEED"))
-        return subprocess.CompletedProcess(command, 2, "", "error: no")
-
+def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_and_container_it_is_run(
+    tmp_path, monkeypatch, interpreter
+):
     (tmp_path / "submissions" / "ada").mkdir(parents=True)
-    monkeypatch.setattr(batch.subprocess, "run", refuse)
+    said = tmp_path / "said"
+    python = interpreter(f"""
+import json, os, sys
+print(json.dumps([sys.argv, os.environ["SIX_ENGINES_LAB_SEED"]]), file=open({str(said)!r}, "a"))
+sys.exit("error: no")
+""")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_text("x\n")
     options = ["--tests", "hidden tests", "--partial", "--seed-secret", "secret"]
-    assert batch.main(["a", "submissions", "results", *options]) == 0
-    assert batch.main(["a", "submissions", "results", *options, "--run", "box {work}:{work} {results} {command}"]) == 0
-    command, in_container = commands
-    assert command[command.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in command
-    ada = tmp_path / "submissions" / "ada"
-    in_box = [word for word in command if word != "--sandbox"]
-    assert in_container == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *in_box]
-    assert ("--sandbox" in command) == (sandbox.why_not() == "")
-    assert seeds == [str(batch.student_seed("ada", "x"))] * 2
+    box = ["--run", f"'{python}' box {{work}}:{{work}} {{results}} {{command}}"]
+    for more in ([], box):
+        assert batch.main(["a", "submissions", "results", *options, *more]) == 0
+    (plain, seed), (boxed, other_seed) = map(json.loads, said.read_text().splitlines())
+    assert plain[plain.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in plain
+    ada, in_box = tmp_path / "submissions" / "ada", [word for word in plain if word != "--sandbox"]
+    assert boxed[1:] == ["box", f"{ada}:{ada}", str(tmp_path / "results"), *in_box]
+    assert ("--sandbox" in plain) == (sandbox.why_not() == "")
+    assert seed == other_seed == str(batch.student_seed("ada", "x"))
     assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
 
 
+# A compiler that notes which files it was given, and has another process compile the same while it does.
+COMPILER = """
+import os, pathlib, subprocess, sys
+if "--version" in sys.argv:
+    sys.exit()
+own = pathlib.Path(next(word[2:] for word in sys.argv if word.startswith("-I" + os.environ["SIX_ENGINES_BUILD"])))
+files, said = [str(file) for file in own.rglob("*") if file.is_file()], pathlib.Path(os.environ["SAID"])
+first = not said.exists()
+with said.open("a") as log:
+    print(*files, file=log)
+if first:
+    subprocess.run([PYTHON, "-c", "from labs import native; native.cuda_library()"], cwd=ROOT, check=True)
+assert all(map(os.path.isfile, files))
+subprocess.run(["c++", "-shared", "-x", "c++", os.devnull, "-o", sys.argv[sys.argv.index("-o") + 1]], check=True)
+"""
+
+
+@pytest.mark.compiler
 def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_another(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path))
-    monkeypatch.setattr(native, "_compiler", lambda: "c++")
-    monkeypatch.setattr(native.ctypes, "CDLL", Path)
-    sources = []
-
-    def compile_(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        folder = next(Path(part[2:]) for part in command if part.startswith(f"-I{tmp_path}"))
-        sources.append({file for file in folder.rglob("*") if file.is_file()})
-        if len(sources) == 1:
-            native.cuda_library()  # as another process does meanwhile
-        assert all(file.is_file() for file in sources[0])
-        Path(command[command.index("-o") + 1]).write_bytes(b"a library")
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(native.subprocess, "run", compile_)
-    library = native.cuda_library()
-    assert library.read_bytes() == b"a library"
-    assert len(sources) == 2 and not sources[0] & sources[1]
+    compiler, said = tmp_path / "compiler", tmp_path / "said"
+    compiler.write_text(f"#!{sys.executable}\nPYTHON, ROOT = {sys.executable!r}, {str(ROOT)!r}\n{COMPILER}")
+    compiler.chmod(0o755)
+    for name, value in {"SIX_ENGINES_BUILD": tmp_path / "build", "CXX": compiler, "SAID": said}.items():
+        monkeypatch.setenv(name, str(value))
     native.cuda_library()
-    assert len(sources) == 2, "what was compiled is compiled no more"
+    native.cuda_library()
+    first, second = (set(line.split()) for line in said.read_text().splitlines())  # and no third time
+    assert first and second and not first & second
 
 
 def test_every_student_has_seeds_of_their_own():

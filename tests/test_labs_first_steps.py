@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,18 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(clone: Path, *words: str) -> str:
-    command = ["make", "-C", str(clone), "VENV=", f"PYTHON={sys.executable}", *words]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    return run(clone, "make", "-C", str(clone), "VENV=", f"PYTHON={sys.executable}", *words)[0]
+
+
+def run(clone: Path, *command: str, status: int = 0) -> tuple[str, str]:
+    """What a command says in the clone, on its output and beside it."""
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def labs(clone: Path, module: str, *words: str, status: int = 0) -> tuple[str, str]:
+    return run(clone, sys.executable, "-m", f"labs.{module}", *words, status=status)
 
 
 def test_from_make_lab_a_to_a_first_green_exercise(clone):
@@ -44,16 +53,70 @@ def test_from_make_lab_a_to_a_first_green_exercise(clone):
     assert "  A  ██" in make(clone, "progress")
 
 
+def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(clone):
+    labs(clone, "starter", "a", "--force")
+    said = labs(clone, "starter", "a", status=2)[1]
+    assert "labs/work/stage_a_naive\nNothing was written. `make lab-a FORCE=1`" in said
+
+
+@pytest.mark.parametrize(
+    ("letter", "words", "yours"),
+    [
+        ("g", [], "beyond/serving"),
+        ("p", ["p"], "stage_b_decode_step, stage_d_paged, stage_e_batching, stage_f_graph_tp"),
+    ],
+)
+def test_whose_code_runs_is_said(letter, words, yours, clone):
+    shutil.rmtree(clone / "labs" / "work", ignore_errors=True)
+    assert f"`make lab-{letter if words else 'd'}` makes one" in labs(clone, "starter", "--show", *words, status=2)[1]
+    labs(clone, "starter", letter)
+    for cache in ("beyond/__pycache__", "stage_a_naive/__pycache__"):  # as it is after a run
+        (clone / "labs" / "work" / cache).mkdir(parents=True)
+    said = labs(clone, "starter", "--show", *words)[1]
+    assert said == f"[lab] yours: {yours}; every other stage is the reference\n"
+
+
+def test_a_hint_says_how_many_are_left(clone):
+    assert "no exercise was named; say `make hint D.3`" in labs(clone, "hint", status=2)[1]
+    said = [labs(clone, "hint", "d.3")[0].splitlines()[-1].strip() for _ in load_labs()["d"].exercises[2].hints]
+    assert said[0] == f"({len(said) - 1} more: `make hint D.3` again)" and said[-1] == "(that was the last one)"
+
+
+HASHES = """
+from labs.report import LABS, hash_of_tests
+for file in ("README.md", "tests/test_lab_a.py", "exercises.toml"):
+    with (LABS / file).open("a") as more:
+        more.write("# changed\\n")
+    print(hash_of_tests([LABS / "tests"], "a"))
+"""
+
+
+def test_marks_of_other_exercises_or_other_tests_are_not_of_the_same_hash(clone):
+    assert len(set(run(clone, sys.executable, "-c", HASHES)[0].split())) == 3
+
+
 def test_the_notebook_of_lab_a_does_the_same_with_nothing_but_the_repository(clone):
     cells = json.loads((clone / "labs" / "notebooks" / "lab_a.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    setup, first, *_ = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     exercise = load_labs()["a"].exercises[0]
     reference = bodies.definition(exercise.reference.read_text(), exercise.name, exercise.path)
-    first = code[1].replace(notebook._stub(exercise), reference)
-    assert first != code[1] and 'grade("A.1")' in first
-    script = "\n".join(["import shutil; shutil.rmtree('labs/work', ignore_errors=True)", code[0], first])
-    run = subprocess.run([sys.executable, "-c", script], cwd=clone, capture_output=True, text=True, check=False)
-    assert "A.1" in run.stdout and "10/10  passed" in run.stdout, run.stdout + run.stderr
+    mine = re.sub("(?<='''\n).*?(?=''')", lambda _: reference, first, flags=re.DOTALL)
+    assert mine != first and 'grade("A.1")' in mine
+    shutil.rmtree(clone / "labs" / "work", ignore_errors=True)
+    said, _ = run(clone, sys.executable, "-c", f"{setup}\n{mine}")
+    assert "A.1" in said and "10/10  passed" in said
+
+
+def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(clone):
+    stage = clone / "labs" / "work" / "stage_a_naive"
+    shutil.rmtree(stage, ignore_errors=True)
+    labs(clone, "starter", "a", "--force")
+    (stage / "__main__.py").write_text("import sys; print('mine', sys.argv[1:])")
+    program = "from labs import notebook; notebook.run('stage_a_naive', '--raw'); "
+    program += "notebook.grade('a.5', show=True); notebook.grade('A')"
+    said, _ = run(clone, sys.executable, "-c", program)
+    assert said.startswith("mine ['--raw']\n") and "A.5 not started: write overlap" in said
+    assert said.count("not started") == 1 + len(load_labs()["a"].exercises)
 
 
 @pytest.mark.parametrize("letter", load_labs())
@@ -65,29 +128,21 @@ def test_a_notebook_is_made_from_the_handout_and_the_starter(letter):
             compile(text, letter, "exec")
 
 
+ANSWER = """
+import sys
+from labs import bodies, notebook
+from labs.exercises import load_labs
+lab = load_labs()[sys.argv[1]]
+notebook.write_starter(lab, force=True)
+for exercise in lab.exercises:
+    text = exercise.reference.read_text(encoding="utf-8")
+    notebook.answer(exercise.id, bodies.definition(text, exercise.name, exercise.path))
+for exercise in lab.exercises:
+    copy = exercise.copy_in(notebook.WORK).read_text(encoding="utf-8")
+    assert copy == exercise.reference.read_text(encoding="utf-8") and exercise.message not in copy, exercise.id
+"""
+
+
 @pytest.mark.parametrize("letter", load_labs())
-def test_an_answer_from_a_cell_reaches_the_copy(letter, tmp_path, monkeypatch):
-    monkeypatch.setattr(notebook, "WORK", tmp_path)
-    lab = load_labs()[letter]
-    notebook.write_starter(lab, tmp_path)
-    for exercise in lab.exercises:
-        text = exercise.reference.read_text(encoding="utf-8")
-        notebook.answer(exercise.id, bodies.definition(text, exercise.name, exercise.path))
-        assert exercise.copy_in(tmp_path).read_text(encoding="utf-8").count(exercise.message) == 0
-        assert notebook._exercise(exercise.id).is_stub("") is False
-    for exercise in lab.exercises:
-        assert exercise.copy_in(tmp_path).read_text(encoding="utf-8") == exercise.reference.read_text(encoding="utf-8")
-
-
-def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(notebook, "WORK", tmp_path)
-    (tmp_path / "stage_a_naive").mkdir()
-    (tmp_path / "stage_a_naive" / "__init__.py").touch()
-    (tmp_path / "stage_a_naive" / "__main__.py").write_text("import sys; print('mine', sys.argv[1:])")
-    notebook.run("stage_a_naive", "--raw")
-    assert capsys.readouterr().out.strip() == "mine ['--raw']"
-    asked = []
-    monkeypatch.setattr(notebook, "_python", lambda *words: asked.append(words[2:]))
-    notebook.grade("d.2", show=True)
-    notebook.grade("D")
-    assert asked == [("d", "--only", "D.2", "--show"), ("d",)]
+def test_an_answer_from_a_cell_reaches_the_copy(letter, clone):
+    run(clone, sys.executable, "-c", ANSWER, letter)
