@@ -1,0 +1,83 @@
+"""What tests of kernels share: where a case runs, how near is near, what is launched, and what is compiled."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+H200, RTX_4090 = torch.device("cuda", 90), torch.device("cuda", 89)  # of `pretended_gpus`
+F32, HALVES = torch.float32, (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, F32)
+CASE = ("case", "device", "dtype")
+
+
+def case(values: object, device: torch.device = CPU, dtype: torch.dtype = F32, marks: Sequence = ()):
+    """A row of a table whose columns are `CASE`."""
+    return pytest.param(values, device, dtype, marks=marks, id=f"{device}-{dtype}-{values}")
+
+
+def interpreted(*cases: object) -> list:
+    """Run each case in Triton's interpreter, which has float32 alone."""
+    return [case(values, marks=[pytest.mark.interpreted]) for values in cases]
+
+
+def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:
+    """Run each case on a GPU, in each dtype."""
+    return [case(values, CUDA, dtype, [pytest.mark.gpu]) for values in cases for dtype in dtypes]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖: single numbers of a rounded sum may be far off where they cancel."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def recorded_launches(monkeypatch: pytest.MonkeyPatch, module: object, *kernels: str) -> list[SimpleNamespace]:
+    """What is launched from now on: kernel, grid, and the arguments that have names. Nothing is run."""
+    launches: list[SimpleNamespace] = []
+
+    class Recorder:
+        def __init__(self, kernel: str) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *_, **named: launches.append(SimpleNamespace(kernel=self.kernel, grid=grid, **named))
+
+    for kernel in kernels:
+        monkeypatch.setattr(module, kernel, Recorder(kernel))
+    return launches
+
+
+def compiled_for_hopper(
+    kernel, types: Mapping[str, str], constants: Mapping[str, object], strides: Sequence[str] = (), **options: object
+) -> str:
+    """PTX of a kernel whose tensors are aligned, as PyTorch's are: that needs Triton's compiler, but no GPU.
+
+    Args:
+        types: Triton's, by argument: `*bf16`, `i32`, …
+        constants: arguments that are known when it is compiled.
+        strides: arguments that are multiples of 16.
+        options: for the compiler, such as `num_warps`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not isinstance(kernel, triton.JITFunction):
+        pytest.skip("Triton interprets in this process, and compiles nothing")
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [name for name in names if types[name].startswith("*") or name in strides]
+    source = ASTSource(
+        kernel,
+        types,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
