@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from stage_a_naive.loading import resolve
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.layers import QKNorm, RotaryEmbedding
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H200, RTX_4090 = torch.device("cuda", 90), torch.device("cuda", 89)  # of `pretended_gpus`
@@ -34,6 +39,16 @@ def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """‖found − expected‖ / ‖expected‖: single numbers of a rounded sum may be far off where they cancel."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def rotary_and_norm(
+    heads: int, kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> tuple[RotaryEmbedding, QKNorm]:
+    """Rotary tables of 50 positions, and norms of heads whose weights are not 1."""
+    config = replace(ModelConfig.from_hf(resolve("random:qwen3-tiny").config), head_dim=head_dim)
+    norm = QKNorm(heads, kv_heads, head_dim, eps, dtype, device)
+    norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
+    return RotaryEmbedding(config, 50, dtype, device), norm
 
 
 def recorded_launches(monkeypatch: pytest.MonkeyPatch, module: object, *kernels: str) -> list[SimpleNamespace]:
