@@ -126,7 +126,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     gpus: list[tuple[int, int]] = []
 
     def capability(device: torch.device | int | None = None) -> tuple[int, int]:
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index or 0
+        index = getattr(device, "index", device) or 0
         return gpus[index] if index < len(gpus) else divmod(index, 10)
 
     def properties(device: torch.device | int | None = None) -> SimpleNamespace:

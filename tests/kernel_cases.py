@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
@@ -51,8 +52,25 @@ def rotary_and_norm(
     return RotaryEmbedding(config, 50, dtype, device), norm
 
 
+class PretendedDevice(TorchFunctionMode):
+    """Tensors of a GPU that is not there: what is made on `device` is in `memory`, and says that it is on `device`."""
+
+    def __init__(self, device: torch.device, memory: str = "meta") -> None:
+        super().__init__()
+        self.device, self.memory = device, torch.device(memory)
+        self.kind = type("Pretended", (torch.Tensor,), {"device": device})
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        values = [*args, *(kwargs or {}).values()]
+        here = [isinstance(value, torch.device) and value == self.device for value in values]
+        values = [self.memory if moved else value for moved, value in zip(here, values, strict=True)]
+        named = dict(zip(kwargs or {}, values[len(args) :], strict=True))
+        result = function(*values[: len(args)], **named)
+        return result.as_subclass(self.kind) if any(here) and isinstance(result, torch.Tensor) else result
+
+
 def recorded_launches(monkeypatch: pytest.MonkeyPatch, module: object, *kernels: str) -> list[SimpleNamespace]:
-    """What is launched from now on: kernel, grid, and the arguments that have names. Nothing is run."""
+    """What is launched from now on: kernel, grid, arguments, and by their names those that have one. Nothing is run."""
     launches: list[SimpleNamespace] = []
 
     class Recorder:
@@ -60,7 +78,10 @@ def recorded_launches(monkeypatch: pytest.MonkeyPatch, module: object, *kernels:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]):
-            return lambda *_, **named: launches.append(SimpleNamespace(kernel=self.kernel, grid=grid, **named))
+            def launch(*arguments: object, **named: object) -> None:
+                launches.append(SimpleNamespace(kernel=self.kernel, grid=grid, arguments=arguments, **named))
+
+            return launch
 
     for kernel in kernels:
         monkeypatch.setattr(module, kernel, Recorder(kernel))

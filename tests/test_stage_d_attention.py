@@ -10,8 +10,19 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import CASE, CPU, CUDA, F32, FLOATS, case, interpreted, on_a_gpu, recorded_launches, relative_error
-from torch._subclasses import FakeTensorMode
+from kernel_cases import (
+    CASE,
+    CPU,
+    CUDA,
+    F32,
+    FLOATS,
+    PretendedDevice,
+    case,
+    interpreted,
+    on_a_gpu,
+    recorded_launches,
+    relative_error,
+)
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 from stage_d_paged.attention.decode_plan import plan_decode
@@ -300,9 +311,12 @@ def test_auto_on_a_gpu_picks_a_kernel_and_says_which():
 def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(gpu, large, monkeypatch):
     triton_prefill = pytest.importorskip("stage_d_paged.attention.triton_prefill")
     launches = recorded_launches(monkeypatch, triton_prefill, "_prefill_kernel")
-    with FakeTensorMode(), torch.device("cuda", gpu):
-        query, cache = torch.empty(8192, 2, 128).bfloat16(), torch.empty(8, 16, 2, 128).bfloat16()
-        metadata = AttentionMetadata(*(torch.empty(1).int() for _ in range(3)), torch.empty(1, 1).int(), 8192, 8192)
+    device = torch.device("cuda", gpu)
+    with PretendedDevice(device):
+        query = torch.empty(8192, 2, 128, dtype=torch.bfloat16, device=device)
+        cache = torch.empty(8, 16, 2, 128, dtype=torch.bfloat16, device=device)
+        lengths = torch.empty(1, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(lengths, lengths, lengths, lengths[None], 8192, 8192)
         triton_prefill.prefill(query, cache, cache, metadata, 0.1, query)
     [launch] = launches
     tiles = launch.num_stages * 2 * launch.BLOCK_N * 128 * 2  # keys and values of one head, in bytes

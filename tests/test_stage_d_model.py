@@ -36,14 +36,9 @@ def load_both(path: Path, config: PretrainedConfig, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_arrays_travel_to_the_device_in_one_copy_each_at_a_multiple_of_16_bytes(device: str):
-    arrays = [
-        np.arange(3),
-        np.arange(5, dtype=np.int32),
-        np.empty(0, np.int64),
-        np.array([0.5], np.float32),
-        np.arange(12, dtype=np.int32).reshape(4, 3),
-        np.arange(12, dtype=np.int32).reshape(4, 3)[:, ::2],
-    ]
+    matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
+    arrays = [np.arange(3), np.arange(5, dtype=np.int32), np.empty(0, np.int64), np.array([0.5], np.float32)]
+    arrays += [matrix, matrix[:, ::2]]
     tensors = upload(arrays, torch.device(device))
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for array, tensor in zip(arrays, tensors, strict=True):
@@ -192,19 +187,9 @@ def test_the_block_size_does_not_change_the_answer(tmp_path: Path, block_size: i
 
 
 def test_llama3_scaling_equals_transformers():
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=2,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     torch.testing.assert_close(rotary_frequencies(ModelConfig.from_hf(config)), expected, rtol=1e-6, atol=0)
 

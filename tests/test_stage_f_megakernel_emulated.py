@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from decode_steps import SHAPES, TOLERANCE, assert_step_is_right, config, make_model, make_step, run
-from emulated_megakernel import build, emulate
+from emulated_megakernel import Launch, build, emulate
 
 pytestmark = pytest.mark.compiler
 
@@ -32,7 +32,11 @@ def libraries(tmp_path_factory: pytest.TempPathFactory):
 def case(libraries, monkeypatch):
     def make(name: str):
         shape, dtype = CASES[name]
-        return shape, dtype, *emulate(make_model(shape, dtype, device="cpu"), libraries(name), monkeypatch)
+        library = libraries(name)
+        launch = Launch(library)
+        kernel = emulate(make_model(shape, dtype, device="cpu"), library, launch, monkeypatch)
+        kernel.timeout_ms = 10**9
+        return shape, dtype, kernel, launch
 
     return make
 
