@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import CPU, CUDA, H200, PretendedDevice
+from kernel_cases import CPU, CUDA
+from no_gpu import H200, PretendedDevice
 
 import stage_e_batching
 from beyond.speculation import LLM

@@ -12,18 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import (
-    CASE,
-    CPU,
-    F32,
-    H200,
-    RTX_4090,
-    compiled_for_hopper,
-    interpreted,
-    on_a_gpu,
-    recorded_launches,
-    relative_error,
-)
+from kernel_cases import CASE, CPU, F32, interpreted, on_a_gpu, relative_error
+from no_gpu import H200, RTX_4090, compiled_for_hopper, recorded_launches
 from test_stage_d_attention import make_batch as make_float_batch
 
 from beyond.quantization.attention.reference import QuantizedReferenceAttention

@@ -10,19 +10,8 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import (
-    CASE,
-    CPU,
-    CUDA,
-    F32,
-    FLOATS,
-    PretendedDevice,
-    case,
-    interpreted,
-    on_a_gpu,
-    recorded_launches,
-    relative_error,
-)
+from kernel_cases import CASE, CPU, CUDA, F32, FLOATS, case, interpreted, on_a_gpu, relative_error
+from no_gpu import PretendedDevice, recorded_launches
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 from stage_d_paged.attention.decode_plan import plan_decode

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_steps import make_model
+from decode_steps import SHAPES, config, make_model
 from emulated_megakernel import emulate
 
 from benchmarks.micro import decode_step
@@ -73,24 +73,30 @@ def test_it_serves_more_requests_of_models_with_few_kv_heads():
     assert rows == {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}
 
 
-WRONG_DTYPE, LARGE, NO_NVCC = (
-    {"dtype": torch.float32},
-    {"config": replace(SHAPE, hidden_size=4096)},
-    "nvcc was not found",
-)
+NO_NVCC = "nvcc was not found"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_runs_on_gpus_with_the_shared_memory_for_it(shape):
+    for capability in ((9, 0), (10, 0)):
+        assert kernel.why_unsupported(SHAPES[shape], torch.bfloat16, 64, capability) == ""
 
 
 @pytest.mark.parametrize(
     ("given", "gpu", "reason"),
     [
-        (WRONG_DTYPE, 90, r"the dtype is torch\.float32"),
-        (LARGE, 90, r"hidden size 4096 .* up to 2048"),
-        ({}, 89, r"needs compute capability 9\.0, and this GPU has 8\.9"),
-        ({}, 120, r"needs 227 KB of shared memory per block"),
+        ({"dtype": torch.float32}, 90, r"the dtype is torch\.float32"),
+        ({"config": config(3584, 18944, 28, 4, 128)}, 90, "hidden size 3584 and MLP size 18944; .* for up to 2048"),
+        ({"config": config(128, 320, 4, 2, 32)}, 90, "head_dim is 32"),
+        ({"config": config(1024, 3072, 16, 1, 64)}, 90, "16 heads share 1"),
+        ({"config": config(256, 700, 4, 2, 64)}, 90, ".*multiples of 32"),
+        ({"block_size": 8}, 90, ".* 8; .*power of two"),
+        ({"block_size": 48}, 90, ".* 48; .*power of two"),
+        ({}, 89, r"it needs compute capability 9\.0, and this GPU has 8\.9"),
+        ({}, 120, r"it needs 227 KB of shared memory per block, and GPUs of compute capability 12\.0 have 99"),
         ({}, 90, rf"the extension megakernel has no CUDA part here: {NO_NVCC}; install .*"),
         ({}, 90, r"building megakernel failed: .*"),
     ],
-    ids=["dtype", "large", "old", "small", "nvcc", "compiler"],
 )
 def test_where_it_cannot_run_one_line_says_why(
     given, gpu, reason, tmp_path, capsys, monkeypatch, pretended_toolchain, pretended_gpus
@@ -103,7 +109,7 @@ def test_where_it_cannot_run_one_line_says_why(
     facts = {"config": SHAPE, "dtype": torch.bfloat16, "block_size": 64, "device": device, "model": None} | given
     assert choose_decode_step(SimpleNamespace(**facts)) is None
     printed = capsys.readouterr().err.splitlines()
-    pattern = rf"persistent megakernel: not used \(.*{reason}.*\); the layers run kernel by kernel"
+    pattern = rf"persistent megakernel: not used \({reason}.*\); the layers run kernel by kernel"
     assert re.fullmatch(pattern, printed[-1]), printed
     if "failed" not in reason:
         assert len(printed) == 1 and not (tmp_path / "build").exists(), "something was compiled"

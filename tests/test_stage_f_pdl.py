@@ -6,7 +6,7 @@ import importlib
 import re
 
 import pytest
-from kernel_cases import compiled_for_hopper
+from no_gpu import compiled_for_hopper
 
 # Of the arguments of all kernels: those that are not bfloat16 tensors, and their types.
 TYPES = {

@@ -8,17 +8,8 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import (
-    CASE,
-    H200,
-    PretendedDevice,
-    compiled_for_hopper,
-    interpreted,
-    on_a_gpu,
-    recorded_launches,
-    relative_error,
-    rotary_and_norm,
-)
+from kernel_cases import CASE, interpreted, on_a_gpu, relative_error, rotary_and_norm
+from no_gpu import H200, PretendedDevice, compiled_for_hopper, recorded_launches
 
 from stage_d_paged.attention.reference import store
 from stage_d_paged.layers import rotate
