@@ -64,10 +64,11 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         buffers.append((buffer, MARGIN + plain.numel()))
         return buffer[MARGIN : MARGIN + plain.numel()].fill_(float("nan")).view(shape)
 
-    monkeypatch.setattr(torch, "empty", guarded)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x, device=None, **_: guarded(*x.shape, dtype=x.dtype, device=device or x.device)
-    )
+    def guarded_like(x: torch.Tensor, device: object = None, **_: object) -> torch.Tensor:
+        return guarded(*x.shape, dtype=x.dtype, device=device or x.device)
+
+    for function in {"empty": guarded, "empty_like": guarded_like}.items():
+        monkeypatch.setattr(torch, *function)
     yield
     for buffer, end in buffers:
         assert buffer[:MARGIN].isposinf().all() and buffer[end:].isposinf().all(), "memory outside a tensor was written"
@@ -108,6 +109,8 @@ def run_interpreted_tests() -> Callable[[str], None]:
 
     def run(file: str) -> None:
         pytest.importorskip("triton")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            pytest.skip("they run in this process")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", file]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         inner = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

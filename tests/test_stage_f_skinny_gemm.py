@@ -239,7 +239,7 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
         used = launch.num_stages * (64 + launch.BLOCK_M) * 256
         assert used <= 211 << 10
         assert count * (used + 1024) <= 228 << 10, "fewer run at a time"
-        assert launch in (out, down) or (count + 1) * used > 227 << 10, "memory for more loads is left"
+        assert hasattr(launch, "SPLITS") or (count + 1) * used > 227 << 10, "memory for more loads is left"
     for launch in (out, down):
         assert launch.SPLITS == 2 and SLOT.value >= 4 * 64 * launch.BLOCK_M and hidden / 64 <= PROGRAMS.value
         assert launch.num_stages == (5 if tokens > 16 else 8), "above 16 tokens the next product gets room beside it"
