@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import CASE, CPU, F32, interpreted, on_a_gpu, relative_error
 from no_gpu import H200, RTX_4090, compiled_for_hopper, recorded_launches
+from test_stage_d_attention import BATCHES as FLOAT_BATCHES
 from test_stage_d_attention import make_batch as make_float_batch
 
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
@@ -29,13 +30,8 @@ PRODUCTS = [(1, 32, 48), (5, 200, 40), (67, 136, 20)]  # tokens, in features, ou
 REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864), (8, 3584, 18944), (32, 3584, 4608)]
 LARGE = [(16, 18944, 3584), (32, 3584, 18944), (64, 3584, 18944), (128, 18944, 3584), (300, 3584, 4608)]
 # query lengths, context lengths; heads, KV heads, head_dim
-BATCHES = {
-    "decode": ([1, 1, 1, 1], [1, 15, 16, 37]),
-    "decode with padding rows": ([1, 1, 1], [20, 0, 0]),
-    "prefill after a cached prefix": ([5, 16], [37, 64]),
-    "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
-    "no decode": ([5, 3], [9, 3]),
-}
+BATCHES = {name: FLOAT_BATCHES[name] for name in ("decode with padding rows", "prefill after a cached prefix", "mixed")}
+BATCHES |= {"decode": ([1, 1, 1, 1], [1, 15, 16, 37]), "no decode": ([5, 3], [9, 3])}
 HEADS = [(4, 2, 16), (7, 1, 24)]
 REAL_BATCHES = {
     "decode": ([1] * 32, [100 + 61 * i for i in range(32)]),
@@ -44,9 +40,7 @@ REAL_BATCHES = {
     "mixed": ([200, 1, 1, 90], [333, 1000, 64, 90]),
 }
 REAL_HEADS = [(28, 4, 128), (14, 2, 64), (16, 8, 128)]
-
-
-STORED = [("int8", None), ("int8", 128), ("fp8", None)]
+STORED = [("int8", None), ("int8", 128), ("fp8", None)]  # format, group
 
 
 def close(found, expected, dtype):
@@ -102,9 +96,7 @@ def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
 
 
 # A shape, format and group; and tiles of 16 rows, by splits and slices.
-TILED = [
-    ((5, 300, 40), "int8", group, splits_and_slices) for group in (None, 128) for splits_and_slices in ((2, 1), (2, 4))
-]
+TILED = product([(5, 300, 40)], ["int8"], [None, 128], [(2, 1), (2, 4)])
 LARGE_TILED = product([(5, 4864, 896)], FORMATS, [None, 128], [(4, 1), (1, 2), (2, 4)])
 
 

@@ -18,6 +18,7 @@ from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import ModelConfig
 from stage_f_graph_tp.megakernel import choose_decode_step, kernel, most_rows
 
+pytestmark = pytest.mark.fast
 CSRC = Path(kernel.__file__).parents[2] / "csrc" / "stage_f"
 SHAPE = ModelConfig(1000, 256, 768, 2, 4, 2, 64, 1e-6, 8192, 10000.0, None, False, False, True)
 
