@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import pytest
@@ -20,19 +19,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory):
-    @cache
-    def library(name: str) -> ctypes.CDLL:
-        return build(*CASES[name], tmp_path_factory.mktemp(name))
-
-    return library
+def libraries(tmp_path_factory):
+    return cache(lambda name: build(*CASES[name], tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture
 def case(libraries, monkeypatch):
     def make(name: str):
-        shape, dtype = CASES[name]
-        library = libraries(name)
+        (shape, dtype), library = CASES[name], libraries(name)
         launch = Launch(library)
         kernel = emulate(make_model(shape, dtype, device="cpu"), library, launch, monkeypatch)
         kernel.timeout_ms = 10**9
