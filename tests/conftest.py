@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,8 @@ TIME_LIMITS = {"gpu": 1200, "compiler": 1200, "run_interpreted_tests": 1800}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test runs only where there is what its markers ask for, and not for ever."""
     missing = {} if torch.cuda.is_available() else {"gpu": "no NVIDIA GPU"}
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        missing["interpreted"] = "is run by the test of this file that calls `run_interpreted_tests`"
     if any("compiler" in item.keywords for item in items):
         from stage_c_fused_mlp.extension import ExtensionError, plan  # here: most tests can do without this import
 
@@ -61,10 +64,11 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         buffers.append((buffer, MARGIN + plain.numel()))
         return buffer[MARGIN : MARGIN + plain.numel()].fill_(float("nan")).view(shape)
 
-    monkeypatch.setattr(torch, "empty", guarded)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x, device=None, **_: guarded(*x.shape, dtype=x.dtype, device=device or x.device)
-    )
+    def guarded_like(x: torch.Tensor, device: object = None, **_: object) -> torch.Tensor:
+        return guarded(*x.shape, dtype=x.dtype, device=device or x.device)
+
+    for function in {"empty": guarded, "empty_like": guarded_like}.items():
+        monkeypatch.setattr(torch, *function)
     yield
     for buffer, end in buffers:
         assert buffer[:MARGIN].isposinf().all() and buffer[end:].isposinf().all(), "memory outside a tensor was written"
@@ -88,6 +92,14 @@ def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
 
 
+@pytest.fixture(autouse=True)
+def hostile_interpreter(request: pytest.FixtureRequest) -> None:
+    """Give tests that are marked `interpreted` memory that nobody has written to, and programs in any order."""
+    if request.node.get_closest_marker("interpreted"):
+        request.getfixturevalue("guarded_memory")
+        request.getfixturevalue("shuffled_programs")
+
+
 @pytest.fixture
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Make a program what the labs start as Python."""
@@ -104,19 +116,68 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 @pytest.fixture
 def run_interpreted_tests() -> Callable[[str], None]:
-    """Run the tests of a file whose name has "interpreted" in it, in Triton's interpreter; they must pass.
+    """Run the tests of a file that are marked `interpreted`, or named so, in Triton's interpreter; they must pass.
 
     In a process of its own: Triton reads TRITON_INTERPRET when it is first imported.
     """
 
     def run(file: str) -> None:
         pytest.importorskip("triton")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            pytest.skip("they run in this process")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", file]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         inner = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
 
     return run
+
+
+@pytest.fixture
+def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The compute capabilities of GPUs that PyTorch then finds; none at first.
+
+    Whatever is in the list, `cuda:90` has compute capability 9.0 and an H200's properties, `cuda:89` 8.9 and those of a
+    GeForce RTX 4090, and so on.
+    """
+    gpus: list[tuple[int, int]] = []
+
+    def capability(device: torch.device | int | None = None) -> tuple[int, int]:
+        index = getattr(device, "index", device) or 0
+        return gpus[index] if index < len(gpus) else divmod(index, 10)
+
+    def properties(device: torch.device | int | None = None) -> SimpleNamespace:
+        large = capability(device)[0] in (9, 10)
+        shared = (228 if large else 99) * 1024
+        return SimpleNamespace(
+            multi_processor_count=132 if large else 128,
+            shared_memory_per_multiprocessor=shared,
+            shared_memory_per_block_optin=shared - 1024,
+        )
+
+    for name, answer in {
+        "is_available": lambda: bool(gpus),
+        "device_count": lambda: len(gpus),
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return gpus
+
+
+@pytest.fixture
+def pretended_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended_gpus: list) -> Path:
+    """A C++ compiler and a ninja that start and make nothing, PyTorch with CUDA, and no GPU. Returns nvcc's path."""
+    (tmp_path / "bin").mkdir()
+    for name in ("nvcc", "ninja"):
+        (tmp_path / "bin" / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", "/bin/true")
+    monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path / "build"))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    return tmp_path / "bin" / "nvcc"
 
 
 @pytest.fixture

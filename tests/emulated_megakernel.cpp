@@ -5,7 +5,7 @@ using namespace six_engines;
 
 extern "C" long long decode_workspace_bytes() { return kTotalWords * static_cast<long long>(sizeof(Word)); }
 
-// Not the arguments of launch.cu. `pointers`: those of `DecodeStep`, in its order. Null, or what went wrong.
+// Not the arguments of launch.cu. `pointers`: the operator's tensors, in its order. Null, or what went wrong.
 extern "C" const char* launch_decode_step(const void* const* pointers, int rows, int blocks, int block_size,
                                           int max_blocks, float eps, int flags, long long timeout,
                                           unsigned long long seed, int held) {
@@ -15,8 +15,8 @@ extern "C" const char* launch_decode_step(const void* const* pointers, int rows,
     pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(const_cast<void*>(*next++));
   };
   take(s.layer_table), take(s.embedding), take(s.final_norm), take(s.lm_head), take(s.cos), take(s.sin);
-  take(s.kv_cache), take(s.block_tables), take(s.context_lens), take(s.slot_mapping), take(s.positions);
-  take(s.batch_slots), take(s.last_tokens), take(s.temperatures), take(s.noise_keys), take(s.logits), take(s.result);
+  take(s.kv_cache), take(s.last_tokens), take(s.batch_slots), take(s.positions), take(s.slot_mapping);
+  take(s.block_tables), take(s.context_lens), take(s.temperatures), take(s.noise_keys), take(s.logits), take(s.result);
   take(s.workspace);
   s.blocks = blocks;
   s.block_size = block_size;

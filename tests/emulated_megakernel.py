@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
@@ -46,64 +45,16 @@ class Launch:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.seed, self.held = library, 0, -1
 
-    def __call__(
-        self,
-        table: Tensor,
-        embedding: Tensor,
-        final_norm: Tensor,
-        lm_head: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        last_tokens: Tensor,
-        batch_slots: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        temperatures: Tensor,
-        noise_keys: Tensor,
-        logits: Tensor,
-        result: Tensor,
-        workspace: Tensor,
-        trace: None,
-        heads: int,
-        intermediate: int,
-        eps: float,
-        flags: int,
-        timeout: int,
-        address: int,
-    ) -> None:
-        """Run a step; `timeout` counts turns of the scheduler."""
-        tensors = (
-            table,
-            embedding,
-            final_norm,
-            lm_head,
-            cos,
-            sin,
-            kv_cache,
-            block_tables,
-            context_lens,
-            slot_mapping,
-            positions,
-            batch_slots,
-            last_tokens,
-            temperatures,
-            noise_keys,
-            logits,
-            result,
-            workspace,
-        )
+    def __call__(self, *arguments: object) -> None:
+        """Run a step. The arguments are the operator's; `timeout` counts turns of the scheduler."""
+        *tensors, _, _, _, eps, flags, timeout, _ = arguments
+        kv_cache, batch_slots, block_tables = tensors[6], tensors[8], tensors[11]
         assert all(tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         self.seed += 1
         wrong = self.library.launch_decode_step(
             pointers,
-            len(batch_slots),
-            kv_cache.shape[2],
-            kv_cache.shape[3],
-            block_tables.shape[1],
+            *(len(batch_slots), *kv_cache.shape[2:4], block_tables.shape[1]),
             ctypes.c_float(eps),
             flags,
             ctypes.c_int64(timeout),
@@ -113,14 +64,14 @@ class Launch:
         assert wrong is None, f"{wrong.decode()} (seed {self.seed})"
 
 
-def emulate(model: DecoderModel, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> tuple[Megakernel, Launch]:
-    """Make the megakernel of a model on the CPU."""
-    launch = Launch(library)
-    operators = SimpleNamespace(decode_step=SimpleNamespace(default=launch))
-    monkeypatch.setattr(kernel, "load_operator", lambda: None)
-    monkeypatch.setattr(kernel, "load_kernel", lambda *args, **options: library)
-    monkeypatch.setattr(torch.ops, "six_engines", operators, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=BLOCKS))
-    made = Megakernel(model)
-    made.timeout_ms = 10**9
-    return made, launch
+def emulate(model: DecoderModel, library: ctypes.CDLL, launch: object, monkeypatch: pytest.MonkeyPatch) -> Megakernel:
+    """Make the megakernel of a model on the CPU, which calls `launch` in place of the operator."""
+    properties = SimpleNamespace(multi_processor_count=BLOCKS)
+    for target, name, value in (
+        (kernel, "load_operator", lambda: None),
+        (kernel, "load_kernel", lambda *args, **options: library),
+        (torch.ops, "six_engines", SimpleNamespace(decode_step=SimpleNamespace(default=launch))),
+        (torch.cuda, "get_device_properties", lambda _: properties),
+    ):
+        monkeypatch.setattr(target, name, value, raising=False)
+    return Megakernel(model)

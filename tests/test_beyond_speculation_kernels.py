@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import CPU, CUDA
+from no_gpu import H200, PretendedDevice
 
 import stage_e_batching
 from beyond.speculation import LLM
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_kernels_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("shuffled_programs") if INTERPRETED else []
-DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param(CPU, marks=pytest.mark.interpreted), pytest.param(CUDA, marks=pytest.mark.gpu)]
 SLOTS, LONGEST, BLOCK_SIZE = 6, 70, 4
 
 
-def make_tables(rng: random.Random, draft_tokens: int, device: str) -> tuple[TokenTable, TokenTable]:
-    """The same texts in a table that PyTorch works on, and in one that the kernels work on."""
-    from beyond.speculation import token_table_kernels
+def table_for_kernels(slots: int, longest: int, draft_tokens: int, device: torch.device) -> TokenTable:
+    """A table that the kernels work on, as on a GPU, whose tensors are on `device`."""
+    with PretendedDevice(H200, memory="cpu"):
+        table = TokenTable(slots, longest, draft_tokens, H200)
+    for name in ("tokens", "noise", "last", "limits"):
+        setattr(table, name, getattr(table, name).as_subclass(torch.Tensor).to(device))
+    return table
 
-    tables = [TokenTable(SLOTS, LONGEST, draft_tokens, torch.device("cpu")) for _ in range(2)]
+
+def make_tables(rng: random.Random, draft_tokens: int, device: torch.device) -> tuple[TokenTable, TokenTable]:
+    """The same texts in a table that PyTorch works on, and in one that the kernels work on."""
+    tables = TokenTable(SLOTS, LONGEST, draft_tokens, CPU), table_for_kernels(SLOTS, LONGEST, draft_tokens, device)
     for slot in range(SLOTS):
         length = rng.choice([1, 2, 3, 4, rng.randint(5, LONGEST)])
         text = [rng.randint(1, rng.choice([1, 3, 50])) for _ in range(length)]
@@ -33,10 +38,7 @@ def make_tables(rng: random.Random, draft_tokens: int, device: str) -> tuple[Tok
             table.tokens[slot, :length] = torch.tensor(text)
             table.noise[slot] = torch.arange(table.noise.shape[1]) + 1000 * slot
             table.last[slot], table.limits[slot] = length - 1, min(length + slot, LONGEST - 1)
-    for name in ("tokens", "noise", "last", "limits"):
-        setattr(tables[1], name, getattr(tables[1], name).to(device))
-    tables[1]._kernels = token_table_kernels
-    return tables[0], tables[1]
+    return tables
 
 
 def make_rows(rng: random.Random, draft_tokens: int) -> tuple[list[int], list[int]]:
@@ -53,7 +55,7 @@ class Inputs(SimpleNamespace):
     sampling = property(lambda self: self)
 
 
-def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device: str) -> Inputs:
+def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device: torch.device) -> Inputs:
     """A step's input as the host sends it: rows that the device completes, and two tokens of a prompt that samples."""
     count, zeros = len(slots), [0] * len(slots)
     tables = [rng.sample(range(100), 18) if slot < SLOTS else [-1] * 18 for slot in slots]
@@ -74,18 +76,18 @@ def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("draft_tokens", [1, 4, 7])
-def test_interpreted_kernels_guess_complete_and_keep_as_pytorch_does(device, draft_tokens, monkeypatch):
+def test_kernels_guess_complete_and_keep_as_pytorch_does(device, draft_tokens, monkeypatch):
     from beyond.speculation import token_table_kernels
 
-    monkeypatch.setattr(token_table_kernels, "STRETCH", 16)  # so that a text has several
-    monkeypatch.setattr(token_table_kernels, "ROWS", 8)
+    for name, smaller in (("STRETCH", 16), ("ROWS", 8)):  # so that a text has several
+        monkeypatch.setattr(token_table_kernels, name, smaller)
     rng = random.Random(draft_tokens)
     num_wrong = 0
     for _ in range(10):
         expected, found = make_tables(rng, draft_tokens, device)
         slots, numbers = make_rows(rng, draft_tokens)
         seed = rng.random()
-        want, got = (make_inputs(random.Random(seed), slots, numbers, d) for d in ("cpu", device))
+        want, got = (make_inputs(random.Random(seed), slots, numbers, d) for d in (CPU, device))
         for table, inputs in ((expected, want), (found, got)):
             table.resolve(inputs, len(slots), BLOCK_SIZE)
         assert torch.equal(found.tokens.cpu(), expected.tokens)
@@ -112,14 +114,13 @@ def test_interpreted_kernels_guess_complete_and_keep_as_pytorch_does(device, dra
     assert num_wrong > 5
 
 
-@interpreted
-def test_interpreted_kernels_give_an_engines_tokens():
-    from beyond.speculation import token_table_kernels
-
+@pytest.mark.interpreted
+def test_kernels_give_an_engines_tokens():
     prompts = [[1, 2, 3], [4, 5, 6] * 6, list(range(50, 83))]
     options = {"device": "cpu", "num_kvcache_blocks": 64}
     llm = LLM("random:qwen2-tiny", num_speculative_tokens=3, **options)
-    llm.runner.table._kernels = token_table_kernels
+    slots, width = llm.runner.table.tokens.shape
+    llm.runner.table = table_for_kernels(slots - 1, width - 4, 3, CPU)
     plain = stage_e_batching.LLM("random:qwen2-tiny", **options)
     for temperature in (0.0, 0.7):
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(3)]

@@ -35,12 +35,9 @@ def write(directory: Path, form: str, group: int | None = None, **changes: objec
             continue
         values, scales = quantize_matrix(tensor * 1.004, torch.int8, group)  # not what we would do
         if form == "torchao":
-            stem = name.removesuffix("weight")
-            tensors |= {
-                f"{stem}_weight_qdata": values,
-                f"{stem}_weight_scale": scales,
-                f"{stem}_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8),
-            }
+            stem = name.removesuffix("weight") + "_weight"
+            zeros = torch.zeros_like(scales, dtype=torch.int8)
+            tensors |= {f"{stem}_qdata": values, f"{stem}_scale": scales, f"{stem}_zero_point": zeros}
             continue
         tensors[f"{name}_scale"] = scales
         if form == "int-quantized":
@@ -55,24 +52,15 @@ def write(directory: Path, form: str, group: int | None = None, **changes: objec
 def compressed(form: str, group: int | None) -> dict:
     weights = WEIGHTS | ({"strategy": "group", "group_size": group} if group else {})
     scheme = {"format": form, "weights": weights, "input_activations": None, "targets": ["Linear"]}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
-        "transform_config": {},
-    }
+    how = {"format": form, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"], "transform_config": {}}
+    return {"quant_method": "compressed-tensors"} | how
 
 
 def torchao_config(group: int | None, kind: str = "Int8WeightOnlyConfig", version: int = 2) -> dict:
     per = {"_type": "PerGroup", "_data": {"group_size": group}} if group else {"_type": "PerRow", "_data": {"dim": -1}}
     how = {"_type": kind, "_version": version, "_data": {"granularity": per, "group_size": None}}
-    return {
-        "quant_method": "torchao",
-        "quant_type": {"default": how},
-        "modules_to_not_convert": None,
-        "include_input_output_embeddings": False,
-    }
+    whole = {"modules_to_not_convert": None, "include_input_output_embeddings": False}
+    return {"quant_method": "torchao", "quant_type": {"default": how}} | whole
 
 
 @pytest.mark.parametrize("group", [None, 128])
@@ -116,19 +104,19 @@ def test_another_method_is_refused_by_name(tmp_path, changes, message):
         beyond.quantization.LLM(path, device="cpu")
 
 
+WEIGHT_FIELDS = [
+    ("num_bits", 4),
+    ("type", "float"),
+    ("symmetric", False),
+    ("strategy", "tensor"),
+    ("actorder", "group"),
+]
+FIELDS = [("format", "float-quantized"), ("input_activations", "int8"), ("output_activations", "int8")]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("weights.num_bits", 4),
-        ("weights.type", "float"),
-        ("weights.symmetric", False),
-        ("weights.strategy", "tensor"),
-        ("weights.actorder", "group"),
-        ("format", "float-quantized"),
-        ("input_activations", "int8"),
-        ("output_activations", "int8"),
-        ("targets", "Embedding"),
-    ],
+    [*((f"weights.{field}", value) for field, value in WEIGHT_FIELDS), *FIELDS, ("targets", "Embedding")],
 )
 def test_another_scheme_is_refused_by_name(tmp_path, field, value):
     scheme = compressed("int-quantized", None)
@@ -139,30 +127,34 @@ def test_another_scheme_is_refused_by_name(tmp_path, field, value):
         beyond.quantization.LLM(path, device="cpu")
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"quantization": "int8", "quantization_group_size": 128}])
-def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="is int8 with quantization_group_size=None; leave them out"):
+CONTRADICTION = "is int8 with quantization_group_size=None; leave them out"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "fp8"}, CONTRADICTION),
+        ({"quantization": "int8", "quantization_group_size": 128}, CONTRADICTION),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1 cannot be combined"),
+    ],
+)
+def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         beyond.quantization.LLM(write(tmp_path, "int-quantized"), device="cpu", **options)
 
 
-def test_ranks_and_a_quantised_checkpoint_cannot_be_combined(tmp_path):
-    with pytest.raises(ValueError, match="tensor_parallel_size above 1 cannot be combined"):
-        beyond.quantization.LLM(write(tmp_path, "int-quantized"), device="cpu", tensor_parallel_size=2)
-
-
-def test_a_checkpoint_without_a_matrixs_scale_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors.pop(f"{name}_scale"), "is stored as I8"),
+        (lambda tensors, name: tensors.update({name: tensors[name].float()}), "is stored as F32; supported is int8"),
+    ],
+    ids=["int8 without a scale", "float with a scale"],
+)
+def test_a_matrix_is_int8_and_has_a_scale_or_is_refused(tmp_path, change, message):
     path = write(tmp_path, "int-quantized")
     tensors = load_file(path / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    change(tensors, "model.layers.0.mlp.up_proj.weight")
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ModelError, match="up_proj.weight in .* is stored as I8"):
-        beyond.quantization.LLM(path, device="cpu")
-
-
-def test_a_matrix_with_a_scale_must_be_stored_in_int8(tmp_path):
-    path = write(tmp_path, "int-quantized")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].float()
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ModelError, match="up_proj.weight in .* is stored as F32; supported is int8"):
+    with pytest.raises(ModelError, match=f"up_proj.weight in .* {message}"):
         beyond.quantization.LLM(path, device="cpu")

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from beyond.quantization.formats import (
-    FORMATS,
-    dequantize_matrix,
-    error_bound,
-    quantize_matrix,
-    quantize_rows,
-)
+from beyond.quantization.formats import FORMATS, dequantize_matrix, error_bound, quantize_matrix, quantize_rows
 from beyond.quantization.options import QuantizationOptions
 
+pytestmark = pytest.mark.fast
 WEIGHT = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
 
 

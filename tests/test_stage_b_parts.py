@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import CPU
+from no_gpu import H200, PretendedDevice
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from stage_a_naive.presets import preset_config
 from stage_b_decode_step.attention import attention_and_matmul_settings, grouped_sdpa, grouped_sdpa_for_prefill
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.fast
 
 
 def test_cache_sizes_hold_what_is_asked_with_little_to_spare_and_are_few() -> None:
@@ -45,12 +48,18 @@ def test_the_cache_stores_by_position_and_shows_what_is_filled() -> None:
     assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
 
 
-def test_a_cache_that_does_not_fit_says_how_large_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("full")
+class FullDevice(TorchFunctionMode):
+    """A device that has no room for zeros."""
 
-    monkeypatch.setattr(StaticKVCache, "early_initialization", full)
-    with pytest.raises(ValueError, match=r"KV cache of 1048576 positions takes 1\.00 GiB.*lower max_tokens"):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.zeros:
+            raise torch.OutOfMemoryError("full")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_would_be() -> None:
+    message = r"KV cache of 1048576 positions takes 1\.00 GiB.*lower max_tokens"
+    with FullDevice(), pytest.raises(ValueError, match=message):
         make_cache(2**20)
 
 
@@ -91,8 +100,14 @@ def test_settings_are_put_back_after_an_error() -> None:
 class Arrival:
     """Stands for a CUDA event."""
 
+    made: list[Arrival]
+
     def __init__(self) -> None:
         self.done, self.waited_for = False, False
+        self.made.append(self)
+
+    def record(self) -> None:
+        pass
 
     def query(self) -> bool:
         return self.done
@@ -102,25 +117,25 @@ class Arrival:
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_the_log_gives_ids_in_order_and_waits_only_as_it_is_told(reuse: bool) -> None:
-    log = TokenLog(16, CPU, reuse=reuse, pinned=False)
-    arrivals = []
-    for first in (10, 20, 30):
-        for token_id in (first, first + 1):
-            log.write(torch.tensor([token_id]))
-            assert log.next_input.tolist() == [[token_id]]
+def test_the_log_gives_ids_in_order_and_waits_only_as_it_is_told(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Arrival)
+    Arrival.made = arrivals = []
+    with PretendedDevice(H200, memory="cpu"):
+        log = TokenLog(16, H200, reuse=reuse, pinned=False)
+        for first in (10, 20, 30):
+            for token_id in (first, first + 1):
+                log.write(torch.tensor([token_id]))
+                assert log.next_input.tolist() == [[token_id]]
+            log.send()
+        arrivals[0].done = True
+        assert log.receive(max_in_flight=2) == [10, 11] and not arrivals[1].waited_for
+        assert log.receive(max_in_flight=1) == [20, 21] and arrivals[1].waited_for and not arrivals[2].waited_for
+        assert log.receive(max_in_flight=1) == []
+        assert log.receive(max_in_flight=0) == [30, 31] and arrivals[2].waited_for
+        log.clear()
+        log.write(torch.tensor([7]))
         log.send()
-        arrivals.append(Arrival())
-        log._in_flight[-1] = (log._in_flight[-1][0], arrivals[-1])
-    arrivals[0].done = True
-    assert log.receive(max_in_flight=2) == [10, 11] and not arrivals[1].waited_for
-    assert log.receive(max_in_flight=1) == [20, 21] and arrivals[1].waited_for and not arrivals[2].waited_for
-    assert log.receive(max_in_flight=1) == []
-    assert log.receive(max_in_flight=0) == [30, 31] and arrivals[2].waited_for
-    log.clear()
-    log.write(torch.tensor([7]))
-    log.send()
-    assert log.receive(max_in_flight=0) == [7]
+        assert log.receive(max_in_flight=0) == [7]
 
 
 def test_buffers_stay_where_they_are() -> None:

@@ -68,9 +68,18 @@ def test_two_processes_at_once_build_once_and_both_can_use_it(csrc, tmp_path):
 
 
 @pytest.mark.compiler
-def test_a_compiler_error_is_short_and_leaves_nothing_half_done(csrc, capsys):
-    (csrc / "small.cpp").write_text("int answer() { return forty_two; }")
-    with pytest.raises(ExtensionError, match=r"small failed: .*error: .forty_two. was not declared.*\.log") as caught:
+@pytest.mark.parametrize(
+    ("source", "compiler", "said"),
+    [
+        ("int answer() { return forty_two; }", None, ".*error: .forty_two. was not declared.*"),
+        (SMALL, "/bin/true", ".*"),  # it compiles nothing
+    ],
+)
+def test_a_compiler_error_is_one_line_and_leaves_nothing_half_done(csrc, monkeypatch, source, compiler, said):
+    (csrc / "small.cpp").write_text(source)
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(ExtensionError, match=rf"^building small failed: {said}\.log") as caught:
         builder.load_extension("small")
     assert "\n" not in str(caught.value)
     found = plan("small")
@@ -78,48 +87,46 @@ def test_a_compiler_error_is_short_and_leaves_nothing_half_done(csrc, capsys):
     assert not list(found.library.parent.glob("building-*"))
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false", "/", "env g++"])
-def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(monkeypatch, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        *((name, f"CXX={re.escape(repr(name))} does not start .*; set CXX to") for name in ("none", "/bin/false", "/")),
+        ("env g++", "CXX='env g\\+\\+' does not start .*a single program"),
+        ("", r"there is no c\+\+ here; install one, .* build-essential"),
+    ],
+)
+def test_a_compiler_that_does_not_start_is_one_line_that_says_what_to_do(monkeypatch, compiler, message):
     monkeypatch.setenv("CXX", compiler)
-    message = rf"a C\+\+ compiler; CXX='{re.escape(compiler)}' does not start .*; set CXX to.*Only stage C needs"
-    with pytest.raises(ExtensionError, match=message) as caught:
+    monkeypatch.setenv("PATH", os.environ["PATH"] if compiler else "")
+    with pytest.raises(ExtensionError, match=rf"a C\+\+ compiler; {message}.*Only stage C needs") as caught:
         plan()
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_that_builds_ends_with_2_and_one_line_where_it_cannot(monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "/bin/false")
-    monkeypatch.setattr(sys, "argv", ["extension"])
-    assert builder.main() == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: building fused_mlp needs a C++ compiler")
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run `python -m stage_c_fused_mlp.extension` with these words; returns its exit status and what it said."""
 
-
-def test_the_command_builds_what_is_named_or_all_that_needs_no_model_and_says_why_without_cuda(monkeypatch, capsys):
-    built = []
-    monkeypatch.setattr(
-        builder, "load_extension", lambda name, verbose: built.append(name) or Extension(name, (), "there is no GPU")
-    )
-    for words in ([], ["megakernel"]):
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["extension", *words])
-        assert builder.main() == 0
-    assert built == ["fused_mlp", "megakernel", "megakernel"]
-    assert all(line.endswith(".so (CPU only: there is no GPU)") for line in capsys.readouterr().err.splitlines())
+        return builder.main(), capsys.readouterr().err.splitlines()
+
+    return run
 
 
-def test_no_compiler_at_all_is_an_error_with_the_command_to_install_one(monkeypatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    with pytest.raises(ExtensionError, match=r"there is no c\+\+ here; install one, .* build-essential"):
-        plan()
+def test_the_command_that_builds_ends_with_2_and_one_line_where_it_cannot(monkeypatch, command):
+    monkeypatch.setenv("CXX", "/bin/false")
+    status, [line] = command()
+    assert status == 2 and line.startswith("error: building fused_mlp needs a C++ compiler")
 
 
-@pytest.mark.compiler
-def test_a_compiler_that_compiles_nothing_is_one_line(csrc, monkeypatch):
-    monkeypatch.setenv("CXX", "/bin/true")
-    with pytest.raises(ExtensionError, match=r"^building small failed: .*\.log.*$") as caught:
-        builder.load_extension("small")
-    assert "\n" not in str(caught.value)
+def test_the_command_builds_what_is_named_or_all_that_needs_no_model_and_says_why_without_cuda(monkeypatch, command):
+    monkeypatch.setattr(builder, "load_extension", lambda name, verbose: Extension(name, (), "there is no GPU"))
+    for words, names in ((), ("fused_mlp", "megakernel")), (("megakernel",), ("megakernel",)):
+        status, lines = command(*words)
+        assert status == 0 and len(lines) == len(names)
+        for name, line in zip(names, lines, strict=True):
+            assert re.fullmatch(rf"\[extension\] {name}: .*/{name}\.so \(CPU only: there is no GPU\)", line)
 
 
 @pytest.mark.compiler
@@ -140,10 +147,10 @@ def test_of_all_that_a_failed_build_said_the_first_error_is_shown_or_the_end(csr
         builder.load_extension("small")
 
 
-def test_no_ninja_is_an_error_with_the_command_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(builder, "why_no_compiler", lambda: "")
-    monkeypatch.setattr(builder.shutil, "which", lambda name: None if name == "ninja" else "/somewhere/" + name)
-    monkeypatch.setenv("PATH", os.environ["PATH"])
+def test_no_ninja_is_an_error_with_the_command_to_install_it(monkeypatch, pretended_toolchain):
+    pretended_toolchain.with_name("ninja").unlink()
+    monkeypatch.setenv("PATH", str(pretended_toolchain.parent))
+    monkeypatch.setattr(sys, "executable", str(pretended_toolchain))
     with pytest.raises(ExtensionError, match="pip install ninja"):
         plan()
 
@@ -161,13 +168,12 @@ def test_an_unknown_extension_is_an_error_that_lists_those_there_are():
         plan("fused_mpl")
 
 
-def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason(monkeypatch):
-    cpu_only = Extension("fused_mlp", (), "nvcc was not found; install the CUDA toolkit")
-    assert not any(source.suffix == ".cu" for source in cpu_only.sources)
-    monkeypatch.setattr(fused_mlp, "plan", lambda name: cpu_only)
-    monkeypatch.setattr(fused_mlp, "_loaded", lambda: pytest.fail("something was built"))
+def test_a_build_without_cuda_refuses_cuda_tensors_with_the_reason(pretended_toolchain, tmp_path):
+    pretended_toolchain.unlink()
+    assert not any(source.suffix == ".cu" for source in plan().sources)
     with pytest.raises(ExtensionError, match="no CUDA part here: nvcc was not found"):
         fused_mlp.load_operators("cuda")
+    assert not (tmp_path / "build").exists(), "something was built"
 
 
 def test_architectures_become_options_of_nvcc():
@@ -181,9 +187,8 @@ def test_architectures_become_options_of_nvcc():
         gencode(("Hopper",))
 
 
+@pytest.mark.usefixtures("pretended_toolchain")
 def test_a_gpu_that_is_too_old_for_a_kernel_is_named_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr(builder, "why_no_compiler", lambda: "")
-    monkeypatch.setattr(builder, "why_no_cuda", lambda: "")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 8.6+PTX")
     assert plan("fused_mlp").architectures == ("8.0", "8.6+PTX")
     with pytest.raises(ExtensionError, match=r"needs compute capability 9.0 or newer, and this machine has 8.0, 8.6"):
@@ -193,30 +198,30 @@ def test_a_gpu_that_is_too_old_for_a_kernel_is_named_before_anything_is_compiled
 
 
 @pytest.mark.parametrize(
-    ("version", "toolkit", "gpu", "listed", "reason"),
+    ("lacks", "listed", "reason"),
     [
-        (None, True, True, "", "this PyTorch is a build for the CPU"),
-        ("13.0", False, True, "", "nvcc was not found; install the CUDA toolkit 13.0"),
-        ("13.0", True, False, "", "there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST"),
-        ("13.0", True, False, "9.0", ""),
-        ("13.0", True, True, "", ""),
+        ("CUDA", "", "this PyTorch is a build for the CPU"),
+        ("nvcc", "", "nvcc was not found; install the CUDA toolkit 13.0"),
+        ("GPU", "", "there is no NVIDIA GPU; to build for another machine set TORCH_CUDA_ARCH_LIST"),
+        ("GPU", "9.0", ""),
+        ("nothing", "", ""),
     ],
 )
-def test_the_first_thing_that_cuda_sources_lack_is_named(version, toolkit, gpu, listed, reason, tmp_path, monkeypatch):
-    if toolkit:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "nvcc").touch()
-    monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+def test_the_first_thing_that_cuda_sources_lack_is_named(
+    lacks, listed, reason, monkeypatch, pretended_toolchain, pretended_gpus
+):
+    if lacks == "CUDA":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    if lacks == "nvcc":
+        pretended_toolchain.unlink()
+    if lacks != "GPU":
+        pretended_gpus.append((9, 0))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     found = toolchain.why_no_cuda()
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def test_a_build_is_for_every_kind_of_gpu_that_is_here(monkeypatch):
-    here = [(10, 0), (8, 6), (10, 0)]
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", here.__getitem__)
-    assert toolchain.architectures_here() == ("8.6", "10.0")
+@pytest.mark.usefixtures("pretended_toolchain")
+def test_a_build_is_for_every_kind_of_gpu_that_is_here(pretended_gpus):
+    pretended_gpus += [(10, 0), (8, 6), (10, 0)]
+    assert plan().architectures == ("8.6", "10.0")

@@ -6,20 +6,17 @@ written (`guarded_memory` in `conftest.py`), so a kernel that reads too much sho
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
 import torch
+from kernel_cases import CASE, CPU, CUDA, F32, FLOATS, case, interpreted, on_a_gpu, relative_error
+from no_gpu import PretendedDevice, recorded_launches
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 from stage_d_paged.attention.decode_plan import plan_decode
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_triton_kernels_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖out − expected‖ / ‖expected‖
+TOLERANCE = {F32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ‖out − expected‖ / ‖expected‖
 
 # query_lens, context_lens
 BATCHES = {
@@ -34,7 +31,7 @@ BATCHES = {
 }
 
 
-def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=torch.float32):
+def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=F32):
     """(query, k_cache, v_cache, metadata): shuffled blocks, NaN wherever no sequence has a key."""
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
     needed = [-(-length // block_size) for length in context_lens]
@@ -86,40 +83,36 @@ def check(backend, batch, scale=0.2, tolerance=None):
     query = batch[0]
     output, expected = backend.attend(*batch, scale), expected_attention(*batch, scale)
     assert output.shape == query.shape and output.dtype == query.dtype
-    error = (output.double() - expected).norm() / expected.norm()
-    assert error < (tolerance or TOLERANCE[query.dtype]), f"relative error {error.item():.2e}"
+    error = relative_error(output, expected)
+    assert error < (tolerance or TOLERANCE[query.dtype]), f"relative error {error:.2e}"
     padding = expected.flatten(1).abs().sum(1) == 0
     assert output[padding].count_nonzero() == 0
-
-
-def check_store(backend, device, dtype, kv_heads, head_dim):
-    block_size, slots = 4, [5, -1, 0, 11, -1]
-    key = torch.randn(len(slots), 2 * kv_heads, head_dim, device=device).to(dtype)[:, :kv_heads]  # views, as of QKV,
-    value = torch.randn(len(slots), 3 * kv_heads, head_dim, device=device).to(dtype)[:, kv_heads:-kv_heads]
-    pool = [torch.empty(3, block_size, kv_heads, head_dim, device=device, dtype=dtype).fill_(7.0) for _ in "kv"]
-    k_cache, v_cache = pool
-    backend.store(key, value, k_cache, v_cache, torch.tensor(slots, device=device))
-    for cache, new in ((k_cache.flatten(0, 1), key), (v_cache.flatten(0, 1), value)):
-        for slot in range(3 * block_size):
-            wanted = new[slots.index(slot)] if slot in slots else torch.full_like(new[0], 7.0)
-            assert torch.equal(cache[slot], wanted)
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 64), (7, 1, 24)])
 def test_reference_equals_the_definition(batch, heads, kv_heads, head_dim):
-    check(pick_backend("reference", CPU, torch.float32, head_dim), make_batch(*batch, heads, kv_heads, head_dim, 16))
+    check(pick_backend("reference", CPU, F32, head_dim), make_batch(*batch, heads, kv_heads, head_dim, 16))
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHES if "padding" in name])
 def test_reference_reads_no_table_of_a_row_without_context(name):
     batch = make_batch(*BATCHES[name], 4, 2, 64, 16)
     batch[3].block_tables[batch[3].context_lens == 0] = 2**30  # what a step before left there
-    check(pick_backend("reference", CPU, torch.float32, 64), batch)
+    check(pick_backend("reference", CPU, F32, 64), batch)
 
 
-def test_reference_store_writes_its_slots_and_no_other():
-    check_store(pick_backend("reference", CPU, torch.float32, 64), CPU, torch.float32, 3, 64)
+@pytest.mark.parametrize(CASE, [case("reference"), *interpreted("triton"), *on_a_gpu("triton")])
+def test_store_writes_its_slots_and_no_other(case, device, dtype):
+    block_size, slots = 4, [5, -1, 0, 11, -1]
+    key = torch.randn(len(slots), 6, 64, device=device).to(dtype)[:, :3]  # views, as of QKV
+    value = torch.randn(len(slots), 9, 64, device=device).to(dtype)[:, 3:-3]
+    k_cache, v_cache = (torch.empty(3, block_size, 3, 64, device=device, dtype=dtype).fill_(7.0) for _ in "kv")
+    pick_backend(case, device, dtype, 64).store(key, value, k_cache, v_cache, torch.tensor(slots, device=device))
+    for cache, new in ((k_cache.flatten(0, 1), key), (v_cache.flatten(0, 1), value)):
+        for slot in range(3 * block_size):
+            wanted = new[slots.index(slot)] if slot in slots else torch.full_like(new[0], 7.0)
+            assert torch.equal(cache[slot], wanted)
 
 
 def test_key_offsets_are_the_running_sum_of_the_contexts():
@@ -127,26 +120,17 @@ def test_key_offsets_are_the_running_sum_of_the_contexts():
     assert metadata.cu_seqlens_k.tolist() == [0, 4, 4, 13] and metadata.cu_seqlens_k.dtype == torch.int32
 
 
-def test_a_context_is_split_until_the_gpu_is_full_but_no_further():
-    shape = {"heads": 16, "block_size": 64, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "sm_count": 132}
-    assert plan_decode(1, 4096, **shape).num_splits == 64
-    assert plan_decode(1, 128, **shape).num_splits == 2, "a split has 64 keys at least"
-    assert plan_decode(64, 4096, **shape).num_splits == 2, "1024 programs fill it"
-    assert plan_decode(512, 4096, **shape).num_splits == 1
-    assert plan_decode(1, 128, **shape).constants["GROUP_PAD"] == 16, "no smaller tile fits the tensor cores"
-
-
 def test_auto_on_a_cpu_is_the_reference_and_says_why():
-    backend = pick_backend("auto", CPU, torch.float32, 64)
+    backend = pick_backend("auto", CPU, F32, 64)
     assert backend.name == "reference" and "cpu" in backend.reason
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "head_dim", "message"),
     [
-        ("fast", CPU, torch.float32, 64, "unknown; choose one of auto, reference, triton, flash"),
+        ("fast", CPU, F32, 64, "unknown; choose one of auto, reference, triton, flash"),
         ("flash", CPU, torch.float16, 64, "NVIDIA GPUs, not on cpu"),
-        ("flash", CUDA, torch.float32, 64, "float16 or bfloat16"),
+        ("flash", CUDA, F32, 64, "float16 or bfloat16"),
         ("flash", CUDA, torch.float16, 100, "head_dim=100: checked"),
         ("triton", CPU, torch.float64, 64, "float64|TRITON_INTERPRET=1"),
     ],
@@ -156,46 +140,40 @@ def test_a_backend_that_cannot_serve_is_refused(name, device, dtype, head_dim, m
         pick_backend(name, device, dtype, head_dim)
 
 
-def test_flash_attn_missing_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(BackendUnavailable, match="pip install flash-attn"):
-        pick_backend("flash", CUDA, torch.float16, 64)
-
-
-def test_triton_missing_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
+@pytest.mark.parametrize(("name", "package"), [("flash", "flash-attn"), ("triton", "triton")])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     monkeypatch.delitem(sys.modules, "stage_d_paged.attention.triton_paged", raising=False)
-    with pytest.raises(BackendUnavailable, match="pip install triton"):
-        pick_backend("triton", CPU, torch.float32, 64)
+    with pytest.raises(BackendUnavailable, match=f"pip install {package}"):
+        pick_backend(name, CUDA if name == "flash" else CPU, torch.float16, 64)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 def test_triton_kernels_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 20, 32)]
 )
-def test_interpreted_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, block_size):
-    backend = pick_backend("triton", CPU, torch.float32, head_dim)
+def test_triton_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, block_size):
+    backend = pick_backend("triton", CPU, F32, head_dim)
     check(backend, make_batch(*batch, heads, kv_heads, head_dim, block_size))
-    assert backend._arrival_counters.count_nonzero() == 0
+    assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("shift", [-100.0, 100.0])
-def test_interpreted_scores_far_from_zero_neither_vanish_nor_overflow(shift):
+def test_scores_far_from_zero_neither_vanish_nor_overflow(shift):
     query, k_cache, v_cache, metadata = make_batch(*BATCHES["mixed"], 4, 2, 16, 16)
     k_cache += shift
-    check(pick_backend("triton", CPU, torch.float32, 16), (query.abs(), k_cache, v_cache, metadata), tolerance=1e-3)
+    check(pick_backend("triton", CPU, F32, 16), (query.abs(), k_cache, v_cache, metadata), tolerance=1e-3)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
-def test_interpreted_splits_of_unequal_contexts_are_combined(shift):
+def test_splits_of_unequal_contexts_are_combined(shift):
     """19, 9, 5 and 1 splits: some programs have no work, and one combine needs more than one round of loads."""
     from stage_d_paged.attention.triton_decode import DecodeConfig, decode
 
@@ -205,36 +183,26 @@ def test_interpreted_splits_of_unequal_contexts_are_combined(shift):
     config = DecodeConfig(16, num_warps=4, num_stages=1, programs_per_sm=200, split_keys=16)
     arguments = query.abs(), k_cache, v_cache, metadata, 0.2
     decode(*arguments, out, counters, sm_count=1, config=config)
-    expected = expected_attention(*arguments)
-    assert (out - expected).norm() / expected.norm() < (1e-3 if shift else TOLERANCE[torch.float32])
+    assert relative_error(out, expected_attention(*arguments)) < (1e-3 if shift else TOLERANCE[F32])
     assert not out[3].any() and not counters.any()
 
 
-@interpreted
-def test_interpreted_store_writes_its_slots_and_no_other():
-    check_store(pick_backend("triton", CPU, torch.float32, 64), CPU, torch.float32, 3, 64)
-
-
-@interpreted
-def test_interpreted_kernels_refuse_heads_that_they_cannot_read():
-    backend = pick_backend("triton", CPU, torch.float32, 16)
-    query, k_cache, v_cache, metadata = make_batch([2], [4], 4, 3, 16, 16)
+@pytest.mark.interpreted
+def test_triton_kernels_refuse_heads_that_they_cannot_read_and_half_precision_on_a_cpu():
+    backend = pick_backend("triton", CPU, F32, 16)
+    query, *others = make_batch([2], [4], 4, 3, 16, 16)
     with pytest.raises(ValueError, match="4 query heads: must be a multiple of the 3 KV heads"):
-        backend.attend(query, k_cache, v_cache, metadata, 0.1)
+        backend.attend(query, *others, 0.1)
     with pytest.raises(ValueError, match="must be adjacent"):
-        backend.attend(query[:, :3].transpose(0, 1).contiguous().transpose(0, 1), k_cache, v_cache, metadata, 0.1)
-
-
-@interpreted
-def test_interpreted_backend_has_counters_for_any_batch():
-    counters = pick_backend("triton", CPU, torch.float32, 16).arrival_counters(70_000)
-    assert len(counters) == 70_000 and not counters.any()
-
-
-@interpreted
-def test_interpreted_kernels_refuse_half_precision():
+        backend.attend(query[:, :3].transpose(0, 1).contiguous().transpose(0, 1), *others, 0.1)
     with pytest.raises(BackendUnavailable, match="float32"):
         pick_backend("triton", CPU, torch.bfloat16, 64)
+
+
+@pytest.mark.interpreted
+def test_the_backend_has_counters_for_any_batch():
+    counters = pick_backend("triton", CPU, F32, 16).arrival_counters(70_000)
+    assert len(counters) == 70_000 and not counters.any()
 
 
 def gpu_backend(name, dtype, head_dim):
@@ -247,12 +215,12 @@ def gpu_backend(name, dtype, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (6, 3, 96), (16, 8, 128), (3, 3, 64)])
 @pytest.mark.parametrize("name", ["triton", "flash"])
 def test_gpu_backends_equal_the_definition(name, heads, kv_heads, head_dim, block_size, dtype):
-    if name == "flash" and (block_size % 256 or dtype == torch.float32 or head_dim == 96):
+    if name == "flash" and (block_size % 256 or dtype == F32 or head_dim == 96):
         pytest.skip("not flash-attn's")
     backend = gpu_backend(name, dtype, head_dim)
     edges = [1, block_size - 1, block_size, block_size + 1, 2 * block_size, 63, 64, 65, 129, 300]
@@ -263,12 +231,6 @@ def test_gpu_backends_equal_the_definition(name, heads, kv_heads, head_dim, bloc
         ([200, 2, 1], [2 * block_size + 200, 2, 700]),
     ):
         check(backend, make_batch(*batch, heads, kv_heads, head_dim, block_size, CUDA, dtype), scale=head_dim**-0.5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gpu_store_writes_its_slots_and_no_other(dtype):
-    check_store(gpu_backend("triton", dtype, 64), CUDA, dtype, 3, 64)
 
 
 @pytest.mark.gpu
@@ -295,7 +257,7 @@ def test_a_captured_decode_stays_right_when_lengths_and_blocks_change(name):
         tables[:, : new_metadata.block_tables.shape[1]].copy_(new_metadata.block_tables)
         graph.replay()
         expected = expected_attention(new_query, new_k, new_v, new_metadata, 0.125)
-        assert (output.double() - expected).norm() / expected.norm() < TOLERANCE[torch.bfloat16]
+        assert relative_error(output, expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -304,7 +266,7 @@ def test_split_decode_gives_the_same_bits_every_time():
     batch = make_batch([1] * 3, [900, 64, 321], 16, 8, 128, 64, CUDA, torch.bfloat16)
     first = backend.attend(*batch, 0.1)
     assert all(torch.equal(first, backend.attend(*batch, 0.1)) for _ in range(200))
-    assert backend._arrival_counters.count_nonzero() == 0
+    assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
 
 
 @pytest.mark.gpu
@@ -333,24 +295,35 @@ def test_auto_on_a_gpu_picks_a_kernel_and_says_which():
     assert backend.name in ("triton", "flash") and backend.reason
 
 
-@pytest.mark.parametrize(("capability", "large"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
-def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(
-    capability: tuple[int, int], large: bool, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("pretended_gpus")
+@pytest.mark.parametrize(("gpu", "large"), [(80, False), (90, True), (100, True), (120, False)])
+def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(gpu, large, monkeypatch):
     triton_prefill = pytest.importorskip("stage_d_paged.attention.triton_prefill")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    hopper = triton_prefill._is_hopper.__wrapped__(CUDA)
-    config = triton_prefill.choose_prefill_config(element_size=2, hopper=hopper, tokens=8192)
-    tiles = config.num_stages * 2 * config.block_n * 128 * 2  # keys and values of heads of 128, in bytes
+    launches = recorded_launches(monkeypatch, triton_prefill, "_prefill_kernel")
+    device = torch.device("cuda", gpu)
+    with PretendedDevice(device):
+        query = torch.empty(8192, 2, 128, dtype=torch.bfloat16, device=device)
+        cache = torch.empty(8, 16, 2, 128, dtype=torch.bfloat16, device=device)
+        lengths = torch.empty(1, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(lengths, lengths, lengths, lengths[None], 8192, 8192)
+        triton_prefill.prefill(query, cache, cache, metadata, 0.1, query)
+    [launch] = launches
+    tiles = launch.num_stages * 2 * launch.BLOCK_N * 128 * 2  # keys and values of one head, in bytes
     assert (tiles > 64 * 2**10) == large
 
 
-@pytest.mark.parametrize(
-    ("seqs", "context_len", "num_splits"), [(1, 64, 1), (1, 65, 2), (1, 100_000, 64), (8, 100_000, 64), (1024, 640, 2)]
-)
-def test_a_context_is_split_for_all_multiprocessors_but_not_finer_than_a_program_can_combine(
-    seqs: int, context_len: int, num_splits: int
-):
-    plan = plan_decode(seqs, context_len, 14, 64, 2, 64, torch.bfloat16, sm_count=132)
+# (heads, KV heads, head_dim) -> sequences, context, splits
+SPLITS = {
+    (14, 2, 64): [(1, 64, 1), (1, 65, 2), (1, 100_000, 64), (8, 100_000, 64), (1024, 640, 2)],
+    (16, 8, 128): [(1, 128, 2), (1, 4096, 64), (64, 4096, 2), (512, 4096, 1)],
+}
+
+
+@pytest.mark.parametrize(("shape", "case"), [(shape, row) for shape, rows in SPLITS.items() for row in rows], ids=str)
+def test_a_context_is_split_until_the_gpu_is_full_but_not_finer_than_a_program_can_combine(shape, case):
+    seqs, context_len, num_splits = case
+    heads, kv_heads, head_dim = shape
+    plan = plan_decode(seqs, context_len, heads, 64, kv_heads, head_dim, torch.bfloat16, sm_count=132)
     assert plan.num_splits == num_splits <= plan.constants["SPLITS_PAD"]
-    assert plan.programs == seqs * 2 * num_splits
+    assert plan.programs == seqs * kv_heads * num_splits
+    assert plan.constants["GROUP_PAD"] == 16, "no smaller tile fits the tensor cores"

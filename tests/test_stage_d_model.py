@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_model import completion_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.loading import ModelSource, load_hf_model, resolve
@@ -24,26 +24,27 @@ from stage_d_paged.runtime import Runtime, load_runtime
 from stage_d_paged.sequence import Sequence
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"]
+FAMILIES, REAL = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"], ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"]
 
 
-def load_both(path: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32):
-    """A random model as transformers saves it, loaded by both."""
-    source = ModelSource("tiny", config, path, path)
-    load_hf_model(ModelSource("random:tiny", config, None, path), CPU, torch.float32, 3).save_pretrained(path)
-    return load_hf_model(source, CPU, dtype), load_runtime(source, EngineOptions(max_model_len=256), CPU, dtype)
+def load_both(path: Path, model: str, dtype: torch.dtype = torch.float32, **options: object):
+    """A model as transformers has it and as stage D does: the tutor, or random weights as transformers saves them."""
+    source = resolve("tutor")
+    if model != "tutor":
+        config = preset_config(model)
+        if model in REAL:  # one layer of it, and few tokens
+            config.num_hidden_layers, config.vocab_size, config.layer_types = 1, 128, ["full_attention"]
+        load_hf_model(ModelSource(model, config, None, path), CPU, torch.float32, 3).save_pretrained(path)
+        source = ModelSource(model, config, path, path)
+    runtime = load_runtime(source, EngineOptions(max_model_len=256, **options), CPU, dtype)
+    return load_hf_model(source, CPU, dtype), runtime
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_arrays_travel_to_the_device_in_one_copy_each_at_a_multiple_of_16_bytes(device: str):
-    arrays = [
-        np.arange(3),
-        np.arange(5, dtype=np.int32),
-        np.empty(0, np.int64),
-        np.array([0.5], np.float32),
-        np.arange(12, dtype=np.int32).reshape(4, 3),
-        np.arange(12, dtype=np.int32).reshape(4, 3)[:, ::2],
-    ]
+    matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
+    arrays = [np.arange(3), np.arange(5, dtype=np.int32), np.empty(0, np.int64), np.array([0.5], np.float32)]
+    arrays += [matrix, matrix[:, ::2]]
     tensors = upload(arrays, torch.device(device))
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     for array, tensor in zip(arrays, tensors, strict=True):
@@ -91,64 +92,52 @@ def prompt(length: int, vocab_size: int = 4096, seed: int = 0) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(tmp_path: Path, family: str):
-    reference, runtime = load_both(tmp_path, preset_config(family))
+def assert_equal(logits: Tensor, reference: AutoModelForCausalLM, ids: list[int], first: int = 0) -> None:
+    assert (logits - reference_logits(reference, ids)[first:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model", ["tutor", *FAMILIES, *REAL])
+def test_logits_of_a_batch_equal_transformers(tmp_path: Path, model: str):
+    reference, runtime = load_both(tmp_path, model)
     stepper = Stepper(runtime)
-    prompts = [prompt(37, seed=1), prompt(5, seed=2), prompt(16, seed=3)]
+    prompts = [prompt(length, runtime.config.vocab_size, seed=length) for length in (37, 5, 50)]
     logits = stepper.step(*((stepper.sequence(ids), len(ids)) for ids in prompts))
-    expected = torch.cat([reference_logits(reference, ids) for ids in prompts])
-    assert (logits - expected).abs().max() < 1e-4
+    for ids, part in zip(prompts, logits.split([37, 5, 50]), strict=True):
+        assert_equal(part, reference, ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str):
-    reference, runtime = load_both(tmp_path, preset_config(family))
+    reference, runtime = load_both(tmp_path, family)
     stepper = Stepper(runtime)
     long, short = prompt(40, seed=1), prompt(9, seed=2)
     a, b = stepper.sequence(long), stepper.sequence(short)
-    pieces = [
-        stepper.step((a, 17)),
-        stepper.step((a, 1), (b, 8)),  # a decode-like row beside a prefill
-        stepper.step((b, 1), (a, 22)),
-    ]
-    of_a = torch.cat([pieces[0], pieces[1][:1], pieces[2][1:]])
-    of_b = torch.cat([pieces[1][1:], pieces[2][:1]])
-    assert (of_a - reference_logits(reference, long)).abs().max() < 1e-4
-    assert (of_b - reference_logits(reference, short)).abs().max() < 1e-4
+    one = stepper.step((a, 17))
+    two = stepper.step((a, 1), (b, 8))  # a decode-like row beside a prefill
+    three = stepper.step((b, 1), (a, 22))
+    assert_equal(torch.cat([one, two[:1], three[1:]]), reference, long)
+    assert_equal(torch.cat([two[1:], three[:1]]), reference, short)
 
 
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, preset_config("qwen3-tiny"), torch.bfloat16)
+    reference, runtime = load_both(tmp_path, "qwen3-tiny", torch.bfloat16)
     stepper = Stepper(runtime)
     ids = prompt(30)
     logits, expected = stepper.step((stepper.sequence(ids), 30)).float(), reference_logits(reference, ids).float()
     assert (logits - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
-@pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"])
-def test_a_layer_of_the_real_shape_equals_transformers(tmp_path: Path, preset: str):
-    config = preset_config(preset)
-    config.num_hidden_layers, config.vocab_size = 1, 128
-    config.layer_types = ["full_attention"]
-    reference, runtime = load_both(tmp_path, config)
+@pytest.mark.parametrize("block_size", [1, 4, 7, 256])
+def test_the_block_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
+    reference, runtime = load_both(tmp_path, "qwen2-tiny", kvcache_block_size=block_size)
     stepper = Stepper(runtime)
-    ids = prompt(50, vocab_size=128)
-    logits = stepper.step((stepper.sequence(ids), 50))
-    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
-
-
-def test_the_embedded_model_equals_transformers():
-    source = resolve("tutor")
-    reference = load_hf_model(source, CPU, torch.float32)
-    stepper = Stepper(load_runtime(source, EngineOptions(), CPU, torch.float32))
-    ids = prompt(60, vocab_size=source.config.vocab_size)
-    logits = stepper.step((stepper.sequence(ids), 60))
-    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
+    ids = prompt(21)
+    sequence = stepper.sequence(ids)
+    assert_equal(torch.cat([stepper.step((sequence, count)) for count in (7, 7, 1, 6)]), reference, ids)
 
 
 def test_a_cached_prefix_is_read_from_its_blocks(tmp_path: Path):
-    _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
+    _, runtime = load_both(tmp_path, "qwen2-tiny")
     shared, tail = prompt(70, seed=1), prompt(11, seed=2)
     fresh, cached = Stepper(runtime, caching=False), Stepper(runtime)
     expected = fresh.step((fresh.sequence(shared + tail), 81))[64:]
@@ -164,7 +153,7 @@ def test_a_cached_prefix_is_read_from_its_blocks(tmp_path: Path):
 
 
 def test_two_identical_prompts_in_one_step_share_blocks_and_are_both_right(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, preset_config("llama-tiny"))
+    reference, runtime = load_both(tmp_path, "llama-tiny")
     stepper = Stepper(runtime)
     ids = prompt(40)
     first = stepper.sequence(ids)
@@ -173,38 +162,14 @@ def test_two_identical_prompts_in_one_step_share_blocks_and_are_both_right(tmp_p
     assert second.num_cached_tokens == 32
     first.num_computed_tokens = 0
     logits = stepper.step((first, 40), (second, 8))
-    expected = reference_logits(reference, ids)
-    assert (logits[:40] - expected).abs().max() < 1e-4
-    assert (logits[40:] - expected[32:]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 7, 256])
-def test_the_block_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
-    config = preset_config("qwen2-tiny")
-    reference, _ = load_both(tmp_path, config)
-    source = ModelSource("tiny", config, tmp_path, tmp_path)
-    options = EngineOptions(max_model_len=256, kvcache_block_size=block_size)
-    stepper = Stepper(load_runtime(source, options, CPU, torch.float32))
-    ids = prompt(21)
-    sequence = stepper.sequence(ids)
-    logits = torch.cat([stepper.step((sequence, count)) for count in (7, 7, 1, 6)])
-    assert (logits - reference_logits(reference, ids)).abs().max() < 1e-4
+    assert_equal(logits[:40], reference, ids)
+    assert_equal(logits[40:], reference, ids, first=32)
 
 
 def test_llama3_scaling_equals_transformers():
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=2,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     torch.testing.assert_close(rotary_frequencies(ModelConfig.from_hf(config)), expected, rtol=1e-6, atol=0)
 
@@ -226,7 +191,7 @@ def test_the_norm_does_not_lose_small_or_large_rows_in_bfloat16():
 
 
 def test_every_layer_has_blocks_of_its_own(tmp_path: Path):
-    _, runtime = load_both(tmp_path, preset_config("qwen2-tiny"))
+    _, runtime = load_both(tmp_path, "qwen2-tiny")
     pool = runtime.make_pool(3)
     config = runtime.config
     assert pool.tensor.shape == (2, config.num_layers, 3, runtime.block_size, config.num_kv_heads, config.head_dim)

@@ -22,7 +22,6 @@ from decode_steps import (
 
 from stage_a_naive.filters import SMALLEST
 from stage_f_graph_tp.megakernel import Megakernel
-from stage_f_graph_tp.megakernel.kernel import why_unsupported
 
 DEVICE = torch.device("cuda")
 PLAIN_LAUNCH = 4  # kPlainLaunch in csrc/stage_f/decode_step.h: blocks start one by one, as room is found for them
@@ -122,15 +121,6 @@ def test_the_same_step_gives_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_a_step_after_reset_is_right():
-    kernel = Megakernel(make_model(SHAPES["tiny"], torch.bfloat16))
-    step = make_step(SHAPES["tiny"], torch.bfloat16, [100], 64)
-    run(kernel, step)
-    kernel.reset()
-    assert_step_is_right(kernel, step, TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("behind", [0, 1, 5])
 def test_a_step_after_one_that_gave_up_is_right(behind):
     """A kernel that sleeps keeps one multiprocessor from a step whose blocks are not launched together."""
@@ -167,22 +157,3 @@ def test_a_wrong_shape_is_refused_before_the_launch():
     step.context_lens = step.context_lens.long()
     with pytest.raises(TypeError, match="context_lens is Long, expected Int"):
         run(kernel, step)
-
-
-def test_what_the_kernel_does_not_have_is_named():
-    def reason(shape, dtype=torch.bfloat16, block_size=64, capability=(9, 0)):
-        return why_unsupported(shape, dtype, block_size, capability)
-
-    assert all(reason(shape) == "" for shape in SHAPES.values())
-    assert "float32" in reason(SHAPES["tiny"], dtype=torch.float32)
-    assert "head_dim is 32" in reason(config(128, 320, 4, 2, 32))
-    assert "16 heads share 1" in reason(config(1024, 3072, 16, 1, 64))
-    assert "multiples of 32" in reason(config(256, 700, 4, 2, 64))
-    assert "power of two" in reason(SHAPES["tiny"], block_size=8)
-    assert "power of two" in reason(SHAPES["tiny"], block_size=48)
-    assert "hidden size 3584 and MLP size 18944; it is faster for up to 2048" in reason(config(3584, 18944, 28, 4, 128))
-    assert "compute capability 9.0, and this GPU has 8.6" in reason(SHAPES["tiny"], capability=(8, 6))
-    assert "227 KB of shared memory per block, and GPUs of compute capability 12.0 have 99" in reason(
-        SHAPES["tiny"], capability=(12, 0)
-    )
-    assert reason(SHAPES["tiny"], capability=(10, 0)) == ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import pytest
 import torch
 from decode_steps import SHAPES, TOLERANCE, assert_step_is_right, config, make_model, make_step, run
-from emulated_megakernel import build, emulate
+from emulated_megakernel import Launch, build, emulate
 
 pytestmark = pytest.mark.compiler
 
@@ -20,19 +19,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory):
-    @cache
-    def library(name: str) -> ctypes.CDLL:
-        return build(*CASES[name], tmp_path_factory.mktemp(name))
-
-    return library
+def libraries(tmp_path_factory):
+    return cache(lambda name: build(*CASES[name], tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture
 def case(libraries, monkeypatch):
     def make(name: str):
-        shape, dtype = CASES[name]
-        return shape, dtype, *emulate(make_model(shape, dtype, device="cpu"), libraries(name), monkeypatch)
+        (shape, dtype), library = CASES[name], libraries(name)
+        launch = Launch(library)
+        kernel = emulate(make_model(shape, dtype, device="cpu"), library, launch, monkeypatch)
+        kernel.timeout_ms = 10**9
+        return shape, dtype, kernel, launch
 
     return make
 

@@ -67,6 +67,7 @@ def test_it_is_short():
     assert host and kernel.count("\n") <= 250
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", COUNTS)
 def test_it_compiles_for_an_h200(version, tmp_path, monkeypatch):
     compiler = mini.nvcc(("9.0",))

@@ -3,82 +3,42 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 
 import pytest
-from hopper import compiled_for_hopper
+from no_gpu import compiled_for_hopper
 
-BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
-# Of the arguments of all kernels: those that are not bfloat16 tensors.
+# Of the arguments of all kernels: those that are not bfloat16 tensors, and their types.
 TYPES = {
-    "squares": F32,
-    "partial": F32,
-    "partial_out": F32,
-    "partial_lse": F32,
-    "arrival_counters": I32,
-    "block_tables": I32,
-    "context_lens": I32,
-    "positions": I64,
-    "slot_mapping": I64,
-    "peers": I64,
-    "eps": "fp32",
-    "head_norm_eps": "fp32",
-    "rows_eps": "fp32",
-    "scale_log2": "fp32",
-} | dict.fromkeys(
-    (
-        "x_stride",
-        "residual_stride",
-        "query_stride",
-        "qkv_stride",
-        "rows_stride",
-        "slot_stride",
-        "parts",
-        "tokens",
-        "table_width",
-        "num_splits",
-        "split_keys",
-        "count",
-    ),
-    "i32",
-)
+    name: kind
+    for kind, names in {
+        "*fp32": "squares partial partial_out partial_lse",
+        "*i32": "arrival_counters block_tables context_lens",
+        "*i64": "positions slot_mapping peers",
+        "fp32": "eps head_norm_eps rows_eps scale_log2",
+        "i32": "x_stride residual_stride query_stride qkv_stride rows_stride slot_stride parts tokens table_width "
+        "num_splits split_keys count",
+    }.items()
+    for name in names.split()
+}
 TILE = {"BLOCK_M": 16, "BLOCK_K": 64, "PRECISION": "tf32"}
+HEADS = {"HEADS": 2, "KV_HEADS": 1, "HALF": 32, "HAS_BIAS": True, "HAS_NORM": True}
+ROWS = {"ROWS": 128, "ROWS_PAD": 128}
+ATTENTION = {"KV_HEADS": 1, "GROUP": 2, "GROUP_PAD": 16, "ROWS": 2, "HEAD_DIM": 64, "HEAD_PAD": 64, "BLOCK_SIZE": 64}
+SPLITS = {"BLOCK_N": 32, "SPLITS_PAD": 64, "AHEAD": 8, "PRECISION": "tf32"}
+SIZE, PARTS = {"SIZE": 128}, {"SIZE": 128, "PARTS": 2}
+PADDED = SIZE | {"SIZE_PAD": 128}
+PRODUCT = {"OUT_SIZE": 64, "SPLITS": 2, "BLOCK_N": 16, "RANK": 0, "RANKS": 2}
 KERNELS = {
-    "kernels.elementwise._rotate_and_store_kernel": {
-        "HEADS": 2,
-        "KV_HEADS": 1,
-        "HALF": 32,
-        "HALF_PAD": 32,
-        "HEADS_PAD": 4,
-        "HAS_NORM": True,
-        "HAS_BIAS": True,
-        "ROWS": 128,
-        "ROWS_PAD": 128,
-    },
-    "kernels.elementwise._silu_and_multiply_kernel": {"INTERMEDIATE": 64, "BLOCK": 64, "ROWS": 128, "ROWS_PAD": 128},
-    "kernels.elementwise._rms_norm_kernel": {"SIZE": 128, "SIZE_PAD": 128},
-    "kernels.skinny_gemm_kernels.sum_squares_kernel": {"SIZE": 128, "SIZE_PAD": 128},
-    "kernels.skinny_gemm_kernels.qkv_rotate_kernel": TILE
-    | {"SIZE": 128, "PARTS": 2, "HEADS": 2, "KV_HEADS": 1, "HALF": 32, "PAIRS": 32, "HAS_BIAS": True, "HAS_NORM": True},
-    "kernels.skinny_gemm_kernels.gate_up_silu_kernel": TILE
-    | {"SIZE": 128, "PARTS": 2, "INTERMEDIATE": 64, "BLOCK_N": 16},
-    "kernels.skinny_gemm_kernels.product_add_kernel": TILE
-    | {"SIZE": 128, "OUT_SIZE": 64, "SPLITS": 2, "BLOCK_N": 16, "RANK": 0, "RANKS": 2},
+    "kernels.elementwise._rotate_and_store_kernel": HEADS | ROWS | {"HALF_PAD": 32, "HEADS_PAD": 4},
+    "kernels.elementwise._silu_and_multiply_kernel": ROWS | {"INTERMEDIATE": 64, "BLOCK": 64},
+    "kernels.elementwise._rms_norm_kernel": PADDED,
+    "kernels.skinny_gemm_kernels.sum_squares_kernel": PADDED,
+    "kernels.skinny_gemm_kernels.qkv_rotate_kernel": TILE | PARTS | HEADS | {"PAIRS": 32},
+    "kernels.skinny_gemm_kernels.gate_up_silu_kernel": TILE | PARTS | {"INTERMEDIATE": 64, "BLOCK_N": 16},
+    "kernels.skinny_gemm_kernels.product_add_kernel": TILE | SIZE | PRODUCT,
     "tensor_parallel.all_reduce._all_reduce_kernel": {"RANK": 0, "RANKS": 2, "BLOCK": 2048, "ONTO": True},
-    "kernels.decode_attention.dependent_decode_kernel": {
-        "KV_HEADS": 1,
-        "GROUP": 2,
-        "GROUP_PAD": 16,
-        "ROWS": 2,
-        "HEAD_DIM": 64,
-        "HEAD_PAD": 64,
-        "BLOCK_SIZE": 64,
-        "BLOCK_N": 32,
-        "SPLITS_PAD": 64,
-        "AHEAD": 8,
-        "PRECISION": "tf32",
-    },
+    "kernels.decode_attention.dependent_decode_kernel": ATTENTION | SPLITS,
 }
 
 
@@ -86,15 +46,13 @@ def compiled(name: str, pdl: bool) -> str:
     """PTX of a kernel."""
     module, _, function = name.rpartition(".")
     kernel = getattr(importlib.import_module(f"stage_f_graph_tp.{module}"), function)
-    types = {n: TYPES.get(n, BF16) for n in kernel.arg_names}
+    types = {n: TYPES.get(n, "*bf16") for n in kernel.arg_names}
     return compiled_for_hopper(kernel, types, KERNELS[name] | {"PDL": pdl}, num_warps=4, launch_pdl=pdl)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_dependent_kernel_lets_the_next_start_and_waits_before_it_writes(name, tmp_path, monkeypatch):
+def test_a_dependent_kernel_lets_the_next_start_and_waits_before_it_writes(name):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = re.findall(r"griddepcontrol\.\w+|\bst\.global|\batom\.", compiled(name, pdl=True))
     assert found[:2] == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"]
     assert "st.global" in found

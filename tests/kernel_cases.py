@@ -1,0 +1,48 @@
+"""What tests of kernels share: where a case runs, how near is near, and what several of them compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stage_a_naive.loading import resolve
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.layers import QKNorm, RotaryEmbedding
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+F32, HALVES = torch.float32, (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, F32)
+CASE = ("case", "device", "dtype")
+
+
+def case(values: object, device: torch.device = CPU, dtype: torch.dtype = F32, marks: Sequence = ()):
+    """A row of a table whose columns are `CASE`."""
+    return pytest.param(values, device, dtype, marks=marks, id=f"{device}-{dtype}-{values}")
+
+
+def interpreted(*cases: object) -> list:
+    """Run each case in Triton's interpreter, which has float32 alone."""
+    return [case(values, marks=[pytest.mark.interpreted]) for values in cases]
+
+
+def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:
+    """Run each case on a GPU, in each dtype."""
+    return [case(values, CUDA, dtype, [pytest.mark.gpu]) for values in cases for dtype in dtypes]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖: single numbers of a rounded sum may be far off where they cancel."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def rotary_and_norm(
+    heads: int, kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> tuple[RotaryEmbedding, QKNorm]:
+    """Rotary tables of 50 positions, and norms of heads whose weights are not 1."""
+    config = replace(ModelConfig.from_hf(resolve("random:qwen3-tiny").config), head_dim=head_dim)
+    norm = QKNorm(heads, kv_heads, head_dim, eps, dtype, device)
+    norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
+    return RotaryEmbedding(config, 50, dtype, device), norm
