@@ -537,6 +537,13 @@ def test_what_is_wrong_with_the_request_itself_has_its_own_status(client):
     for path in ("/v1/models", "/v1/models/tutor", "/live/events"):
         method = client.post(path, json={})
         assert method.status_code == 405 and set(method.headers["Allow"].split(", ")) == {"GET", "HEAD"}
-    for path in ("/page", "/v1", "/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"):
-        response = client.get(path)
-        assert response.status_code == 404 and set(response.json()) == {"error"}
+
+
+NO_FILES = ["/page", "/page/", "/page/none.js", "/page/../live_view.py", "/page/%2e%2e/live_view.py", "/v1"]
+NO_FILES += ["/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../etc/passwd"]
+
+
+@pytest.mark.parametrize("path", NO_FILES)
+def test_no_path_leads_to_a_file_that_is_not_the_pages(client, path):
+    response = client.get(path)
+    assert response.status_code == 404 and set(response.json()) == {"error"}

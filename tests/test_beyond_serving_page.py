@@ -219,7 +219,8 @@ def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leav
     async def play(loop: WatchedLoop, view: LiveView) -> None:
         loop.may = False
         goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
-        await asyncio.sleep(0)  # all wait for the same one
+        while not loop.asked:
+            await asyncio.sleep(0)  # all wait for the same one
         goes.cancel()
         [described] = loop.asked
         described.set_result({"num_blocks": 96})
@@ -248,11 +249,6 @@ def test_a_page_that_sends_a_body_is_read_no_further_than_its_limit(llm):
     with running(llm, limits=Limits(body_bytes=100)) as server:
         answer = httpx.request("GET", f"{server.url}/live/events", content=b" " * 101, timeout=60)
     assert answer.status_code == 413
-
-
-@pytest.mark.parametrize("path", ["/page/../live_view.py", "/page/%2e%2e/live_view.py", "/page/", "/page/none.js"])
-def test_no_path_leads_to_a_file_that_is_not_the_pages(server, path):
-    assert httpx.get(f"{server.url}{path}", timeout=60).status_code == 404
 
 
 def test_the_page_loads_nothing_from_elsewhere(server):
