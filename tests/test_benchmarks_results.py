@@ -87,7 +87,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(b"pixels"))
 
 
-def test_what_is_committed_is_what_the_report_makes(quick_figures: None) -> None:
+def test_what_is_committed_is_what_the_report_makes(quick_figures):
     """Every file is valid, the READMEs are up to date, and no picture is missing."""
     assert write_report(check=True) == []
 
@@ -104,13 +104,13 @@ def test_what_is_committed_is_what_the_report_makes(quick_figures: None) -> None
         ("rows", [], "no rows"),
     ],
 )
-def test_a_file_that_cannot_be_trusted_is_refused(path: str, value: object, message: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_trusted_is_refused(path, value, message, tmp_path):
     results.write(broken(path, value), tmp_path / "bad.json")
     with pytest.raises(ResultsError, match=f"bad.json: .*{message}"):
         load(tmp_path / "bad.json")
 
 
-def test_half_a_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_half_a_file_is_refused_by_name(tmp_path):
     (tmp_path / "half.json").write_text('{"kind": "engines"')
     with pytest.raises(ResultsError, match="half.json is not JSON"):
         load(tmp_path / "half.json")
@@ -127,7 +127,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree: Path, quick_figures: None) -> None:
+def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree, quick_figures):
     texts = [tree / "README.md", tree / "benchmarks" / "README.md", tree / "stage_b_decode_step" / "README.md"]
     wanted = write_report(tree, check=True)
     assert wanted[:3] == texts and {path.suffix for path in wanted[3:]} == {".png"}
@@ -168,7 +168,7 @@ def refusal(tree: Path, *payloads: dict) -> str:
     return str(error.value)
 
 
-def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree: Path) -> None:
+def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree):
     other = payload(engines=("B",))
     other["environment"]["commit"] = "f" * 40
     message = refusal(tree, payload(), other)
@@ -180,7 +180,7 @@ def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree: Path
     assert "1 rows with fewer than 3 samples" in refusal(tree, study)
 
 
-def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
+def test_files_of_one_commit_are_one_table_with_the_samples_of_all():
     parts = [payload(0.01 * (i + 1), range(1)) for i in range(3)]
     [group] = group_results(named(*parts))
     assert group.problem == ""
@@ -191,7 +191,7 @@ def test_files_of_one_commit_are_one_table_with_the_samples_of_all() -> None:
     assert "fewer than 3 repeats" in group_results(named(*parts[:2]))[0].problem
 
 
-def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
+def test_the_front_page_compares_each_stage_with_the_one_before():
     elsewhere = {
         "kind": "elsewhere",
         "environment": ENVIRONMENT,
@@ -214,7 +214,7 @@ def test_the_front_page_compares_each_stage_with_the_one_before() -> None:
 
 @pytest.mark.parametrize("other", [None, {"tpot_ms": 1.0}], ids=["alone", "compiled before"])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_first_visit_that_was_much_slower_is_said(other: dict | None, order: int) -> None:
+def test_a_first_visit_that_was_much_slower_is_said(other, order):
     files = payload(), payload()
     for found, visit in zip(files, ({"tpot_ms": 54.6}, other), strict=True):
         next(row for row in found["rows"] if row["engine"] == "A")["first_visit"] = visit
@@ -223,7 +223,7 @@ def test_a_first_visit_that_was_much_slower_is_said(other: dict | None, order: i
     assert any("单个请求：进程第一次" in line and "54.6 毫秒/token" in line for line in front_table(group, "zh"))
 
 
-def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_limit() -> None:
+def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_limit():
     found = payload()
     late = {("B", "mixed"): (7000, 60), ("A", "ttft"): (50, 40), ("A", "single"): (30, 20)}
     for row in found["rows"]:
@@ -238,7 +238,7 @@ def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_lim
     assert notes(group, ["B"], [load], "zh") == ["", chinese]
 
 
-def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:
+def test_a_study_is_a_table_of_its_own_in_its_own_order():
     found = payload(engines=("F, 2 GPUs", "F"))
     found["options"]["study"] = "ranks"
     plain, study = group_results(named(payload(), found))
@@ -248,7 +248,7 @@ def test_a_study_is_a_table_of_its_own_in_its_own_order() -> None:
     assert "1.00 ×" in rows[2]
 
 
-def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show() -> None:
+def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show():
     found = payload()
     for row in found["rows"]:
         if row["workload"] in ("ttft", "mixed"):
@@ -261,7 +261,7 @@ def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show() -> Non
     assert "not run" not in "\n".join(stage_table(plain, "stage_b_decode_step", "stage_a_naive"))
 
 
-def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloads() -> None:
+def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloads():
     found = payload()
     for row in found["rows"]:
         if row["engine"] == "B":
@@ -271,7 +271,7 @@ def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloa
     assert notes(group, ["B"], columns) == ["", "- B: failed: no answers: exit status -11"]
 
 
-def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before() -> None:
+def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before():
     found = payload(engines=("B", "B[x=1]", "C", "C[x=1]"))
     for row in found["rows"]:
         row["package"] = "stage_c_fused_mlp" if row["engine"].startswith("C") else "stage_b_decode_step"
@@ -280,14 +280,14 @@ def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before()
     assert [row.split("|")[1].strip() for row in rows] == ["engine", "*floor*", "B", "C", "C[x=1]"]
 
 
-def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last() -> None:
+def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last():
     row = {"engine": "transformers", "workload": "single", "samples": [{"tpot_ms": 3.21}]}
     elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "source": "there", "rows": [row]}
     [group] = group_results(named(payload(engines=("mine", "C", "B[x=1]", "A", "B")), elsewhere))
     assert group.engines == ["A", "B", "B[x=1]", "C", "mine", "transformers"]
 
 
-def test_a_picture_is_drawn_of_what_there_is() -> None:
+def test_a_picture_is_drawn_of_what_there_is():
     [group] = group_results(named(payload()))
     assert plot_rates(group).png.startswith(b"\x89PNG")
     only = payload()
@@ -298,12 +298,12 @@ def test_a_picture_is_drawn_of_what_there_is() -> None:
 @pytest.mark.parametrize(
     "text", ["<!-- bench:tabel -->\n<!-- /bench:tabel -->", "<!-- bench:table -->\n", "<!-- /x -->"]
 )
-def test_a_marker_that_is_unknown_or_open_is_refused(text: str) -> None:
+def test_a_marker_that_is_unknown_or_open_is_refused(text):
     with pytest.raises(ResultsError, match="README.md: no table, or no end, for the marker"):
         fill(text, {"bench:table": []}, Path("README.md"))
 
 
-def test_a_decode_step_is_the_difference_of_two_calls() -> None:
+def test_a_decode_step_is_the_difference_of_two_calls():
     workload = make_workload("single", "cpu")
     first, whole = workload.rounds[0]
     steps = whole.max_tokens[0] - 1
@@ -312,7 +312,7 @@ def test_a_decode_step_is_the_difference_of_two_calls() -> None:
     assert found["prefill_ms"] == 3000
 
 
-def test_the_distance_from_the_floor_is_a_factor_for_times_and_a_share_for_rates() -> None:
+def test_the_distance_from_the_floor_is_a_factor_for_times_and_a_share_for_rates():
     assert against_floor("tpot_ms", 2.3, 1.0) == "2.30 ×"
     assert against_floor("output_tokens_per_s", 1.0, 2.0) == "50.0 %"
 
@@ -321,5 +321,5 @@ def test_the_distance_from_the_floor_is_a_factor_for_times_and_a_share_for_rates
     ("value", "text"),
     [(None, "–"), (0, "0"), (0.23187, "0.232"), (1.5678, "1.57"), (59.42, "59.4"), (181500.4, "181,500")],
 )
-def test_numbers_are_shown_with_three_digits(value: float | None, text: str) -> None:
+def test_numbers_are_shown_with_three_digits(value, text):
     assert number(value) == text

@@ -29,19 +29,19 @@ from stage_f_graph_tp.options import GraphOptions
 BY_NAME = {engine.name: engine for engine in ENGINES}
 
 
-def test_only_what_is_installed_is_a_row() -> None:
+def test_only_what_is_installed_is_a_row():
     names = list(installed_engines())
     assert "A" in names and "transformers" in names
     assert len(set(names)) == len(names)
 
 
-def test_options_in_brackets_make_a_row_of_their_own() -> None:
+def test_options_in_brackets_make_a_row_of_their_own():
     plain, variant = select(["A", "A[seed=3,dtype=float32]"])
     assert (plain.name, dict(plain.options)) == ("A", {})
     assert (variant.name, dict(variant.options)) == ("A[seed=3,dtype=float32]", {"seed": 3, "dtype": "float32"})
 
 
-def test_a_row_of_your_own_needs_no_change_of_a_file() -> None:
+def test_a_row_of_your_own_needs_no_change_of_a_file():
     [mine] = select(["mine=stage_a_naive:LLM[seed=7]"])
     assert (mine.name, mine.factory, dict(mine.options)) == ("mine[seed=7]", "stage_a_naive:LLM", {"seed": 7})
     assert mine.build("random:qwen2-tiny", "cpu", "auto").generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -56,12 +56,12 @@ def test_a_row_of_your_own_needs_no_change_of_a_file() -> None:
         ("mine=no_such_module:LLM", "no module 'no_such_module'"),
     ],
 )
-def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
+def test_a_wrong_engine_is_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         select([engine])
 
 
-def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
+def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has():
     for engine in select([], "stage-b"):
         changed = {k: v for k, v in engine.options.items() if k != "compile"}
         assert len(changed) <= 1 and all(StageB.__init__.__kwdefaults__[k] is not v for k, v in changed.items())
@@ -74,13 +74,13 @@ def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
     assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
 
 
-def test_an_engine_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_what_the_machine_lacks(monkeypatch):
     assert BY_NAME["F, 2 GPUs"].unmet_need(1) == "needs 2 GPUs, there are 1"
     monkeypatch.setattr("benchmarks.engines.shutil.which", lambda name: None)
     assert BY_NAME["B compiled"].unmet_need(1) == "no C++ compiler"
 
 
-def test_parity_failure_says_where_the_answers_part() -> None:
+def test_parity_failure_says_where_the_answers_part():
     assert "answer 1 parts from A's at token 2: [3] became [4]" in difference([[1], [1, 2, 3]], [[1], [1, 2, 4]])
     assert "answer 0 parts from A's at token 1: [2] became []" in difference([[1, 2]], [[1]])
     assert "answer 0 parts from A's at token 1: [] became [2]" in difference([[1]], [[1, 2]])
@@ -98,27 +98,27 @@ class Clockwork:
         return [{"token_ids": [0] * (params.max_tokens - self.lost)} for params in sampling_params]
 
 
-def test_an_engine_that_returns_fewer_tokens_is_refused() -> None:
+def test_an_engine_that_returns_fewer_tokens_is_refused():
     workload = make_workload("single", "tiny")
     with pytest.raises(RuntimeError, match="did not get the 8 tokens"):
         timed_call(Clockwork(lost=1), workload, workload.rounds[0][1], torch.device("cpu"))
 
 
-def test_a_workload_that_would_take_too_long_is_not_run_and_says_so() -> None:
+def test_a_workload_that_would_take_too_long_is_not_run_and_says_so():
     llm = Clockwork()
     found = run_workload(llm, BY_NAME["A"], make_workload("mixed", "tiny"), "cpu", 1.0, 0.0, False)
     assert "the limit was 0 s" in found["not_run"] and "one request at a time" in found["not_run"]
     assert len(llm.calls) == 2  # the short warm-up that it was judged by
 
 
-def test_rounds_stop_when_the_time_is_up_but_one_always_runs() -> None:
+def test_rounds_stop_when_the_time_is_up_but_one_always_runs():
     workload = make_workload("single", "cpu")
     assert len(run_workload(Clockwork(), BY_NAME["A"], workload, "cpu", 0.0, 60.0, False)["samples"]) == 1
     found = run_workload(Clockwork(), BY_NAME["A"], workload, "cpu", 60.0, 60.0, False)
     assert len(found["samples"]) == len(workload.rounds)
 
 
-def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time() -> None:
+def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time():
     workload = make_workload("decode32", "cpu")  # 8 requests of 32 tokens, after 8 of 1 token
 
     def timed(calls: list) -> list[TimedCall]:
@@ -129,7 +129,7 @@ def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_
     assert single == pytest.approx(4 + (8 - 5) * 0.1 + 4 + (256 - 5) * 0.1)
 
 
-def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> None:
+def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted():
     llm = Clockwork()
     found = run_workload(llm, BY_NAME["A"], make_workload("single", "tiny"), "cpu", 0.0, 60.0, False)
     assert found["first_visit"].keys() == found["samples"][0].keys() and found["first_prefill_ms"] > 0
@@ -142,7 +142,7 @@ def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
     return Measurement(Namespace(**args | options, engines=engines, output=tmp_path / "out.json"))
 
 
-def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
+def test_static_batch_of_transformers_answers_as_stage_a_does():
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 41], [300, 301, 302, 303]]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 7, 5)]
     expected = LLM("random:qwen2-tiny", device="cpu").generate(prompts, params, use_tqdm=False)
@@ -150,13 +150,13 @@ def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
 
 
-def test_static_batch_refuses_mixed_temperatures() -> None:
+def test_static_batch_refuses_mixed_temperatures():
     engine = TransformersEngine("random:qwen2-tiny", device="cpu")
     with pytest.raises(ValueError, match="one temperature"):
         engine.generate([[1], [2]], [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)])
 
 
-def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why() -> None:
+def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why():
     assert "took too long and was stopped" in run_job({"kind": "look"}, timeout=0.01)["error"]
     died = run_job({"kind": "timing"}, timeout=60)
     assert "exit status 1" in died["error"] and "KeyError: 'engine'" in died["error"]
@@ -175,7 +175,7 @@ def committed() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def test_what_a_process_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_has_started_ends_with_it(tmp_path, monkeypatch):
     pipe, python = tmp_path / "pipe", tmp_path / "python"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -187,9 +187,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path, monkeypatch: py
     os.close(reader)
 
 
-def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(tmp_path, capsys):
     before, output = committed(), tmp_path / "out.json"
     engine = ["--engines", "A", "--workloads", "single", "ttft", "--repeats", "1"]
     assert run.main([*TINY, *engine, "--output", str(output)]) == 0
@@ -221,9 +219,7 @@ MACHINE = {
 SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
 
 
-def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(tmp_path, monkeypatch, capsys):
     before, output = committed(), tmp_path / "out.json"
 
     def interrupted(job: dict, timeout: float) -> dict:
@@ -244,9 +240,7 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
     assert committed() == before
 
 
-def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches(tmp_path, monkeypatch):
     asked = []
 
     def timed(job: dict, timeout: float) -> dict:
@@ -267,9 +261,7 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
     assert visits == [1, 2], "that of the first process"
 
 
-def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_is_told_from_what_the_processes_before_have_taken(tmp_path, monkeypatch, capsys):
     now = [0.0]
 
     def timed(job: dict, timeout: float) -> dict:
@@ -285,24 +277,20 @@ def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
     assert told == [("1", ""), ("2", "3"), ("3", "4"), ("4", "2")]
 
 
-def test_rows_of_a_study_can_be_measured_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_study_can_be_measured_by_themselves(capsys):
     assert [engine.name for engine in select(["F, 2 GPUs"], "ranks")] == ["F, 2 GPUs"]
     assert run.main(["--study", "ranks", "--engines", "E"]) == 2
     assert "no row 'E' in study 'ranks'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
-def test_a_changed_tree_is_not_published(
-    tree: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_tree_is_not_published(tree, monkeypatch, capsys):
     monkeypatch.setattr(run, "commit_of_tree", lambda: tree)
     assert run.main(["--publish", "mine", "--engines", "A"]) == 2
     assert "--publish needs a clean commit" in capsys.readouterr().err
 
 
-def test_what_is_published_is_a_whole_measurement_with_enough_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_published_is_a_whole_measurement_with_enough_repeats(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "commit_of_tree", lambda: ("0" * 40, False))
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     work = ["--engines", "A", "--workloads", "single", "--device", "cpu", "--output", str(tmp_path / "out" / "x.json")]
@@ -326,8 +314,8 @@ def test_what_is_published_is_a_whole_measurement_with_enough_repeats(
 
 
 def test_a_workload_that_an_engine_could_not_run_is_not_tried_again_and_a_failure_is_the_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     asked = []
 
     def answered(job: dict, timeout: float) -> dict:
@@ -352,27 +340,23 @@ def test_a_workload_that_an_engine_could_not_run_is_not_tried_again_and_a_failur
         ("--model random:qwen3-0.6b --workloads single", "random:qwen3-0.6b", "cpu-qwen3-0.6b.json", 4096),
     ],
 )
-def test_a_size_has_a_model_and_a_file_is_named_after_what_was_measured(
-    words: str, model: str, name: str, length: int
-) -> None:
+def test_a_size_has_a_model_and_a_file_is_named_after_what_was_measured(words, model, name, length):
     found = Measurement(run.build_parser().parse_args(words.split()))
     assert (found.model, found.path, found.max_model_len) == (model, results.LOCAL / name, length)
 
 
-def test_at_cpu_size_some_requests_wait_unless_the_row_says_otherwise(tmp_path: Path) -> None:
+def test_at_cpu_size_some_requests_wait_unless_the_row_says_otherwise(tmp_path):
     rows = ["A", "D", "D[max_num_seqs=4]"]
     for size, expected in (("cpu", [None, 16, 4]), ("tiny", [None, None, 4])):
         assert [e.options.get("max_num_seqs") for e in measuring(tmp_path, *rows, size=size).engines] == expected
 
 
-def test_a_wrong_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_model_is_refused_before_anything_starts(capsys):
     assert run.main(["--model", "random:nothing", "--engines", "A"]) == 2
     assert "no preset 'nothing'" in capsys.readouterr().err
 
 
-def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(tmp_path, monkeypatch):
     asked = []
 
     def answers(job: dict, timeout: float) -> dict:
@@ -393,9 +377,7 @@ def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
     assert found.rows["F, 4 GPUs", "single"]["not_run"].startswith("needs 4 GPUs, there are ")
 
 
-def test_the_commit_comes_from_the_environment_where_there_is_no_git(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_commit_comes_from_the_environment_where_there_is_no_git(monkeypatch, tmp_path):
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     assert results.commit_of_tree() == ("0123abc", False), "it is asked before git"
     monkeypatch.setattr(results, "ROOT", tmp_path)

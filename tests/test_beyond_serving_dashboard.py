@@ -9,17 +9,13 @@ import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from serving import httpx, running, wait_until
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import running, wait_until  # noqa: E402
-
-import stage_e_batching  # noqa: E402
+import stage_e_batching
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
@@ -35,10 +31,8 @@ scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{po
 @pytest.fixture(scope="module")
 def server():
     options = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "kvcache_block_size": 8}
-    llm = stage_e_batching.LLM("tutor", device="cpu", **options)
-    with running(llm) as server:
+    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm, running(llm) as server:
         yield server
-    llm.close()
 
 
 @pytest.fixture(scope="module")

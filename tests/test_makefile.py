@@ -74,7 +74,7 @@ def make_environment(installer: Path, pip_ends_with: str) -> subprocess.Complete
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_making_the_environment_shows_its_phases_and_large_downloads_and_is_done_once(installer: Path) -> None:
+def test_making_the_environment_shows_its_phases_and_large_downloads_and_is_done_once(installer):
     done = make_environment(installer, "Successfully installed small torch")
     assert done.returncode == 0 and not done.stderr
     making, installing, *phases = done.stdout.splitlines()
@@ -85,7 +85,7 @@ def test_making_the_environment_shows_its_phases_and_large_downloads_and_is_done
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_what_pip_said_last_is_shown_where_it_fails(installer: Path) -> None:
+def test_what_pip_said_last_is_shown_where_it_fails(installer):
     done = make_environment(installer, "ERROR: No space left on device")
     assert done.returncode != 0 and "ERROR: No space left on device" in done.stderr
     assert not (installer.parent / "venv" / ".ready").exists()
@@ -93,7 +93,7 @@ def test_what_pip_said_last_is_shown_where_it_fails(installer: Path) -> None:
 
 @pytest.mark.parametrize("prompt", AWKWARD)
 @pytest.mark.parametrize("in_environment", [False, True], ids=["argument", "environment"])
-def test_a_prompt_is_neither_expanded_nor_split(recorder: Path, prompt: str, in_environment: bool) -> None:
+def test_a_prompt_is_neither_expanded_nor_split(recorder, prompt, in_environment):
     if in_environment:
         found = calls(recorder, "stage-a", PROMPT=prompt)
     else:
@@ -102,12 +102,12 @@ def test_a_prompt_is_neither_expanded_nor_split(recorder: Path, prompt: str, in_
     assert not (ROOT / "was-run").exists()
 
 
-def test_a_model_in_a_folder_with_spaces_is_one_argument(recorder: Path) -> None:
+def test_a_model_in_a_folder_with_spaces_is_one_argument(recorder):
     assert calls(recorder, "stage-d", "MODEL=/my models/$1") == [["-m", "stage_d_paged", "--model=/my models/$1"]]
 
 
 @pytest.mark.parametrize("letter", "abcde")
-def test_a_stage_before_f_says_in_one_line_that_several_ranks_are_stage_fs(recorder: Path, letter: str) -> None:
+def test_a_stage_before_f_says_in_one_line_that_several_ranks_are_stage_fs(recorder, letter):
     with pytest.raises(subprocess.CalledProcessError) as refused:
         calls(recorder, f"stage-{letter}", "TP=2")
     [line] = refused.value.stderr.decode().splitlines()
@@ -115,11 +115,11 @@ def test_a_stage_before_f_says_in_one_line_that_several_ranks_are_stage_fs(recor
     assert not (recorder.parent / "calls").exists()
 
 
-def test_stage_f_takes_several_ranks(recorder: Path) -> None:
+def test_stage_f_takes_several_ranks(recorder):
     assert calls(recorder, "stage-f", "TP=2") == [["-m", "stage_f_graph_tp", "--tensor-parallel-size", "2"]]
 
 
-def test_the_notebooks_open_as_root_too_and_with_the_readers_options(recorder: Path) -> None:
+def test_the_notebooks_open_as_root_too_and_with_the_readers_options(recorder):
     call = calls(recorder, "lab", "ARGS=--no-browser --port 9999")[-1]
     assert call[:2] == ["-m", "jupyterlab"] and call[-3:] == ["--no-browser", "--port", "9999"]
     assert ("--allow-root" in call) == (os.geteuid() == 0)

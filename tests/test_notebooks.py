@@ -69,9 +69,7 @@ def test_the_notebook_runs(path):
     assert sum(map(has_image, code_cells(notebook))) >= 2
 
 
-def test_a_run_names_each_notebook_and_makes_a_dot_per_cell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_names_each_notebook_and_makes_a_dot_per_cell(monkeypatch, capsys):
     said: list[str] = []
 
     def execute(path: Path, on_cell: Callable[[], None]) -> None:
@@ -85,9 +83,7 @@ def test_a_run_names_each_notebook_and_makes_a_dot_per_cell(
     assert said == ["a_naive.ipynb: "] and re.fullmatch(r"\.\. \d+ s\n", capsys.readouterr().out)
 
 
-def test_a_cell_over_its_time_limit_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_over_its_time_limit_is_one_line(tmp_path, monkeypatch, capsys):
     cells = [new_code_cell("x = 1"), new_markdown_cell("text"), new_code_cell("import time\ntime.sleep(600)\n")]
     nbformat.write(new_notebook(cells=cells), tmp_path / "slow.ipynb")
     monkeypatch.setattr(run, "notebooks", lambda: [tmp_path / "slow.ipynb"])
@@ -108,7 +104,7 @@ for name in sys.argv[1:]:
 
 
 @each_notebook
-def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path: Path) -> None:
+def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path):
     """As in JupyterLab, wherever it was started, and in VS Code: nothing but the stages is installed."""
     modules: list[str] = []
     for cell in code_cells(run.read(path)):
@@ -125,14 +121,14 @@ def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path: Path)
 
 
 @pytest.mark.parametrize("folder", ["labs/notebooks", "labs", "."])
-def test_a_labs_notebook_finds_the_course_that_it_is_in(folder: str) -> None:
+def test_a_labs_notebook_finds_the_course_that_it_is_in(folder):
     find, _, _ = SETUP.partition("try:")
     command = [sys.executable, "-c", f"{find}print(os.getcwd(), sys.path[0])"]
     done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(ROOT)] * 2
 
 
-def test_a_labs_notebook_alone_clones_the_course_once(tmp_path: Path) -> None:
+def test_a_labs_notebook_alone_clones_the_course_once(tmp_path):
     git = tmp_path / "git"
     git.write_text('#!/bin/sh\necho "$@" >> calls\nmkdir -p "$5/labs" && touch "$5/labs/exercises.toml"\n')
     git.chmod(0o755)
@@ -221,7 +217,7 @@ def test_tidying_drops_noise_and_this_machines_folders():
     assert [output.text for output in notebook.cells[0].outputs] == ["wrote build/x\nand more\n"]
 
 
-def test_an_answer_is_checked_and_not_shown(capsys: pytest.CaptureFixture[str]):
+def test_an_answer_is_checked_and_not_shown(capsys):
     check(..., 42, "six times seven")
     assert "42" not in capsys.readouterr().out
     check(42, 42, "six times seven")
@@ -230,7 +226,7 @@ def test_an_answer_is_checked_and_not_shown(capsys: pytest.CaptureFixture[str]):
         check(41, 42, "six times seven")
 
 
-def test_an_answer_can_be_checked_by_its_digest(capsys: pytest.CaptureFixture[str]):
+def test_an_answer_can_be_checked_by_its_digest(capsys):
     check_digest(..., digest(42), "six times seven")
     check_digest(42, digest(42), "six times seven")
     assert capsys.readouterr().out.endswith("42 is right.\n")
