@@ -90,9 +90,9 @@ def test_openai_raises_its_own_errors(server, client):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
     server.llm.engine_loop.pause()
-    with client.completions.create(model="tutor", prompt="x", n=8, stream=True):  # all that there is room for
-        with pytest.raises(openai.RateLimitError, match="retry later"):
-            client.completions.create(model="tutor", prompt="x")
+    full = client.completions.create(model="tutor", prompt="x", n=8, stream=True)  # all that there is room for
+    with full, pytest.raises(openai.RateLimitError, match="retry later"):
+        client.completions.create(model="tutor", prompt="x")
     server.llm.engine_loop.resume()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from contextlib import closing
 
+import pytest
 from serving import assert_idle, running
 from soak.over_http import HttpSoak, questions
 from soak.tally import verdict
@@ -13,6 +14,7 @@ from soak.tally import verdict
 import stage_e_batching
 
 
+@pytest.mark.slow
 def test_random_clients_get_right_answers_or_a_reason_and_leave_nothing_behind():
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": 160, "kvcache_block_size": 8}
     with closing(stage_e_batching.LLM("tutor", device="cpu", dtype="float32", num_kvcache_blocks=48, **options)) as llm:
