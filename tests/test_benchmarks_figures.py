@@ -9,19 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from measured import ON_GPU, is_drawn
 
 from benchmarks.micro import coalescing, no_cache, waterfall
 from benchmarks.micro.coalescing import naive_read, sectors, warp_read
 from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {
-    "versions": {"python": "3.12", "torch": "9.9"},
-    "device": {"name": "a GPU"},
-    "commit": "0123456789abcdef",
-    "dirty": False,
-    "date": "2030-01-01T00:00:00",
-}
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
 FUSED_LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "swiglu_mlp"]
 
@@ -72,9 +66,9 @@ def test_stages_are_timed_and_recorded_under_their_names_and_compiled_ones_with_
         options.append(build.__self__.options)
         return work(object())
 
-    monkeypatch.setattr(waterfall, "with_engine", answer)
-    monkeypatch.setattr(waterfall, "samples_of", lambda name, llm: {"samples": [1.0]})
-    monkeypatch.setattr(waterfall, "parts_per_step", lambda name, llm: {"kernels": 1, "parts": {}})
+    measured = {"samples_of": lambda *_: {"samples": [1.0]}, "parts_per_step": lambda *_: {"kernels": 1, "parts": {}}}
+    for name, stand_in in {"with_engine": answer, **measured}.items():
+        monkeypatch.setattr(waterfall, name, stand_in)
     rows = waterfall.measure()["rows"]
     assert [row["engine"] for row in rows] == ["A", "B", "B compiled", "C", "C compiled"]
     assert all(row.keys() == {"engine", "samples", "kernels", "parts"} for row in rows)
@@ -88,22 +82,21 @@ def waterfall_result() -> dict:
         {"engine": name, "samples": [seconds], "kernels": 700, "parts": parts}
         for name, seconds in (("A", 0.0145), ("B compiled", 0.0022))
     ]
-    return {"kind": "waterfall", "environment": ENVIRONMENT, "model": "m", "context": 128, "rows": rows}
+    return {"kind": "waterfall", "environment": ON_GPU, "model": "m", "context": 128, "rows": rows}
 
 
 def test_figures_are_drawn_and_tables_written_from_the_file_alone():
     strides = [{"stride_bytes": 4 * 2**i, "wanted_bytes": 4e9, "samples": [0.001 * 2**i]} for i in range(4)]
-    scattered = {"kind": "coalescing", "environment": ENVIRONMENT, "rows": strides}
+    scattered = {"kind": "coalescing", "environment": ON_GPU, "rows": strides}
     steps = {"prompt_tokens": 4, "cached": [0.001] * 3, "recomputed": [0.001, 0.002, 0.003]}
-    cached = {"kind": "no_cache", "environment": ENVIRONMENT, "model": "m", "repeats": 1, "rows": [steps]}
+    cached = {"kind": "no_cache", "environment": ON_GPU, "model": "m", "repeats": 1, "rows": [steps]}
     for module, result, cell in (
         (waterfall, waterfall_result(), "| A | 700 | 300 | 600 | 100 | 50.0 | 13,450 |"),
         (coalescing, scattered, "256 MB of them wanted"),
         (no_cache, cached, "a step is the fastest of 1 runs"),
         (no_cache, cached, "3 tokens after a prompt of 4: 0.01 s without a cache, 0.00 s with it."),
     ):
-        [picture] = module.draw([result]).values()
-        assert picture.png.startswith(b"\x89PNG")
+        assert is_drawn(module.draw([result]))
         assert any(cell in line for lines in module.table([result]).values() for line in lines)
 
 
