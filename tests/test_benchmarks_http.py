@@ -21,7 +21,6 @@ from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import batching, http_cost, ttft_rate
 from benchmarks.serve import make_prompts
 
-
 ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 64}
 
 
@@ -46,10 +45,13 @@ def test_every_answer_over_http_is_whole_or_the_study_ends(here):
 
 def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(tmp_path):
     trace, lengths = tmp_path / "trace.jsonl", [4, 9, 5, 8, 3, 7, 6, 2, 5, 4, 3, 8]
-    with closing(stage_e_batching.LLM("tutor", **ENGINE, trace=str(trace))) as llm, running(llm) as server:
-        with ThreadPoolExecutor(2) as pool:
-            here = LocalServer(server.url, os.getpid())
-            http_cost.over_http(pool, 2, here, make_prompts(12, 8, 0, 0), lengths, rounds=3)
+    with (
+        closing(stage_e_batching.LLM("tutor", **ENGINE, trace=str(trace))) as llm,
+        running(llm) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        here = LocalServer(server.url, os.getpid())
+        http_cost.over_http(pool, 2, here, make_prompts(12, 8, 0, 0), lengths, rounds=3)
     records = map(json.loads, trace.read_text().splitlines())
     running_ids = [{sequence["id"] for sequence in record["sequences"]} for record in records]
     assert len(set().union(*running_ids)) == 12 and max(map(len, running_ids)) == 4
