@@ -55,12 +55,6 @@ def test_options_in_brackets_and_classes_of_your_own_make_rows_that_need_no_chan
     assert (row.name, row.factory, dict(row.options)) == (name, factory, options)
 
 
-def test_a_row_builds_its_engine():
-    [mine] = select(["mine=stage_a_naive:LLM[seed=7]"])
-    llm = mine.build("random:qwen2-tiny", "cpu", "auto")
-    assert llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
-
-
 @pytest.mark.parametrize(
     ("engine", "message"),
     [

@@ -410,10 +410,8 @@ def test_the_servers_defaults_are_used_and_shown(llm):
 
 
 def test_the_defaults_are_told_in_one_line():
-    assert in_words({"temperature": 0.7, "max_tokens": 32768}) == (
-        "temperature 0.7, max_tokens 32768 (the model's generation_config.json)"
-    )
-    assert in_words({}) == "temperature 1, no filter, no penalty"
+    told = in_words({"temperature": 0.7, "max_tokens": 32768})
+    assert told == "temperature 0.7, max_tokens 32768 (the model's generation_config.json)"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -313,6 +313,16 @@ def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(l
     loop.drop(call)
 
 
+def test_all_that_was_asked_for_is_done_before_the_next_step(llm, loop):
+    go_on, call = threading.Event(), Call(llm.requests([QUESTION]))
+    loop.call(lambda _: go_on.wait(30))  # what follows is in the inbox when the thread looks
+    loop.submit(call)
+    steps = [loop.call(lambda engine: engine.counters.num_steps) for _ in range(3)]
+    loop.drop(call)
+    go_on.set()
+    assert len({future.result(30) for future in steps}) == 1
+
+
 def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
     async def use() -> None:
         many = AsyncLLM(llm)
