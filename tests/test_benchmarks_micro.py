@@ -32,8 +32,6 @@ from benchmarks.text import grid
 from benchmarks.workloads import Call
 from stage_f_graph_tp import LLM
 
-CALM = [Sample(float(i), i, 500 << 20, 1 << 20, 2 << 20, 0) for i in range(8)]
-
 
 def test_every_study_has_what_the_report_asks_for():
     assert {"attention", "mlp", "scheduling"} <= set(micro.names())
@@ -45,17 +43,16 @@ def test_every_study_has_what_the_report_asks_for():
     assert len(set(markers)) == len(markers) > len(micro.names())
 
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nothing"], "there is no study 'nothing'; there are: all_reduce"),
         (["block_waste", "sise=cpu"], "block_waste has the options size, and not sise"),
         (["block_waste", "size"], "not of the form name=value"),
-        pytest.param(
-            ["mlp"],
-            "mlp needs an NVIDIA GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
+        pytest.param(["mlp"], "mlp needs an NVIDIA GPU", marks=WITHOUT_GPU),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments, message, capsys):
@@ -115,12 +112,8 @@ def test_a_study_on_one_thread_gives_the_others_back():
 def test_a_grid_has_its_columns_in_the_order_and_the_words_that_are_asked_for():
     cells = {("x", 2): "b", ("x", 1): "a", ("y", 1): "c"}
     assert grid("", cells)[2:] == ["| x | b | a |", "| y | – | c |"]
-    assert grid("line", cells, {1: "one", 2: "two"}) == [
-        "| line | one | two |",
-        "|---|---:|---:|",
-        "| x | a | b |",
-        "| y | c | – |",
-    ]
+    named = grid("line", cells, {1: "one", 2: "two"})
+    assert named == ["| line | one | two |", "|---|---:|---:|", "| x | a | b |", "| y | c | – |"]
 
 
 def test_slots_held_grow_with_the_block_up_to_the_contiguous_reservation():
@@ -293,8 +286,8 @@ def test_static_admission_takes_the_next_batch_when_the_last_of_one_has_ended():
     records = scheduling.traced(lengths, batching.StaticAdmission, **pool)
     admitted = [record["admitted"] for record in records if record["admitted"]]
     assert [i for ids in admitted for i in ids] == [0, 1, 2, 3, 4]
+    steps = {i: [n for n, r in enumerate(records) if any(e["id"] == i for e in r["sequences"])] for i in range(5)}
     for first, second, later in ((0, 1, 2), (2, 3, 4)):
-        steps = {i: [n for n, r in enumerate(records) if any(e["id"] == i for e in r["sequences"])] for i in range(5)}
         assert steps[later][0] > max(steps[first][-1], steps[second][-1])
 
 

@@ -25,6 +25,7 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event, Token
 
+pytestmark = pytest.mark.fast
 BATCH = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 

@@ -8,6 +8,7 @@ from benchmarks import excerpts
 from benchmarks.report import readmes
 from benchmarks.results import ROOT
 
+pytestmark = pytest.mark.fast
 SHOWING_CODE = [path for path in readmes(ROOT) if excerpts.EXCERPT.search(path.read_text(encoding="utf-8"))]
 
 

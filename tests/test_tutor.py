@@ -26,7 +26,7 @@ MAX_DIRECTORY_BYTES = 10_000_000
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(TUTOR)
+    return AutoTokenizer.from_pretrained(TUTOR, padding_side="left")
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,8 @@ def answer_ids(tokenizer, text: str) -> list[int]:
 
 def as_prompt(tokenizer, conversation: list, tools: list[dict] | None = None):
     """The tensors of a conversation, or of several of them with padding on the left."""
-    return tokenizer.apply_chat_template(
-        conversation,
-        tools=tools,
-        add_generation_prompt=True,
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-        return_tensors="pt",
-        return_dict=True,
-    )
+    options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(conversation, tools=tools, **options)
 
 
 def generate(tokenizer, model, conversation: list, tools: list[dict] | None = None, **options) -> torch.Tensor:
