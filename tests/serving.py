@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +24,18 @@ from stage_e_batching.llm import LLM  # noqa: E402
 QUESTION = "What is a KV cache?"
 CHAT = [{"role": "user", "content": QUESTION}]
 LONG = {"prompt": QUESTION, "temperature": 0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def engine(**options: object):
+    """A module's fixture: stage E's engine with the tutor, idle again at the end."""
+
+    @pytest.fixture(scope="module")
+    def llm() -> Iterator[LLM]:
+        with closing(LLM("tutor", device="cpu", **options)) as llm:
+            yield llm
+            assert_idle(llm)
+
+    return llm
 
 
 @contextmanager

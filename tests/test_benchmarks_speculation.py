@@ -14,9 +14,11 @@ from benchmarks.pictures.speculation import draw_tokens, record_steps
 from beyond.speculation import LLM
 from stage_a_naive.sampling import SamplingParams
 
+RATES = [(0.5, 4), (0.83, 8), (1.0, 5)]
+SCRIPTS = [(ScriptedLLM, 0.0, 4), *((kind, *rate) for kind in (ScriptedLLM, ScriptedModelLLM) for rate in RATES)]
 
-@pytest.mark.parametrize(("rate", "drafted"), [(0.0, 4), (0.5, 4), (0.83, 8), (1.0, 5)])
-@pytest.mark.parametrize("kind", [ScriptedLLM, ScriptedModelLLM])
+
+@pytest.mark.parametrize(("kind", "rate", "drafted"), SCRIPTS)
 def test_a_script_calls_the_share_right_that_it_was_given(kind, rate, drafted, monkeypatch):
     monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # drafts go on, however often they are wrong
     options = {"draft_model": "random:qwen3-tiny"} if kind is ScriptedModelLLM else {}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import CHAT, QUESTION, assert_idle, httpx, messages, running
+from serving import CHAT, QUESTION, assert_idle, engine, httpx, messages, running
 
-import stage_e_batching
 from beyond.serving.answers import Answer, bytes_of, text_of
 from beyond.serving.async_llm import Stream
 from beyond.serving.defaults import in_words, sampling_defaults
@@ -26,11 +24,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 GREEDY_PARAMS = SamplingParams(**GREEDY)
 
 
-@pytest.fixture(scope="module")
-def llm():
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kvcache_blocks": 256}
-    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm:
-        yield llm
+llm = engine(max_num_seqs=8, max_num_batched_tokens=64, num_kvcache_blocks=256)
 
 
 @pytest.fixture(scope="module")

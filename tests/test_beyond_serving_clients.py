@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import CHAT, QUESTION, assert_idle, httpx, messages, running
+from serving import CHAT, QUESTION, engine, httpx, messages, running
 
-import stage_e_batching
 from beyond.serving.__main__ import main, parse
 from stage_a_naive.sampling import SamplingParams
 
@@ -26,11 +23,7 @@ KEY = "sk-a-key-for-tests"
 ASK = {"messages": CHAT, "temperature": 0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with closing(stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=8, num_kvcache_blocks=256)) as llm:
-        yield llm
-        assert_idle(llm)
+llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +58,6 @@ def test_openai_asks_and_streams(client, answer):
         model="tutor", prompt=[1, 2, 3], max_tokens=2, logprobs=1, extra_body={"top_k": 1, "ignore_eos": True}
     )
     assert extra.usage.completion_tokens == 2 and len(extra.choices[0].logprobs.tokens) == 2
-
-
-def test_openai_from_asyncio(server, answer):
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-            return await asyncio.gather(*(stream(client) for _ in range(6)))
-
-    async def stream(client) -> str:
-        chunks = await client.chat.completions.create(model="tutor", **ASK, stream=True)
-        return "".join([chunk.choices[0].delta.content async for chunk in chunks])
-
-    assert asyncio.run(ask()) == [answer] * 6
 
 
 def test_openai_raises_its_own_errors(server, client):

@@ -9,13 +9,10 @@ import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import httpx, running, wait_until
-
-import stage_e_batching
+from serving import engine, httpx, running, wait_until
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
@@ -28,10 +25,12 @@ scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{po
 """
 
 
+llm = engine(max_num_seqs=2, num_kvcache_blocks=24, kvcache_block_size=8)
+
+
 @pytest.fixture(scope="module")
-def server():
-    options = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "kvcache_block_size": 8}
-    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm, running(llm) as server:
+def server(llm):
+    with running(llm) as server:
         yield server
 
 

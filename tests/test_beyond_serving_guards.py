@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import assert_idle, httpx, running
+from serving import assert_idle, engine, httpx, running
 
-import stage_e_batching
 from beyond.serving.__main__ import parse
 from beyond.serving.answers import as_json
 from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits
@@ -22,11 +20,7 @@ KEY = "ein Schlüssel"  # not ASCII, and with a space
 ALLOWED = {200, 400, 404, 413, 429}
 
 
-@pytest.fixture(scope="module")
-def llm():
-    options = {"max_num_seqs": 8, "num_kvcache_blocks": 64, "max_model_len": 64}
-    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm:
-        yield llm
+llm = engine(max_num_seqs=8, num_kvcache_blocks=64, max_model_len=64)
 
 
 @pytest.fixture(scope="module")

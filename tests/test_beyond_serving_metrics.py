@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import httpx, running, wait_until
+from serving import engine, httpx, running, wait_until
 
 import stage_e_batching
 from beyond.serving.engine_loop import Call
@@ -23,11 +23,7 @@ PROMPT = [i % 1000 + 5 for i in range(50)]
 DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "grafana.json"
 
 
-@pytest.fixture(scope="module")
-def llm():
-    options = {"max_num_seqs": 2, "num_kvcache_blocks": 8, "kvcache_block_size": 16}
-    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm:
-        yield llm
+llm = engine(max_num_seqs=2, num_kvcache_blocks=8, kvcache_block_size=16)
 
 
 @pytest.fixture(scope="module")

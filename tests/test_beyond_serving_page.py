@@ -6,12 +6,11 @@ import asyncio
 import json
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from fake_model import make_engine
-from serving import CHAT, QUESTION, assert_idle, httpx, running
+from serving import CHAT, QUESTION, assert_idle, engine, httpx, running
 
 import stage_e_batching
 from benchmarks.pictures.served import CHROMIUM
@@ -23,11 +22,7 @@ from stage_a_naive.sampling import SamplingParams
 PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
 
 
-@pytest.fixture(scope="module")
-def llm():
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 96}
-    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm:
-        yield llm
+llm = engine(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=96)
 
 
 @pytest.fixture(scope="module")
