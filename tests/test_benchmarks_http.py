@@ -21,7 +21,7 @@ from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import batching, http_cost, ttft_rate
 from benchmarks.serve import make_prompts
 
-ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 64}
+ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 32}
 
 
 @pytest.fixture(scope="module")
