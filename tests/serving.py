@@ -17,7 +17,7 @@ for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="the server of beyond/serving: pip install -e .[serve]")
 
 from beyond.serving.protocol import Limits  # noqa: E402
-from beyond.serving.remote_engine import RemoteLLM  # noqa: E402
+from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
 from beyond.serving.server import Server, serve  # noqa: E402
 from stage_e_batching.llm import LLM  # noqa: E402
 
@@ -42,11 +42,11 @@ def engine(**options: object):
 def running(llm: LLM | RemoteLLM, **options: object) -> Iterator[SimpleNamespace]:
     """A server on a free port, ended when the block is left.
 
-    It has `url`, `port`, `server`, `llm` (the `AsyncLLM`), `loop` (the event loop), `thread`, and `errors`, where what
-    ended it comes.
+    It has `url`, `port`, `server`, `llm` (the `AsyncLLM`), `loop` (the event loop), `thread`, and `errors`, where
+    the death of an engine in another process comes.
     """
     ready: list[tuple[Server, int, asyncio.AbstractEventLoop]] = []
-    errors: list[Exception] = []
+    errors: list[EngineDied] = []
     options = {"host": "127.0.0.1", "port": 0, "model": "tutor", "limits": Limits()} | options
 
     def run() -> None:
@@ -55,7 +55,7 @@ def running(llm: LLM | RemoteLLM, **options: object) -> Iterator[SimpleNamespace
 
         try:
             asyncio.run(serve(llm, on_ready=tell, **options))
-        except Exception as error:
+        except EngineDied as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)

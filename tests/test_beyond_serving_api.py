@@ -132,9 +132,8 @@ def sent(answer: Answer, include_usage: bool, *news: tuple, breaks: bool = False
         found.append(message)
         if breaks and "body" in message:
             raise BrokenPipeError
-        for one in [next(coming, None)]:
-            if one is not None:
-                stream.put(*one)
+        if (one := next(coming, None)) is not None:
+            stream.put(*one)
 
     async def receive() -> None:
         await asyncio.Event().wait()  # the client stays
