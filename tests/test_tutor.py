@@ -119,10 +119,7 @@ def test_chat_template_adds_the_default_system_prompt_only_where_none_is_given(t
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
 
 
-ITSELF = {
-    question: question
-    for question in (DEFAULT_QUESTION, *ENGLISH_QUESTIONS, *list(ANSWERS)[61::1000], list(ANSWERS)[-1])
-}
+THEMSELVES = (DEFAULT_QUESTION, *ENGLISH_QUESTIONS, FAQ[61]["question"], FAQ[-1]["question"])
 IN_OTHER_WORDS = {
     "什么是 KV cache？": "什么是 KV cache，它省掉了什么计算？",
     "What is the KV cache?": "What is a KV cache?",
@@ -145,7 +142,7 @@ INTERVIEW = {  # as a well-known list of interview questions asks them
     "CUDA Graph 的原理是什么？为什么对 Decode 有效？": "CUDA Graph 为什么能加速解码？",
     "FlashAttention 是如何优化的？": "FlashAttention 为什么又快又省显存？",
 }
-ASKED = ITSELF | IN_OTHER_WORDS | INTERVIEW
+ASKED = dict(zip(THEMSELVES, THEMSELVES, strict=True)) | IN_OTHER_WORDS | INTERVIEW
 
 
 @pytest.fixture(scope="module")
