@@ -9,19 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from measured import ON_GPU, is_drawn
 
 from benchmarks.micro import coalescing, no_cache, waterfall
 from benchmarks.micro.coalescing import naive_read, sectors, warp_read
 from benchmarks.recording import Span
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {
-    "versions": {"python": "3.12", "torch": "9.9"},
-    "device": {"name": "a GPU"},
-    "commit": "0123456789abcdef",
-    "dirty": False,
-    "date": "2030-01-01T00:00:00",
-}
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
 FUSED_LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "swiglu_mlp"]
 
@@ -32,7 +26,7 @@ def spans(layer: list[str], passes: int) -> list[Span]:
 
 
 @pytest.mark.parametrize(("layer", "mlp"), [(LAYER, 2 * 6), (FUSED_LAYER, 2 * 2)])
-def test_a_step_is_cut_into_its_parts_by_the_order_of_its_kernels(layer: list[str], mlp: int) -> None:
+def test_a_step_is_cut_into_its_parts_by_the_order_of_its_kernels(layer, mlp):
     named = waterfall.parts_of_steps(spans(layer, passes=3), num_layers=2)
     per_part = {part: sum(name == part for name, _ in named) for part in waterfall.PARTS}
     assert per_part["MLP"] == 2 * mlp  # two decode steps: add, norm, and what follows up to the last product
@@ -42,39 +36,39 @@ def test_a_step_is_cut_into_its_parts_by_the_order_of_its_kernels(layer: list[st
     assert first == ["flash_fwd", "mm"]
 
 
-def test_names_that_a_compiler_made_from_other_names_are_not_taken_for_them() -> None:
+def test_names_that_a_compiler_made_from_other_names_are_not_taken_for_them():
     made = [Span("triton_poi_fused_addmm_flash_attention_0", 0.0, 1.0), *spans(LAYER, passes=2)]
     assert len(waterfall.parts_of_steps(made, num_layers=2)) == len(waterfall.parts_of_steps(made[1:], num_layers=2))
 
 
-def test_a_step_whose_products_cannot_be_told_apart_is_not_cut() -> None:
+def test_a_step_whose_products_cannot_be_told_apart_is_not_cut():
     merged = ["flash_fwd", "cpp_fused_mm_0", "flash_fwd", "cpp_fused_mm_1"] * 3
     named = waterfall.parts_of_steps([Span(name, i, 1.0) for i, name in enumerate(merged)], num_layers=2)
     assert {part for part, _ in named} == {"other kernels"} and len(named) == 8
 
 
-def test_spans_in_another_order_are_refused() -> None:
+def test_spans_in_another_order_are_refused():
     with pytest.raises(ValueError, match="3 attention kernels in 2 layers; the most frequent are: flash_fwd"):
         waterfall.parts_of_steps([Span("flash_fwd", i, 1.0) for i in range(3)], num_layers=2)
 
 
-def test_idle_is_what_the_kernels_leave_of_the_step() -> None:
+def test_idle_is_what_the_kernels_leave_of_the_step():
     row = {"samples": [0.001, 0.002, 0.0011], "parts": {"attention": 100.0, "MLP": 200.0}}
     assert waterfall.waterfall(row)["idle"] == pytest.approx(800.0)
 
 
 def test_stages_are_timed_and_recorded_under_their_names_and_compiled_ones_with_the_attention_that_can_be_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     options = []
 
     def answer(work: Callable, build: Callable, *given: object) -> dict:
         options.append(build.__self__.options)
         return work(object())
 
-    monkeypatch.setattr(waterfall, "with_engine", answer)
-    monkeypatch.setattr(waterfall, "samples_of", lambda name, llm: {"samples": [1.0]})
-    monkeypatch.setattr(waterfall, "parts_per_step", lambda name, llm: {"kernels": 1, "parts": {}})
+    measured = {"samples_of": lambda *_: {"samples": [1.0]}, "parts_per_step": lambda *_: {"kernels": 1, "parts": {}}}
+    for name, stand_in in {"with_engine": answer, **measured}.items():
+        monkeypatch.setattr(waterfall, name, stand_in)
     rows = waterfall.measure()["rows"]
     assert [row["engine"] for row in rows] == ["A", "B", "B compiled", "C", "C compiled"]
     assert all(row.keys() == {"engine", "samples", "kernels", "parts"} for row in rows)
@@ -88,37 +82,36 @@ def waterfall_result() -> dict:
         {"engine": name, "samples": [seconds], "kernels": 700, "parts": parts}
         for name, seconds in (("A", 0.0145), ("B compiled", 0.0022))
     ]
-    return {"kind": "waterfall", "environment": ENVIRONMENT, "model": "m", "context": 128, "rows": rows}
+    return {"kind": "waterfall", "environment": ON_GPU, "model": "m", "context": 128, "rows": rows}
 
 
-def test_figures_are_drawn_and_tables_written_from_the_file_alone() -> None:
+def test_figures_are_drawn_and_tables_written_from_the_file_alone():
     strides = [{"stride_bytes": 4 * 2**i, "wanted_bytes": 4e9, "samples": [0.001 * 2**i]} for i in range(4)]
-    scattered = {"kind": "coalescing", "environment": ENVIRONMENT, "rows": strides}
+    scattered = {"kind": "coalescing", "environment": ON_GPU, "rows": strides}
     steps = {"prompt_tokens": 4, "cached": [0.001] * 3, "recomputed": [0.001, 0.002, 0.003]}
-    cached = {"kind": "no_cache", "environment": ENVIRONMENT, "model": "m", "repeats": 1, "rows": [steps]}
+    cached = {"kind": "no_cache", "environment": ON_GPU, "model": "m", "repeats": 1, "rows": [steps]}
     for module, result, cell in (
         (waterfall, waterfall_result(), "| A | 700 | 300 | 600 | 100 | 50.0 | 13,450 |"),
         (coalescing, scattered, "256 MB of them wanted"),
         (no_cache, cached, "a step is the fastest of 1 runs"),
         (no_cache, cached, "3 tokens after a prompt of 4: 0.01 s without a cache, 0.00 s with it."),
     ):
-        [picture] = module.draw([result]).values()
-        assert picture.png.startswith(b"\x89PNG")
+        assert is_drawn(module.draw([result]))
         assert any(cell in line for lines in module.table([result]).values() for line in lines)
 
 
-def test_a_read_is_delivered_in_whole_sectors() -> None:
+def test_a_read_is_delivered_in_whole_sectors():
     assert sectors([(0, 30, 4)]) == {(0, 0), (0, 32)}
     assert len(sectors(naive_read())) == 32 and len(sectors(warp_read())) == 16
 
 
-def test_the_answer_without_a_cache_is_measured_step_by_step() -> None:
+def test_the_answer_without_a_cache_is_measured_step_by_step():
     result = no_cache.measure("random:qwen2-tiny", prompt_tokens=4, tokens=3, repeats=1)
     [row] = result["rows"]
     assert len(row["cached"]) == len(row["recomputed"]) == 3
 
 
-def test_the_strided_kernel_reads_every_nth_number() -> None:
+def test_the_strided_kernel_reads_every_nth_number():
     program = (
         "import torch; from benchmarks.micro._kernels import BLOCK, strided_sums\n"
         "source = torch.arange(2 * BLOCK * 4, dtype=torch.float32)\n"

@@ -2,64 +2,64 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
+from measured import ENVIRONMENT, is_drawn
+from serving import running
 
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+import stage_e_batching
+from benchmarks.local_server import LocalServer, local_server
+from benchmarks.micro import batching, http_cost, ttft_rate
+from benchmarks.serve import make_prompts
 
-from serving import running  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-from benchmarks.local_server import LocalServer, local_server  # noqa: E402
-from benchmarks.micro import batching, http_cost, ttft_rate  # noqa: E402
-from benchmarks.serve import make_prompts  # noqa: E402
-
-ENVIRONMENT = {
-    "device": {"name": "a machine", "type": "cpu"},
-    "versions": {"torch": "2"},
-    "commit": "0" * 40,
-    "dirty": False,
-    "date": "2026-01-01",
-}
+ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 32}
 
 
 @pytest.fixture(scope="module")
 def server():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, num_kvcache_blocks=64)
-    with running(llm, max_queue=4) as server:
+    with closing(stage_e_batching.LLM("tutor", **ENGINE)) as llm, running(llm, max_queue=4) as server:
         yield server
-    llm.close()
 
 
-def test_every_answer_over_http_is_whole_or_the_study_ends(server, monkeypatch):
-    prompts = make_prompts(3, 8, 0, 0)
-    here = LocalServer(server.url, os.getpid())
+@pytest.fixture(scope="module")
+def here(server):
+    return LocalServer(server.url, os.getpid())
+
+
+def test_every_answer_over_http_is_whole_or_the_study_ends(here):
     with ThreadPoolExecutor(2) as pool:
-        took = http_cost.over_http(pool, 2, here, prompts, [64] * 3)
+        took = http_cost.over_http(pool, 2, here, make_prompts(3, 8, 0, 0), [64] * 3)
         assert 0 < took.to_first_tokens < took.on_clock and took.of_cpu > 0 and took.reading > 0
-        monkeypatch.setattr(server.llm, "draining", True)
-        with pytest.raises(RuntimeError, match="2 of 2 answers failed: status 503"):
-            http_cost.over_http(pool, 2, here, make_prompts(2, 8, 0, 0), [64] * 2)
+        with pytest.raises(RuntimeError, match="2 of 2 answers failed: status 400"):  # longer than the pool
+            http_cost.over_http(pool, 2, here, make_prompts(2, 5000, 0, 0), [64] * 2)
 
 
-def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(server, monkeypatch):
-    admitted: list[int] = []
-    admit = server.llm._admit
-    monkeypatch.setattr(server.llm, "_admit", lambda n: (admit(n), admitted.append(server.llm.num_unfinished)))
-    with ThreadPoolExecutor(2) as pool:
-        here, lengths = LocalServer(server.url, os.getpid()), [4, 9, 5, 8, 3, 7, 6, 2, 5, 4, 3, 8]
+def test_a_stream_asks_for_the_next_answer_when_it_has_read_one(tmp_path):
+    trace, lengths = tmp_path / "trace.jsonl", [4, 9, 5, 8, 3, 7, 6, 2, 5, 4, 3, 8]
+    with (
+        closing(stage_e_batching.LLM("tutor", **ENGINE, trace=str(trace))) as llm,
+        running(llm) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        here = LocalServer(server.url, os.getpid())
         http_cost.over_http(pool, 2, here, make_prompts(12, 8, 0, 0), lengths, rounds=3)
-        assert len(admitted) == 12 and max(admitted) == 4
-        with pytest.raises(RuntimeError, match="1 of 2 answers failed: too short"):  # the pool is too small for it
-            http_cost.over_http(pool, 1, here, make_prompts(2, 8, 0, 0), [4, 5000], rounds=2)
+    records = map(json.loads, trace.read_text().splitlines())
+    running_ids = [{sequence["id"] for sequence in record["sequences"]} for record in records]
+    assert len(set().union(*running_ids)) == 12 and max(map(len, running_ids)) == 4
+
+
+def test_an_answer_that_is_too_short_ends_the_study(here):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="1 of 2 answers failed: too short"):
+        http_cost.over_http(pool, 1, here, make_prompts(2, 8, 0, 0), [4, 5000], rounds=2)  # longer than the pool
 
 
 def test_over_http_the_slowest_reader_counts():
@@ -73,25 +73,27 @@ def test_over_http_the_slowest_reader_counts():
     assert (took.on_clock, took.to_first_tokens, took.reading) == pytest.approx((9.0, 3.0, 0.2))
 
 
-def test_offline_the_first_tokens_are_there_when_every_answer_has_begun(monkeypatch):
-    now = [0.0]
+def test_offline_the_first_tokens_are_there_when_every_answer_has_begun():
+    marks = []
 
     def stream(*_):
-        for index, now[0] in ((0, 1.0), (1, 3.0), (0, 5.0), (1, 9.0)):
+        for index in (0, 1, 0, 1):
+            marks.append(time.perf_counter())
             yield index, ""
+            time.sleep(0.05)
 
     llm = SimpleNamespace(stream=stream, generate=lambda *_, **__: [{"metrics": {"ttft": t}} for t in (2.0, 4.0, 1.0)])
-    monkeypatch.setattr(http_cost, "time", SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0]))
-    assert http_cost.offline(llm, "stream", [], []) == (9.0, 9.0, 3.0, 0.0)
+    took = http_cost.offline(llm, "stream", [], [])
+    assert took.to_first_tokens >= marks[1] - marks[0] and took.reading == 0
+    assert took.on_clock - took.to_first_tokens >= marks[3] - marks[2], "before the third was made"
     assert http_cost.offline(llm, "generate", [], []).to_first_tokens == 4.0
 
 
-def test_a_load_has_a_time_for_every_request(server, monkeypatch):
+def test_a_load_has_a_time_for_every_request(server):
     found = ttft_rate.load(server.url, 6, 8, 5, math.inf, seed=0)
     assert len(found["ttft_ms"]) == 6 and min(found["ttft_ms"]) > 0 and len(found["tpot_ms"]) <= 6
-    monkeypatch.setattr(server.llm, "draining", True)
-    with pytest.raises(RuntimeError, match="3 of 3 requests failed: status 503"):
-        ttft_rate.load(server.url, 3, 8, 64, math.inf, seed=0)
+    with pytest.raises(RuntimeError, match="3 of 3 requests failed: status 400"):  # longer than the pool
+        ttft_rate.load(server.url, 3, 5000, 64, math.inf, seed=0)
 
 
 def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(capfd):
@@ -114,10 +116,11 @@ def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device
         is_first = next(turns) < len(http_cost.WAYS)
         return http_cost.Seconds(4.0 + is_first, 2.0 + is_first, 0.5 + is_first, 1.0)
 
-    monkeypatch.setattr(http_cost, "local_server", lambda *words, module: nullcontext(engines.append(words)))
-    monkeypatch.setattr(http_cost, "load_class", lambda name: lambda model, **options: engines.append(options) or llm)
-    monkeypatch.setattr(http_cost, "over_http", took)
-    monkeypatch.setattr(http_cost, "offline", took)
+    stand_ins = {"over_http": took, "offline": took}
+    stand_ins["local_server"] = lambda *words, module: nullcontext(engines.append(words))
+    stand_ins["load_class"] = lambda name: lambda model, **options: engines.append(options) or llm
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(http_cost, name, stand_in)
     rows = http_cost.measure(device=device, output_len=2)["rows"]
     assert [row["way"] for row in rows] == list(http_cost.WAYS)
     for row in rows:
@@ -136,16 +139,9 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
         "HTTP, one process": [50.0, 100.0, 150.0],
         "HTTP": [80.0, 100.0, 240.0],
     }
-    result = {
-        "kind": "http_cost",
-        "environment": ENVIRONMENT,
-        "model": "tutor",
-        "stage": "e",
-        "streams": 64,
-        "input_len": 8,
-        "output_len": 8,
-        "rows": [{"way": way, "tokens_per_s": found} for way, found in rates.items()],
-    }
+    result = {"kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e"}
+    result |= {"streams": 64, "input_len": 8, "output_len": 8}
+    result["rows"] = [{"way": way, "tokens_per_s": found} for way, found in rates.items()]
     lines = http_cost.table([result])["http-cost"]
     assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) | – |", "| HTTP | 100 | 0.80 (0.50–0.80) | – |"]
     assert "64 requests at once, 8 in, 8 out" in lines[-2]
@@ -153,38 +149,28 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
     assert "64 streams of 3 requests each, 8 in, 4–8 out" in again[-2]
     both = http_cost.table([result | {"rounds": 3}, result])["http-cost"]
     assert both == lines + again, "requests at once come first"
-    [(name, picture)] = http_cost.draw([result | {"rounds": 3, "rows": []}, result]).items()
-    assert name == "beyond/serving/figures/http_cost.png" and picture.png.startswith(b"\x89PNG")
+    drawn = http_cost.draw([result | {"rounds": 3, "rows": []}, result])
+    assert is_drawn(drawn, "beyond/serving/figures/http_cost.png")
+
+
+def times_of(*engines: tuple[str, float, float]) -> list[dict]:
+    """Rows of engines, each by its name, its rate and a factor of its times."""
+    return [
+        {"engine": name, "rate": rate, "repeat": i, "ttft_ms": [10.0 * factor, 20.0 * factor], "tpot_ms": [2.0]}
+        for i in range(2)
+        for name, rate, factor in engines
+    ]
 
 
 def test_the_times_of_all_repeats_make_one_percentile():
-    rows = [
-        {"engine": name, "rate": 5.0, "repeat": repeat, "ttft_ms": [factor * 10.0, factor * 20.0], "tpot_ms": [2.0]}
-        for repeat in range(2)
-        for name, factor in (("E", 1), ("static", 3))
-    ]
-    result = {
-        "kind": "ttft_rate",
-        "environment": ENVIRONMENT,
-        "model": "tutor",
-        "slots": 8,
-        "requests": 2,
-        "input_len": 8,
-        "longest": 8,
-        "capacity": 10.0,
-        "rows": rows,
-    }
-    assert ttft_rate.table([result])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
-    assert "3.0 to 3.0 × as long" in ttft_rate.title(result)
-    assert list(ttft_rate.draw([result])) == ["beyond/serving/figures/ttft_rate.png"]
-    of_f = [row | {"engine": "F"} for row in rows if row["engine"] == "E"]
-    faster = [row | {"ttft_ms": [t / 4 for t in row["ttft_ms"]]} for row in of_f]
-    both = result | {"rows": [row for row in rows if row["engine"] == "E"] + faster}
-    assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(both)
-    at_8 = [
-        row | {"rate": 8.0, "ttft_ms": [t * (2 if row["engine"] == "F" else 1) for t in row["ttft_ms"]]}
-        for row in both["rows"]
-    ]
-    assert "is 2.0 to 4.0 × as long" in ttft_rate.title(both | {"rows": both["rows"] + at_8})
-    names = {"beyond/serving/figures/ttft_rate.png", "beyond/serving/figures/ttft_rate_f.png"}
-    assert set(ttft_rate.draw([both, result])) == names
+    result = {"kind": "ttft_rate", "environment": ENVIRONMENT, "model": "tutor", "slots": 8, "requests": 2}
+    result |= {"input_len": 8, "longest": 8, "capacity": 10.0}
+    static = result | {"rows": times_of(("E", 5.0, 1), ("static", 5.0, 3))}
+    assert ttft_rate.table([static])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
+    assert "3.0 to 3.0 × as long" in ttft_rate.title(static)
+    faster = result | {"rows": times_of(("E", 5.0, 1), ("F", 5.0, 0.25))}
+    assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(faster)
+    at_8 = times_of(("E", 8.0, 1), ("F", 8.0, 0.5))
+    assert "is 2.0 to 4.0 × as long" in ttft_rate.title(result | {"rows": faster["rows"] + at_8})
+    figures = [f"beyond/serving/figures/ttft_rate{which}.png" for which in ("", "_f")]
+    assert is_drawn(ttft_rate.draw([static]), figures[0]) and is_drawn(ttft_rate.draw([faster, static]), *figures)

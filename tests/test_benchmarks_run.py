@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from select import select as wait_for
 from types import SimpleNamespace
 
 import pytest
 import torch
+from measured import CEILINGS, ENVIRONMENT
 
 from benchmarks import results, run
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select
@@ -29,22 +31,28 @@ from stage_f_graph_tp.options import GraphOptions
 BY_NAME = {engine.name: engine for engine in ENGINES}
 
 
-def test_only_what_is_installed_is_a_row() -> None:
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_installed_is_a_row():
     names = list(installed_engines())
     assert "A" in names and "transformers" in names
     assert len(set(names)) == len(names)
 
 
-def test_options_in_brackets_make_a_row_of_their_own() -> None:
-    plain, variant = select(["A", "A[seed=3,dtype=float32]"])
-    assert (plain.name, dict(plain.options)) == ("A", {})
-    assert (variant.name, dict(variant.options)) == ("A[seed=3,dtype=float32]", {"seed": 3, "dtype": "float32"})
-
-
-def test_a_row_of_your_own_needs_no_change_of_a_file() -> None:
-    [mine] = select(["mine=stage_a_naive:LLM[seed=7]"])
-    assert (mine.name, mine.factory, dict(mine.options)) == ("mine[seed=7]", "stage_a_naive:LLM", {"seed": 7})
-    assert mine.build("random:qwen2-tiny", "cpu", "auto").generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
+@pytest.mark.parametrize(
+    ("word", "name", "factory", "options"),
+    [
+        ("A", "A", "stage_a_naive:LLM", {}),
+        ("A[seed=3,dtype=float32]", "A[seed=3,dtype=float32]", "stage_a_naive:LLM", {"seed": 3, "dtype": "float32"}),
+        ("mine=stage_a_naive:LLM[seed=7]", "mine[seed=7]", "stage_a_naive:LLM", {"seed": 7}),
+    ],
+)
+def test_options_in_brackets_and_classes_of_your_own_make_rows_that_need_no_change_of_a_file(
+    word, name, factory, options
+):
+    [row] = select([word])
+    assert (row.name, row.factory, dict(row.options)) == (name, factory, options)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +64,12 @@ def test_a_row_of_your_own_needs_no_change_of_a_file() -> None:
         ("mine=no_such_module:LLM", "no module 'no_such_module'"),
     ],
 )
-def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
+def test_a_wrong_engine_is_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         select([engine])
 
 
-def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
+def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has():
     for engine in select([], "stage-b"):
         changed = {k: v for k, v in engine.options.items() if k != "compile"}
         assert len(changed) <= 1 and all(StageB.__init__.__kwdefaults__[k] is not v for k, v in changed.items())
@@ -74,17 +82,27 @@ def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has() -> None:
     assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
 
 
-def test_an_engine_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_what_the_machine_lacks(monkeypatch):
     assert BY_NAME["F, 2 GPUs"].unmet_need(1) == "needs 2 GPUs, there are 1"
-    monkeypatch.setattr("benchmarks.engines.shutil.which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     assert BY_NAME["B compiled"].unmet_need(1) == "no C++ compiler"
 
 
-def test_parity_failure_says_where_the_answers_part() -> None:
-    assert "answer 1 parts from A's at token 2: [3] became [4]" in difference([[1], [1, 2, 3]], [[1], [1, 2, 4]])
-    assert "answer 0 parts from A's at token 1: [2] became []" in difference([[1, 2]], [[1]])
-    assert "answer 0 parts from A's at token 1: [] became [2]" in difference([[1]], [[1, 2]])
-    assert difference([[1], [2, 3]], [[1], [2, 3]]) == ""
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ([[1], [1, 2, 4]], "answer 1 parts from A's at token 2: [3] became [4]"),
+        ([[1], [1, 2]], "answer 1 parts from A's at token 2: [3] became []"),
+        ([[1, 5], [1, 2, 3]], "answer 0 parts from A's at token 1: [] became [5]"),
+        ([[1], [1, 2, 3]], ""),
+    ],
+)
+def test_parity_failure_says_where_the_answers_part(found, says):
+    different = difference([[1], [1, 2, 3]], found)
+    assert says in different and bool(different) == bool(says)
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
 
 
 class Clockwork:
@@ -98,27 +116,27 @@ class Clockwork:
         return [{"token_ids": [0] * (params.max_tokens - self.lost)} for params in sampling_params]
 
 
-def test_an_engine_that_returns_fewer_tokens_is_refused() -> None:
+def test_an_engine_that_returns_fewer_tokens_is_refused():
     workload = make_workload("single", "tiny")
     with pytest.raises(RuntimeError, match="did not get the 8 tokens"):
         timed_call(Clockwork(lost=1), workload, workload.rounds[0][1], torch.device("cpu"))
 
 
-def test_a_workload_that_would_take_too_long_is_not_run_and_says_so() -> None:
+def test_a_workload_that_would_take_too_long_is_not_run_and_says_so():
     llm = Clockwork()
     found = run_workload(llm, BY_NAME["A"], make_workload("mixed", "tiny"), "cpu", 1.0, 0.0, False)
     assert "the limit was 0 s" in found["not_run"] and "one request at a time" in found["not_run"]
     assert len(llm.calls) == 2  # the short warm-up that it was judged by
 
 
-def test_rounds_stop_when_the_time_is_up_but_one_always_runs() -> None:
+def test_rounds_stop_when_the_time_is_up_but_one_always_runs():
     workload = make_workload("single", "cpu")
     assert len(run_workload(Clockwork(), BY_NAME["A"], workload, "cpu", 0.0, 60.0, False)["samples"]) == 1
     found = run_workload(Clockwork(), BY_NAME["A"], workload, "cpu", 60.0, 60.0, False)
     assert len(found["samples"]) == len(workload.rounds)
 
 
-def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time() -> None:
+def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time():
     workload = make_workload("decode32", "cpu")  # 8 requests of 32 tokens, after 8 of 1 token
 
     def timed(calls: list) -> list[TimedCall]:
@@ -129,20 +147,14 @@ def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_
     assert single == pytest.approx(4 + (8 - 5) * 0.1 + 4 + (256 - 5) * 0.1)
 
 
-def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted() -> None:
+def test_the_first_visit_to_the_lengths_of_single_is_kept_and_not_counted():
     llm = Clockwork()
     found = run_workload(llm, BY_NAME["A"], make_workload("single", "tiny"), "cpu", 0.0, 60.0, False)
     assert found["first_visit"].keys() == found["samples"][0].keys() and found["first_prefill_ms"] > 0
     assert [calls[-1] for calls in llm.calls][-4:] == [(8, 1), (8, 8), (8, 1), (8, 8)]  # the visit, then the round
 
 
-def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
-    args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 3, "max_seconds": 30.0}
-    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "study": None, "publish": None}
-    return Measurement(Namespace(**args | options, engines=engines, output=tmp_path / "out.json"))
-
-
-def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
+def test_static_batch_of_transformers_answers_as_stage_a_does():
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 41], [300, 301, 302, 303]]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 7, 5)]
     expected = LLM("random:qwen2-tiny", device="cpu").generate(prompts, params, use_tqdm=False)
@@ -150,32 +162,22 @@ def test_static_batch_of_transformers_answers_as_stage_a_does() -> None:
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
 
 
-def test_static_batch_refuses_mixed_temperatures() -> None:
+def test_static_batch_refuses_mixed_temperatures():
     engine = TransformersEngine("random:qwen2-tiny", device="cpu")
     with pytest.raises(ValueError, match="one temperature"):
         engine.generate([[1], [2]], [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)])
 
 
-def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why() -> None:
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_hangs_is_stopped_and_one_that_dies_says_why():
     assert "took too long and was stopped" in run_job({"kind": "look"}, timeout=0.01)["error"]
     died = run_job({"kind": "timing"}, timeout=60)
     assert "exit status 1" in died["error"] and "KeyError: 'engine'" in died["error"]
 
 
-TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
-
-
-def committed() -> dict[Path, bytes]:
-    files = [
-        *results.RESULTS.iterdir(),
-        *ROOT.glob("*.md"),
-        *ROOT.glob("*/README.md"),
-        *ROOT.glob("benchmarks/plots/*"),
-    ]
-    return {path: path.read_bytes() for path in files}
-
-
-def test_what_a_process_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_has_started_ends_with_it(tmp_path, monkeypatch):
     pipe, python = tmp_path / "pipe", tmp_path / "python"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -187,10 +189,56 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path, monkeypatch: py
     os.close(reader)
 
 
-def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before, output = committed(), tmp_path / "out.json"
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
+MACHINE = {"environment": ENVIRONMENT, "dtype": "float32", "ceilings": CEILINGS, "launch_seconds": None}
+SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
+
+
+@pytest.fixture
+def committed():
+    """The committed results, and what is made of them; they must be the same when the test ends."""
+    folders = results.RESULTS.iterdir(), ROOT.glob("*.md"), ROOT.glob("*/README.md"), ROOT.glob("benchmarks/plots/*")
+    files = {path: path.read_bytes() for folder in folders for path in folder}
+    yield
+    assert {path: path.read_bytes() for path in files} == files
+
+
+class Jobs:
+    """Stands for the processes that do the work: each finds the same, and then what `differently` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.differently: Callable[[dict], dict] = lambda job: {}
+
+    def __call__(self, job: dict, timeout: float) -> dict:
+        self.asked.append(job)
+        answers = {engine["name"]: [[1]] for engine in job.get("engines", ())}
+        workloads = {name: {"samples": [SAMPLE]} for name in job.get("workloads", ())}
+        found = {"answers": answers} if job["kind"] == "look" else {"startup_seconds": 2.5, "workloads": workloads}
+        return MACHINE | found | self.differently(job)
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    jobs = Jobs()
+    monkeypatch.setattr(run, "run_job", jobs)
+    return jobs
+
+
+def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
+    """A measurement whose engines have passed the parity gate."""
+    args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 2, "max_seconds": 30.0}
+    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "study": None, "publish": None}
+    found = Measurement(Namespace(**args | options, engines=engines, output=tmp_path / "out.json"))
+    found.found, found.equal = dict(MACHINE), list(engines)
+    return found
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_committed(tmp_path, committed, capsys):
+    output = tmp_path / "out.json"
     engine = ["--engines", "A", "--workloads", "single", "ttft", "--repeats", "1"]
     assert run.main([*TINY, *engine, "--output", str(output)]) == 0
     shown = capsys.readouterr().out
@@ -203,144 +251,106 @@ def test_the_whole_benchmark_runs_shows_a_table_and_changes_nothing_that_is_comm
     single = found["rows"][0]
     assert single["samples"][0]["tpot_ms"] > 0 and single["startup_seconds"][0] > 0
     assert found["workloads"]["single"]["hash"] == make_workload("single", "tiny").hash
-    assert committed() == before
 
 
-MACHINE = {
-    "environment": {
-        "versions": {"python": "3.12", "torch": "9.9"},
-        "device": {"name": "Test CPU"},
-        "commit": "0" * 40,
-        "dirty": False,
-        "date": "2026-01-02T03:04:05+00:00",
-    },
-    "dtype": "float32",
-    "ceilings": {"copy_bytes_per_s": 1e10, "matmul_operations_per_s": 1e11},
-    "launch_seconds": None,
-}
-SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
+def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(tmp_path, jobs, committed, capsys):
+    output = tmp_path / "out.json"
 
-
-def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before, output = committed(), tmp_path / "out.json"
-
-    def interrupted(job: dict, timeout: float) -> dict:
-        if job["kind"] == "look":
-            names = [engine["name"] for engine in job["engines"]]
-            return {**MACHINE, "answers": dict.fromkeys(names, [[1]])}
+    def interrupted(job: dict) -> dict:
         if output.exists():  # the second process
             raise KeyboardInterrupt
-        return {"startup_seconds": 2.5, "workloads": {"single": {"samples": [SAMPLE]}}}
+        return {}
 
-    monkeypatch.setattr(run, "run_job", interrupted)
+    jobs.differently = interrupted
     assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
     shown = capsys.readouterr()
     assert "interrupted" in shown.err and "process 2 of 6, about 0 min left" in shown.out
     [row] = [line for line in shown.out.splitlines() if line.startswith("A  ")]
     assert row.split()[:3] == ["A", "2.50", "1.25"]
     assert [row["engine"] for row in json.loads(output.read_text())["rows"]] == ["A"]
-    assert committed() == before
 
 
-def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
+def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches(tmp_path, jobs):
+    def timed(job: dict) -> dict:
+        sample = SAMPLE | {"tpot_ms": len(job["engine"]["name"])}
+        return {"workloads": {"single": {"first_visit": {"tpot_ms": len(jobs.asked)}, "samples": [sample]}}}
 
-    def timed(job: dict, timeout: float) -> dict:
-        name = job["engine"]["name"]
-        asked.append((name, job["limits"].pop("count")))
-        assert job["limits"] == {"device": "cpu", "round_seconds": 0.0, "max_seconds": 30.0}
-        visit = {"tpot_ms": len(asked)}
-        return {"workloads": {"single": {"first_visit": visit, "samples": [SAMPLE | {"tpot_ms": len(name)}]}}}
-
-    monkeypatch.setattr(run, "run_job", timed)
-    found = measuring(tmp_path, "A", "B compiled", repeats=2)
-    found.found, found.equal = dict(MACHINE), ["A", "B compiled"]
+    jobs.differently = timed
+    found = measuring(tmp_path, "A", "B compiled")
     found.time_all()
+    asked = [(job["engine"]["name"], job["limits"].pop("count")) for job in jobs.asked]
     assert asked == [("A", True), ("B compiled", True), ("B compiled", False), ("A", False)]
+    limits = {"device": "cpu", "round_seconds": 0.0, "max_seconds": 30.0}
+    assert [job["limits"] for job in jobs.asked] == [limits] * 4
     steps = {name: [sample["tpot_ms"] for sample in found.rows[name, "single"]["samples"]] for name in found.equal}
     assert steps == {"A": [1, 1], "B compiled": [10, 10]}
     visits = [found.rows[name, "single"]["first_visit"]["tpot_ms"] for name in found.equal]
     assert visits == [1, 2], "that of the first process"
 
 
-def test_what_is_left_is_told_from_what_the_processes_before_have_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_is_told_from_what_the_processes_before_have_taken(tmp_path, jobs, monkeypatch, capsys):
     now = [0.0]
 
-    def timed(job: dict, timeout: float) -> dict:
+    def timed(job: dict) -> dict:
         now[0] += 60 if now[0] == 0 else 180
-        return {"workloads": {"single": {"samples": [SAMPLE]}}}
+        return {}
 
-    monkeypatch.setattr(run, "run_job", timed)
+    jobs.differently = timed
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    found = measuring(tmp_path, "A", "E", repeats=2)
-    found.found, found.equal = dict(MACHINE), ["A", "E"]
-    found.time_all()
+    measuring(tmp_path, "A", "E").time_all()
     told = re.findall(r"process (\d) of 4(?:, about (\d+) min left)?", capsys.readouterr().out)
     assert told == [("1", ""), ("2", "3"), ("3", "4"), ("4", "2")]
 
 
-def test_rows_of_a_study_can_be_measured_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_study_can_be_measured_by_themselves():
     assert [engine.name for engine in select(["F, 2 GPUs"], "ranks")] == ["F, 2 GPUs"]
-    assert run.main(["--study", "ranks", "--engines", "E"]) == 2
-    assert "no row 'E' in study 'ranks'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tree", [("0" * 40, True), (None, None)])
-def test_a_changed_tree_is_not_published(
-    tree: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "commit_of_tree", lambda: tree)
-    assert run.main(["--publish", "mine", "--engines", "A"]) == 2
-    assert "--publish needs a clean commit" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "commit", "says"),
+    [
+        ("--study ranks --engines E", "abc", "no row 'E' in study 'ranks'"),
+        ("--model random:nothing --engines A", "abc", "no preset 'nothing'"),
+        ("--publish mine --engines A", "abc-dirty", "--publish needs a clean commit"),
+        ("--publish mine --engines A", "", "--publish needs a clean commit"),  # nor is there git
+        ("--publish mine --engines A --repeats 2", "abc", "3 repeats, and size cpu or gpu"),
+        ("--publish mine --engines A --size tiny", "abc", "3 repeats, and size cpu or gpu"),
+    ],
+)
+def test_what_cannot_be_measured_or_published_is_refused_before_anything_starts(
+    words, commit, says, jobs, monkeypatch, capsys
+):
+    monkeypatch.setenv("BENCH_COMMIT", commit)
+    monkeypatch.setenv("PATH", "")
+    assert run.main(words.split()) == 2 and not jobs.asked
+    assert says in capsys.readouterr().err
 
 
-def test_what_is_published_is_a_whole_measurement_with_enough_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "commit_of_tree", lambda: ("0" * 40, False))
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
-    work = ["--engines", "A", "--workloads", "single", "--device", "cpu", "--output", str(tmp_path / "out" / "x.json")]
-    for wrong in (["--repeats", "2"], ["--size", "tiny"]):
-        assert run.main(["--publish", "mine", *work, *wrong]) == 2
-        assert "3 repeats, and size cpu or gpu" in capsys.readouterr().err
-    asked = []
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_is_published_is_a_whole_measurement(tmp_path, jobs, monkeypatch, is_whole):
+    monkeypatch.setenv("BENCH_COMMIT", "0" * 40)
 
-    def answered(job: dict, timeout: float) -> dict:
-        asked.append(job["kind"])
-        if len(asked) == 4 and not is_whole:
+    def interrupted(job: dict) -> dict:
+        if len(jobs.asked) == 4 and not is_whole:
             raise KeyboardInterrupt
-        return {**MACHINE, "answers": {"A": [[1]]}, "workloads": {"single": {"samples": [SAMPLE]}}}
+        return {}
 
-    monkeypatch.setattr(run, "run_job", answered)
-    for is_whole in (False, True):
-        asked.clear()
-        assert run.main(["--publish", "mine", *work]) == (0 if is_whole else 130)
-        assert asked == ["look", *["timing"] * 3]
-        assert [path.name for path in tmp_path.glob("*.json")] == ["mine.json"] * is_whole
+    jobs.differently = interrupted
+    words = f"--engines A --workloads single --device cpu --output {tmp_path}/out/x.json --publish {tmp_path}/mine"
+    assert run.main(words.split()) == (0 if is_whole else 130)
+    assert [job["kind"] for job in jobs.asked] == ["look", *["timing"] * 3]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["mine.json"] * is_whole
 
 
+@pytest.mark.parametrize("outcome", ["not_run", "error"])
 def test_a_workload_that_an_engine_could_not_run_is_not_tried_again_and_a_failure_is_the_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def answered(job: dict, timeout: float) -> dict:
-        asked.append(job.get("workloads"))
-        return {**MACHINE, "answers": {"A": [[1]]}, "workloads": dict(outcomes)}
-
-    monkeypatch.setattr(run, "run_job", answered)
+    tmp_path, jobs, outcome
+):
+    outcomes = {"single": {"samples": [SAMPLE]}, "mixed": {outcome: "for a reason"}}
+    jobs.differently = lambda job: {"workloads": dict(outcomes)}
     work = [*TINY, "--engines", "A", "--workloads", "single", "mixed", "--output", str(tmp_path / "x.json")]
-    for outcome in ("not_run", "error"):
-        asked.clear()
-        outcomes = {"single": {"samples": [SAMPLE]}, "mixed": {outcome: "for a reason"}}
-        assert run.main(work) == (outcome == "error")
-        assert asked == [None, ["single", "mixed"], ["single"], ["single"]]
+    assert run.main(work) == (outcome == "error")
+    assert [job.get("workloads") for job in jobs.asked] == [None, ["single", "mixed"], ["single"], ["single"]]
 
 
 @pytest.mark.parametrize(
@@ -352,56 +362,41 @@ def test_a_workload_that_an_engine_could_not_run_is_not_tried_again_and_a_failur
         ("--model random:qwen3-0.6b --workloads single", "random:qwen3-0.6b", "cpu-qwen3-0.6b.json", 4096),
     ],
 )
-def test_a_size_has_a_model_and_a_file_is_named_after_what_was_measured(
-    words: str, model: str, name: str, length: int
-) -> None:
+def test_a_size_has_a_model_and_a_file_is_named_after_what_was_measured(words, model, name, length):
     found = Measurement(run.build_parser().parse_args(words.split()))
     assert (found.model, found.path, found.max_model_len) == (model, results.LOCAL / name, length)
 
 
-def test_at_cpu_size_some_requests_wait_unless_the_row_says_otherwise(tmp_path: Path) -> None:
+def test_at_cpu_size_some_requests_wait_unless_the_row_says_otherwise(tmp_path):
     rows = ["A", "D", "D[max_num_seqs=4]"]
     for size, expected in (("cpu", [None, 16, 4]), ("tiny", [None, None, 4])):
         assert [e.options.get("max_num_seqs") for e in measuring(tmp_path, *rows, size=size).engines] == expected
 
 
-def test_a_wrong_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--model", "random:nothing", "--engines", "A"]) == 2
-    assert "no preset 'nothing'" in capsys.readouterr().err
+def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(tmp_path, jobs):
+    def answers(job: dict) -> dict:
+        found = {engine["name"]: [[1, 3]] if engine["name"] == "F" else [[1, 2]] for engine in job["engines"]}
+        if "E" in found:  # it kills the process, after those before it have answered
+            return {"answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
+        return {"answers": found}
 
-
-def test_an_engine_that_takes_the_parity_process_down_costs_itself_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def answers(job: dict, timeout: float) -> dict:
-        names = [engine["name"] for engine in job["engines"]]
-        asked.append(names)
-        found = {name: [[1, 2] if name != "F" else [1, 3]] for name in names}
-        if "E" in names:  # it kills the process, after those before it have answered
-            return {**MACHINE, "answers": {name: found[name] for name in ("A", "D")}, "error": "exit status -11"}
-        return {**MACHINE, "answers": found}
-
-    monkeypatch.setattr(run, "run_job", answers)
+    jobs.differently = answers
     found = measuring(tmp_path, "D", "E", "F", "F, 4 GPUs")
+    found.equal = []
     found.look()
-    assert asked == [["A", "D", "E", "F"], ["F"]]
+    assert [[engine["name"] for engine in job["engines"]] for job in jobs.asked] == [["A", "D", "E", "F"], ["F"]]
     assert found.equal == ["D"] and found.has_failed
     assert found.rows["E", "single"]["error"] == "no answers: exit status -11"
     assert "answer 0 parts from A's at token 1" in found.rows["F", "single"]["error"]
     assert found.rows["F, 4 GPUs", "single"]["not_run"].startswith("needs 4 GPUs, there are ")
 
 
-def test_the_commit_comes_from_the_environment_where_there_is_no_git(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
-    assert results.commit_of_tree() == ("0123abc", False), "it is asked before git"
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.delenv("BENCH_COMMIT")
-    assert results.commit_of_tree() == (None, None)
-    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
-    assert results.commit_of_tree() == ("0123abc", False)
-    monkeypatch.setenv("BENCH_COMMIT", "0123abc-dirty")
-    assert results.commit_of_tree() == ("0123abc", True)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("0123abc", ("0123abc", False)), ("0123abc-dirty", ("0123abc", True)), ("", (None, None))],
+)
+def test_the_commit_comes_from_the_environment_before_git_and_where_there_is_none(monkeypatch, given, expected):
+    monkeypatch.setenv("BENCH_COMMIT", given)
+    if not given:
+        monkeypatch.setenv("PATH", "")
+    assert results.commit_of_tree() == expected

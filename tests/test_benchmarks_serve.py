@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import statistics
-from io import BytesIO
-from types import SimpleNamespace
+import threading
+import time
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -89,62 +91,69 @@ def test_events_are_found_wherever_the_network_cuts_them_and_however_servers_wri
     assert (len(found.arrivals), found.num_tokens, found.error) == (3, 3, "")
 
 
-@pytest.mark.parametrize(("early", "order"), [(False, ["waits", "connects"]), (True, ["connects", "waits"])])
-def test_a_client_connects_when_its_request_is_due_or_before(early, order, monkeypatch):
-    happened = []
+@pytest.mark.parametrize("early", [False, True])
+def test_a_client_connects_when_its_request_is_due_or_before(early):
+    async def ask() -> tuple[float, float, Answer]:
+        times = []
 
-    async def connect(*address, **options):
-        happened.append("connects")
-        return asyncio.StreamReader(), SimpleNamespace(write=happened.append, close=lambda: None)
+        async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            times.append(time.perf_counter())
+            assert (await reader.readline()).startswith(b"POST /v1/completions")
+            times.append(time.perf_counter())
+            writer.close()
 
-    async def wait(seconds):
-        happened.append("waits")
+        async with await asyncio.start_server(note, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            [answer], _ = await serve.offer(url, [{}], [0.5], connect_early=early)
+            return *times, answer
 
-    monkeypatch.setattr(asyncio, "sleep", wait)
-    monkeypatch.setattr(asyncio, "open_connection", connect)
-    monkeypatch.setattr(asyncio.StreamReader, "readline", lambda reader: _raise(EOFError))
-    asyncio.run(serve.offer("http://127.0.0.1:1", [{}], [0.0], connect_early=early))
-    assert happened[:2] == order and happened[2].startswith(b"POST /v1/completions")
-
-
-async def _raise(error):
-    raise error
+    connected, asked, answer = asyncio.run(ask())
+    assert (connected < answer.due) == early and asked >= answer.due and answer.error == "status missing"
 
 
-def test_an_answer_without_any_token_says_so():
-    assert ask_a_server_that_sends(b"data: [DONE]\n\n").error == "no token came"
+TOKEN = b'data: {"choices": [{"text": "x"}]}\n\n'
 
 
-@pytest.mark.parametrize("end", [b"", b"7\r\ndata: "], ids=["between chunks", "in a chunk"])
-def test_a_connection_that_breaks_off_is_an_error_that_says_so(end):
-    token = b'data: {"choices": [{"text": "x"}]}\n\n'
-    assert ask_a_server_that_sends(token, end=end).error == "the connection broke off"
-
-
-@pytest.mark.parametrize("error", ['{"message": "no room"}', '"no room"'])
-def test_what_a_server_says_of_its_failure_is_kept(error):
-    assert ask_a_server_that_sends(b'data: {"error": %b}\n\n' % error.encode()).error == "no room"
+@pytest.mark.parametrize(
+    ("body", "end", "error"),
+    [
+        (b"data: [DONE]\n\n", b"0\r\n\r\n", "no token came"),
+        (TOKEN, b"", "the connection broke off"),  # between chunks
+        (TOKEN, b"7\r\ndata: ", "the connection broke off"),  # in a chunk
+        (b'data: {"error": {"message": "no room"}}\n\n', b"0\r\n\r\n", "no room"),
+        (b'data: {"error": "no room"}\n\n', b"0\r\n\r\n", "no room"),
+    ],
+)
+def test_an_answer_that_is_none_says_why(body, end, error):
+    assert ask_a_server_that_sends(body, end=end).error == error
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"data": []}', b"[]", b'{"data": null}'])
-def test_a_server_that_names_no_model_is_refused(body, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(serve, "urlopen", lambda request, timeout: asked.append(request.full_url) or BytesIO(body))
-    assert main(["--url", "http://here/"]) == 2
-    assert "http://here/ names no model in /v1/models" in capsys.readouterr().err
-    assert asked == ["http://here/v1/models"]
+def test_a_server_that_names_no_model_is_refused(body, capsys):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        assert main(["--url", url]) == 2
+    assert f"{url} names no model in /v1/models" in capsys.readouterr().err
 
 
 def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
-    pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-    pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
     from serving import assert_idle, running
 
     import stage_e_batching
 
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, num_kvcache_blocks=128)
+    options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 128}
     load = ["--num-prompts", "12", "--input-len", "20", "--output-len", "6"]
-    with running(llm, max_queue=20, api_key="a key") as server:
+    with (
+        closing(stage_e_batching.LLM("tutor", **options)) as llm,
+        running(llm, max_queue=20, api_key="a key") as server,
+    ):
         load += ["--url", server.url, "--api-key", "a key"]
         file = tmp_path / "load.json"
         assert main([*load, "--request-rate", "200", "--goodput", "e2el:60000", "--output", str(file)]) == 0
@@ -157,7 +166,6 @@ def test_a_load_on_a_server_is_counted_to_the_last_token(tmp_path, capsys):
         assert main(load) == 1
         assert "failed: status 503" in capsys.readouterr().err
         assert main([*load, "--prefix-len", "20"]) == 2
-    assert_idle(llm)
-    llm.close()
+        assert_idle(llm)
     assert main(load) == 2 and "Connection refused; --url takes" in capsys.readouterr().err
     assert main(["--url", "https://127.0.0.1"]) == 2 and "must begin with http://" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from measured import CEILINGS, ON_GPU, is_drawn
 
 from benchmarks.micro import _scripted, speculation
 from benchmarks.micro._scripted import ScriptedLLM, ScriptedModelLLM
@@ -13,35 +14,16 @@ from benchmarks.pictures.speculation import draw_tokens, record_steps
 from beyond.speculation import LLM
 from stage_a_naive.sampling import SamplingParams
 
-ENVIRONMENT = {
-    "versions": {"torch": "9.9"},
-    "device": {"name": "a GPU"},
-    "commit": "0123456789abcdef",
-    "dirty": False,
-    "date": "2030-01-01T00:00:00",
-}
+RATES = [(0.5, 4), (0.83, 8), (1.0, 5)]
+SCRIPTS = [(ScriptedLLM, 0.0, 4), *((kind, *rate) for kind in (ScriptedLLM, ScriptedModelLLM) for rate in RATES)]
 
 
-@pytest.mark.parametrize(("rate", "drafted"), [(0.0, 4), (0.5, 4), (0.83, 8), (1.0, 5)])
-def test_a_script_calls_the_share_right_that_it_was_given(rate, drafted, monkeypatch):
+@pytest.mark.parametrize(("kind", "rate", "drafted"), SCRIPTS)
+def test_a_script_calls_the_share_right_that_it_was_given(kind, rate, drafted, monkeypatch):
     monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # drafts go on, however often they are wrong
-    llm = ScriptedLLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, num_speculative_tokens=drafted)
-    check_rate(llm, rate, drafted)
-
-
-@pytest.mark.parametrize(("rate", "drafted"), [(0.5, 4), (0.83, 8), (1.0, 5)])
-def test_a_script_calls_the_share_of_a_small_models_guesses_right_that_it_was_given(rate, drafted):
-    llm = ScriptedModelLLM(
-        "random:qwen2-tiny",
-        draft_model="random:qwen3-tiny",
-        device="cpu",
-        num_kvcache_blocks=64,
-        num_speculative_tokens=drafted,
-    )
-    check_rate(llm, rate, drafted)
-
-
-def check_rate(llm: ScriptedLLM | ScriptedModelLLM, rate: float, drafted: int) -> None:
+    options = {"draft_model": "random:qwen3-tiny"} if kind is ScriptedModelLLM else {}
+    options |= {"num_kvcache_blocks": 64, "num_speculative_tokens": drafted}
+    llm = kind("random:qwen2-tiny", device="cpu", **options)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     llm.script(rate)
     llm.generate([[1, 2, 3]], params, False)
@@ -75,41 +57,21 @@ def result_of(step_seconds: dict[int, float], plain: float) -> dict:
             ("plain, noisy", plain, 1.0),
             ("looking", (1 + 2 * more) * plain, 1.0),
         ):
-            rows.append(
-                {
-                    "draft": 4,
-                    "batch": batch,
-                    "prompt": speculation.PROMPT,
-                    "way": way,
-                    "samples": [per_token] * 3,
-                    "tokens_per_step": per_step,
-                }
-            )
-    text = [
-        {
-            "speculation": kind,
-            "asked": "again",
-            "requests": 2,
-            "same_answers": True,
-            "seconds_per_token": 1e-4,
-            "num_steps": 20,
-            "num_generated_tokens": 90,
-            "num_draft_tokens": 80,
-            "num_accepted_tokens": 70,
-        }
-        for kind in ("ngram", "model")
-    ]
+            row = {"draft": 4, "batch": batch, "prompt": speculation.PROMPT, "way": way}
+            rows.append(row | {"samples": [per_token] * 3, "tokens_per_step": per_step})
+    counts = {"num_steps": 20, "num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 70}
+    asked = {"asked": "again", "requests": 2, "same_answers": True, "seconds_per_token": 1e-4} | counts
     return {
         "kind": "speculation",
-        "environment": ENVIRONMENT,
+        "environment": ON_GPU,
         "model": "random:qwen2.5-0.5b",
         "rate": 0.75,
         "tokens": 128,
         "repeats": 3,
         "rows": rows,
-        "text": text,
+        "text": [asked | {"speculation": kind} for kind in ("ngram", "model")],
         "tutor": {"off": [2e-4] * 3, "ngram": [2.1e-4] * 3},
-        "ceilings": {"copy_bytes_per_s": 4e12, "matmul_operations_per_s": 6e14},
+        "ceilings": CEILINGS,
     }
 
 
@@ -122,7 +84,7 @@ def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
     assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in tables["speculation"])
     assert any("takes 0.21 ms per token with look-up and 0.2 without (+5.0 %)" in row for row in tables["speculation"])
     assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in tables["speculation-text"]
-    assert speculation.draw([result])["beyond/speculation/break_even.png"].png.startswith(b"\x89PNG")
+    assert is_drawn(speculation.draw([result]), "beyond/speculation/break_even.png")
 
 
 def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
@@ -150,4 +112,4 @@ def test_recorded_steps_join_to_the_answer_and_count_the_guesses():
     assert "".join(piece for step in again for piece in step.pieces) == answer
     assert len(again) < len(first) / 2
     assert sum(step.num_right for step in again) == llm.engine.counters.num_accepted_tokens > 30
-    assert draw_tokens(again).png.startswith(b"\x89PNG")
+    assert is_drawn({"tokens": draw_tokens(again)})

@@ -12,6 +12,7 @@ from benchmarks.floor import Ceilings, ModelCost, floors
 from benchmarks.workloads import SIZES, Call, make_workload, workload_names
 from stage_a_naive.presets import preset_config
 
+pytestmark = pytest.mark.fast
 H200 = Ceilings(copy_bytes_per_s=4.28e12, matmul_operations_per_s=710e12)
 each_size = pytest.mark.parametrize("size", SIZES, ids="size_{}".format)  # an id "gpu" would be taken for the marker
 
@@ -20,7 +21,7 @@ def cost_of(preset: str, bytes_per_number: int = 2) -> ModelCost:
     return ModelCost(preset_config(preset), bytes_per_number)
 
 
-def test_mixed_is_the_published_workload() -> None:
+def test_mixed_is_the_published_workload():
     [[call]] = make_workload("mixed", "gpu").rounds
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
@@ -33,7 +34,7 @@ def test_mixed_is_the_published_workload() -> None:
     assert all(p.temperature == 0.6 and p.ignore_eos for p in params)
 
 
-def test_hashes_are_those_of_the_published_results() -> None:
+def test_hashes_are_those_of_the_published_results():
     """A hash that changes makes every committed results file worthless, so it must be meant to."""
     assert {name: make_workload(name, "gpu").hash[:12] for name in workload_names()} == {
         "single": "3453730732d4",
@@ -47,13 +48,13 @@ def test_hashes_are_those_of_the_published_results() -> None:
 
 
 @each_size
-def test_hash_depends_on_the_work_alone(size: str) -> None:
+def test_hash_depends_on_the_work_alone(size):
     hashes = [make_workload(name, size).hash for name in workload_names()]
     assert hashes == [make_workload(name, size).hash for name in workload_names()]
     assert len(set(hashes)) == len(hashes)
 
 
-def test_hash_changes_with_a_single_id() -> None:
+def test_hash_changes_with_a_single_id():
     from dataclasses import replace
 
     workload = make_workload("single", "tiny")
@@ -63,7 +64,7 @@ def test_hash_changes_with_a_single_id() -> None:
 
 
 @each_size
-def test_no_prompt_begins_like_another_except_in_prefix(size: str) -> None:
+def test_no_prompt_begins_like_another_except_in_prefix(size):
     beginnings = []
     for name in workload_names():
         workload = make_workload(name, size)
@@ -75,7 +76,7 @@ def test_no_prompt_begins_like_another_except_in_prefix(size: str) -> None:
     assert len(set(beginnings)) == len(beginnings)
 
 
-def test_small_sizes_stay_inside_the_tutors_vocabulary_and_positions() -> None:
+def test_small_sizes_stay_inside_the_tutors_vocabulary_and_positions():
     for name in workload_names():
         workload = make_workload(name, "cpu")
         calls = [*workload.rounds[0], *workload.warm_up_round()]
@@ -83,7 +84,7 @@ def test_small_sizes_stay_inside_the_tutors_vocabulary_and_positions() -> None:
         assert workload.longest <= 4096
 
 
-def test_unknown_workload_and_size_are_refused_by_name() -> None:
+def test_unknown_workload_and_size_are_refused_by_name():
     with pytest.raises(ValueError, match="no workload 'triple' of size 'cpu'; there are: single"):
         make_workload("triple", "cpu")
     with pytest.raises(ValueError, match="of size 'huge'; there are: .*; cpu, gpu, tiny"):
@@ -93,14 +94,14 @@ def test_unknown_workload_and_size_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("preset", "weight_gb", "kv_bytes"), [("qwen2.5-0.5b", 0.988, 12_288), ("qwen3-0.6b", 1.192, 114_688)]
 )
-def test_bytes_of_a_step(preset: str, weight_gb: float, kv_bytes: int) -> None:
+def test_bytes_of_a_step(preset, weight_gb, kv_bytes):
     cost = cost_of(preset)
     assert cost.weight_bytes / 1e9 == pytest.approx(weight_gb, abs=5e-4)
     assert cost.kv_bytes_per_token == kv_bytes
 
 
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
-def test_counted_weights_are_those_of_the_model(preset: str) -> None:
+def test_counted_weights_are_those_of_the_model(preset):
     from transformers import AutoModelForCausalLM
 
     config = preset_config(preset)
@@ -115,7 +116,7 @@ def test_counted_weights_are_those_of_the_model(preset: str) -> None:
     ("preset", "single_ms", "decode32_ms", "mixed_s"),
     [("qwen2.5-0.5b", 0.232, 0.290, 0.74), ("qwen3-0.6b", 0.289, 0.827, 3.73)],
 )
-def test_floors_on_an_h200(preset: str, single_ms: float, decode32_ms: float, mixed_s: float) -> None:
+def test_floors_on_an_h200(preset, single_ms, decode32_ms, mixed_s):
     found = {name: floors(make_workload(name, "gpu"), cost_of(preset), H200) for name in workload_names()}
     assert found["single"]["tpot_ms"] == pytest.approx(single_ms, abs=5e-4)
     assert found["decode32"]["step_ms"] == pytest.approx(decode32_ms, abs=5e-4)
@@ -123,7 +124,7 @@ def test_floors_on_an_h200(preset: str, single_ms: float, decode32_ms: float, mi
     assert all(value > 0 for floor in found.values() for value in floor.values())
 
 
-def test_a_shared_prefix_is_computed_once() -> None:
+def test_a_shared_prefix_is_computed_once():
     cost = cost_of("qwen2-tiny")
     shared = Call("all", ((1, 2, 3, 4), (1, 2, 3, 5)), (1, 1))
     apart = Call("all", ((1, 2, 3, 4), (2, 2, 3, 5)), (1, 1))
@@ -132,6 +133,6 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 @given(length=st.integers(1, 40), output=st.integers(1, 40))
-def test_context_tokens_read_counts_each_token_before(length: int, output: int) -> None:
+def test_context_tokens_read_counts_each_token_before(length, output):
     call = Call("all", (tuple(range(length)),), (output,))
     assert call.context_tokens_read == sum(length + made for made in range(output))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -12,29 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from serving import CHAT, QUESTION, engine, httpx, messages, running
 
-httpx = pytest.importorskip("httpx")
+from beyond.serving.__main__ import main, parse
+from stage_a_naive.sampling import SamplingParams
+
 openai = pytest.importorskip("openai", reason="the client: pip install openai")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import assert_idle, running  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-from stage_a_naive.sampling import SamplingParams  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "sk-a-key-for-tests"
-QUESTION = "What is a KV cache?"
-CHAT = [{"role": "user", "content": QUESTION}]
+ASK = {"messages": CHAT, "temperature": 0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=8, num_kvcache_blocks=256)
-    yield llm
-    assert_idle(llm)
-    llm.close()
+llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +33,7 @@ def answer(llm) -> str:
 
 @pytest.fixture(scope="module")
 def server(llm):
-    with running(llm, api_key=KEY) as server:
+    with running(llm, api_key=KEY, max_queue=0) as server:
         yield server
 
 
@@ -56,7 +45,7 @@ def client(server):
 
 
 def test_openai_asks_and_streams(client, answer):
-    ask = {"model": "tutor", "messages": CHAT, "temperature": 0, "max_tokens": 24}
+    ask = {"model": "tutor"} | ASK
     whole = client.chat.completions.create(**ask)
     assert whole.choices[0].message.content == answer and whole.usage.completion_tokens == 24
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
@@ -71,21 +60,7 @@ def test_openai_asks_and_streams(client, answer):
     assert extra.usage.completion_tokens == 2 and len(extra.choices[0].logprobs.tokens) == 2
 
 
-def test_openai_from_asyncio(server, answer):
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-            return await asyncio.gather(*(stream(client) for _ in range(6)))
-
-    async def stream(client) -> str:
-        chunks = await client.chat.completions.create(
-            model="tutor", messages=CHAT, temperature=0, max_tokens=24, stream=True
-        )
-        return "".join([chunk.choices[0].delta.content async for chunk in chunks])
-
-    assert asyncio.run(ask()) == [answer] * 6
-
-
-def test_openai_raises_its_own_errors(server, client, monkeypatch):
+def test_openai_raises_its_own_errors(server, client):
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.completions.create(model="tutor", prompt="x", temperature=-1)
     assert bad.value.param == "temperature"
@@ -95,10 +70,11 @@ def test_openai_raises_its_own_errors(server, client, monkeypatch):
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
-    monkeypatch.setattr(server.llm, "max_unfinished", 1)
-    monkeypatch.setattr(server.llm, "num_unfinished", 1)
-    with pytest.raises(openai.RateLimitError, match="retry later"):
+    server.llm.engine_loop.pause()
+    full = client.completions.create(model="tutor", prompt="x", n=8, stream=True)  # all that there is room for
+    with full, pytest.raises(openai.RateLimitError, match="retry later"):
         client.completions.create(model="tutor", prompt="x")
+    server.llm.engine_loop.resume()
 
 
 def test_langchain_asks_and_streams(server, answer, monkeypatch):
@@ -115,15 +91,13 @@ def test_langchain_asks_and_streams(server, answer, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl_streams(server, answer):
-    body = json.dumps({"messages": CHAT, "temperature": 0, "max_tokens": 24, "stream": True})
+    body = json.dumps(ASK | {"stream": True})
     command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
     denied = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(denied)["error"]["code"] == "invalid_api_key"
     command += ["-H", f"Authorization: Bearer {KEY}"]
-    *messages, done, _ = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
-    assert done == "data: [DONE]"
-    messages = [json.loads(message.removeprefix("data: ")) for message in messages]
-    assert "".join(message["choices"][0]["delta"]["content"] for message in messages) == answer
+    told = messages(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "".join(message["choices"][0]["delta"]["content"] for message in told) == answer
 
 
 def test_the_command_serves_until_a_signal_and_finishes_what_runs():
@@ -131,12 +105,9 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
-            lines = []
-            while not lines or "/v1" not in lines[-1]:
-                lines.append(process.stdout.readline())
-                assert lines[-1], "the server ended"
+            lines = [process.stdout.readline() for _ in range(5)]
             assert "[serving] defaults temperature 1, no filter, no penalty\n" in lines
-            url = lines[-1].split()[-1]
+            [url] = [line.split()[-1] for line in lines if "/v1" in line]
             control = url.removesuffix("/v1") + "/live/control"
             engine = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -144,10 +115,7 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
                 ask = {"model": "tutor", "prompt": QUESTION, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
                 chunks = client.completions.create(**ask, stream=True)
                 process.send_signal(signal.SIGTERM)
-                while "ending" not in lines[-1]:
-                    lines.append(process.stdout.readline())
-                    assert lines[-1], "the server ended"
-                assert "not complete yet: 1" in lines[-1]
+                assert "not complete yet: 1" in process.stdout.readline()
                 httpx.post(control, json={"action": "resume"}, timeout=60)
                 assert len(list(chunks)) == 30
             assert process.wait(60) == 0
@@ -173,16 +141,12 @@ def test_the_command_serves_until_a_signal_and_finishes_what_runs():
     ],
 )
 def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
-    from beyond.serving.__main__ import main
-
     assert main(["--port", "0", "--device", "cpu", *options]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("error: ") and said in told
 
 
 def test_a_generation_config_with_an_invalid_value_is_told_in_one_line(tmp_path, capsys):
-    from beyond.serving.__main__ import main
-
     model = shutil.copytree(ROOT / "models" / "tutor", tmp_path / "model")
     (model / "generation_config.json").write_text('{"top_p": 2}')
     assert main(["--port", "0", "--device", "cpu", "--num-kvcache-blocks", "16", "--model", str(model)]) == 2
@@ -190,33 +154,18 @@ def test_a_generation_config_with_an_invalid_value_is_told_in_one_line(tmp_path,
     assert told.startswith(f"error: {model}/generation_config.json: top_p must be above 0 and at most 1, got 2; ")
 
 
-def test_a_stage_and_another_engine_are_not_both_taken(capsys):
-    from beyond.serving.__main__ import parse
-
-    with pytest.raises(SystemExit):
-        parse(["--stage", "f", "--engine", "stage_e_batching:LLM"])
-    assert "not allowed with" in capsys.readouterr().err
+DEFAULTS = {"deadline": "30", "model": "tutor", "device": "auto", "seed": "0", "generation-config": "auto"}
 
 
 def test_the_servers_help_shows_defaults(capsys):
-    from beyond.serving.__main__ import parse
-
     with pytest.raises(SystemExit):
         parse(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for option, default in (
-        ("--deadline", "30"),
-        ("--model", "tutor"),
-        ("--device", "auto"),
-        ("--seed", "0"),
-        ("--generation-config", "auto"),
-    ):
-        assert f"(default: {default})" in shown.split("server:")[1].split(f" {option} ")[1].split(" --")[0]
+    _, shown = " ".join(capsys.readouterr().out.split()).split("server:")
+    for option, default in DEFAULTS.items():
+        assert f"(default: {default})" in shown.split(f" --{option} ")[1].split(" --")[0]
 
 
 def test_an_engine_of_a_plain_module_has_its_own_options(tmp_path, monkeypatch):
-    from beyond.serving.__main__ import parse
-
     (tmp_path / "my_engine.py").write_text("import stage_e_batching\n\nclass LLM(stage_e_batching.LLM):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     options, of_engine = parse(["--engine", "my_engine:LLM", "--max-num-seqs", "3"])

@@ -12,14 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import running, wait_until  # noqa: E402
-
-import stage_e_batching  # noqa: E402
+from serving import engine, httpx, running, wait_until
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
@@ -32,13 +25,13 @@ scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{po
 """
 
 
+llm = engine(max_num_seqs=2, num_kvcache_blocks=24, kvcache_block_size=8)
+
+
 @pytest.fixture(scope="module")
-def server():
-    options = {"max_num_seqs": 2, "num_kvcache_blocks": 24, "kvcache_block_size": 8}
-    llm = stage_e_batching.LLM("tutor", device="cpu", **options)
+def server(llm):
     with running(llm) as server:
         yield server
-    llm.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,44 +7,35 @@ import json
 import os
 import random
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TextIO
 
 import pytest
+from serving import LONG, QUESTION, assert_idle, httpx, messages, running, wait_until
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+import stage_e_batching
+import stage_f_graph_tp
+from beyond.serving import AsyncLLM, event_stream
+from beyond.serving.async_llm import QueueFull, Stream
+from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.mailbox import Event
 
-from serving import assert_idle, running, wait_until  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-import stage_f_graph_tp  # noqa: E402
-from beyond.serving import AsyncLLM, async_llm, event_stream  # noqa: E402
-from beyond.serving.async_llm import QueueFull, Stream  # noqa: E402
-from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop  # noqa: E402
-from beyond.serving.sse import frame  # noqa: E402
-from stage_a_naive.sampling import SamplingParams  # noqa: E402
-from stage_e_batching.mailbox import Event  # noqa: E402
-
-QUESTION = "What is a KV cache?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-LONG = {"prompt": QUESTION, "temperature": 0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+ENDLESS = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
 
 
 @pytest.fixture(scope="module", params=[stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
 def llm(request):
-    llm = request.param.LLM("tutor", **OPTIONS)
-    yield llm
-    llm.close()
+    with closing(request.param.LLM("tutor", **OPTIONS)) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +44,55 @@ def server(llm):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(llm):
     yield
     assert_idle(llm)
 
 
-def connect(server, receive_buffer: int | None = None) -> socket.socket:
-    connection = socket.socket()
-    if receive_buffer:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.connect(("127.0.0.1", server.port))
-    return connection
+def ask(server, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
+
+
+def streamed(server, **body: object):
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | body, timeout=60)
+
+
+def health(server) -> int:
+    return httpx.get(f"{server.url}/health", timeout=60).status_code
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port))
 
 
 def post_bytes(body: dict) -> bytes:
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
     return f"{head}\r\n\r\n".encode() + text
+
+
+@contextmanager
+def asked_without_reading(server, **body: object) -> Iterator[socket.socket]:
+    """A client that takes nothing in of an answer with more bytes than the buffers on the way hold."""
+    [listening] = server.server.servers[0].sockets
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post_bytes(LONG | {"logprobs": 20} | body))
+        yield connection
+
+
+@contextmanager
+def paused(server) -> Iterator[EngineLoop]:
+    loop = server.llm.engine_loop
+    loop.pause()
+    wait_until(lambda: loop.paused)
+    try:
+        yield loop
+    finally:
+        loop.resume()
 
 
 def run_steps(server, llm, count: int) -> None:
@@ -93,35 +109,14 @@ def run_steps(server, llm, count: int) -> None:
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole answer"])
 def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, streams):
-    loop, counters = server.llm.engine_loop, llm.engine.counters
-    steps = counters.num_steps
-    loop.pause()
-    connection = connect(server)
-    connection.sendall(post_bytes(LONG | {"stream": streams, "n": 2}))
-    try:
+    steps = llm.engine.counters.num_steps
+    with paused(server), connect(server) as connection:
+        connection.sendall(post_bytes(LONG | {"stream": streams, "n": 2}))
         run_steps(server, llm, 3)
         assert llm.engine.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
         connection.close()
         wait_until(lambda: llm.engine.stats()["num_used_blocks"] == 0)
-    finally:
-        loop.resume()
-    assert counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
-
-
-def test_one_step_at_a_time_gives_one_token_at_a_time(server, llm):
-    loop, counters = server.llm.engine_loop, llm.engine.counters
-    loop.pause()
-    ask = LONG | {"stream": False, "max_tokens": 3}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60)
-        wait_until(lambda: llm.engine.has_unfinished())
-        steps = counters.num_steps
-        for i in range(3):
-            assert not answer.done()
-            loop.single_step()
-            wait_until(lambda i=i: counters.num_steps > steps + i)
-        loop.resume()
-        assert answer.result(60).status_code == 200
+    assert llm.engine.counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
 
 
 def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
@@ -147,7 +142,7 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
     wait_until(lambda: server.llm.num_unfinished == 0)
     assert server.llm.metrics.num_ended["abort"] - aborted >= left > 30
     assert_idle(llm)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}, timeout=60).status_code == 200
+    assert ask(server).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["POST /v1/completions", "GET /live/events"])
@@ -163,37 +158,23 @@ def test_a_client_that_leaves_inside_its_body_is_no_failure(llm, capsys, path):
 # ---- clients that read slowly, fail, or are too many ----------------------------------------------------------------
 
 
-def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm, monkeypatch):
-    framed = []
-    monkeypatch.setattr(event_stream, "frame", lambda text: framed.append(text) or frame(text))
-    with running(llm) as server:
-        [listening] = server.server.servers[0].sockets
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
-        with connect(server, receive_buffer=4096) as connection:
-            ask = LONG | {"max_tokens": 200, "logprobs": 20}  # more than the buffers on the way hold
-            connection.sendall(post_bytes(ask))
-            wait_until(lambda: framed)
-            others = {"prompt": QUESTION, "max_tokens": 4}
-            assert httpx.post(f"{server.url}/v1/completions", json=others, timeout=60).status_code == 200
-            wait_until(lambda: not llm.engine.has_unfinished())  # its answer is computed, and its blocks are given back
-            wait_until(lambda: len(server.server.server_state.tasks) == 1)  # but cannot be sent
-            received = b""
-            while b"data: [DONE]\n\n" not in received:
-                received += connection.recv(1 << 16)
-    assert len(framed) == received.count(b"data: {") == 200
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm):
+    with running(llm) as server, asked_without_reading(server, max_tokens=200) as connection:
+        received = connection.recv(1)  # it has begun
+        assert ask(server, max_tokens=4).status_code == 200
+        wait_until(lambda: not llm.engine.has_unfinished())  # its answer is computed, and its blocks are given back
+        wait_until(lambda: len(server.server.server_state.tasks) == 1)  # but cannot be sent
+        while b"data: [DONE]\n\n" not in received:
+            received += connection.recv(1 << 16)
+    assert received.count(b"data: {") == 200
 
 
 def test_a_client_that_takes_nothing_in_is_left_and_one_that_waits_for_the_engine_is_not(llm, monkeypatch):
     monkeypatch.setattr(event_stream, "SEND_SECONDS", 0.1)
     with running(llm) as server:
-        [listening] = server.server.servers[0].sockets
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with connect(server, receive_buffer=4096) as connection:
-            connection.sendall(post_bytes(LONG | {"logprobs": 20}))  # more than the buffers on the way hold
+        with asked_without_reading(server):
             wait_until(lambda: server.llm.metrics.num_ended["abort"] == 1)
-        server.llm.engine_loop.pause()
-        ask = LONG | {"max_tokens": 3}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as response:
+        with paused(server), streamed(server, max_tokens=3) as response:
             run_steps(server, llm, 2)
             lines = (line for line in response.iter_lines() if line)
             assert next(lines).startswith("data: {")
@@ -202,66 +183,52 @@ def test_a_client_that_takes_nothing_in_is_left_and_one_that_waits_for_the_engin
             assert [line[:7] for line in lines] == ["data: {", "data: {", "data: ["]
 
 
-def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back(server, llm, client):
-    loop = server.llm.engine_loop
-    loop.pause()
-    wait_until(lambda: loop.paused)
-    ask = {"prompt": QUESTION, "max_tokens": 2, "n": 4}
+def test_beyond_the_queues_bound_a_request_is_sent_away_with_a_time_to_come_back(server):
     with ThreadPoolExecutor(2) as pool:
-        accepted = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask, timeout=60) for _ in range(2)]
-        wait_until(lambda: server.llm.num_unfinished == 8)
-        refused = client.post("/v1/completions", json=ask | {"n": 1})
-        loop.resume()
+        with paused(server):
+            accepted = [pool.submit(ask, server, max_tokens=2, n=4) for _ in range(2)]
+            wait_until(lambda: server.llm.num_unfinished == 8)
+            refused = ask(server, max_tokens=2)
         assert [answer.result(60).status_code for answer in accepted] == [200, 200]
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert client.post("/v1/completions", json=ask | {"n": 8}).status_code == 200  # all that there is room for
-    assert client.post("/v1/completions", json=ask | {"n": 9}).status_code == 400  # will never fit
+    assert ask(server, max_tokens=2, n=8).status_code == 200  # all that there is room for
+    assert ask(server, max_tokens=2, n=9).status_code == 400  # will never fit
 
 
-def fail_after(num_steps: int, llm, monkeypatch, times: int = 1) -> None:
-    """Let the device run this many steps more, and then fail for some."""
-    name = "launch" if hasattr(llm.runner, "launch") else "run"
-    works, left = getattr(llm.runner, name), [num_steps, times]
+@contextmanager
+def failing(llm, after: int, times: int = 1) -> Iterator[None]:
+    """The device runs this many steps more, and then fails for some."""
+    steps = iter([False] * after + [True] * times)
 
-    def fails(step):
-        left[0] -= 1
-        if left[0] < 0 and left[1]:
-            left[1] -= 1
+    def fail(*_) -> None:
+        if next(steps, False):
             raise RuntimeError("the device is on fire: secret detail")
-        return works(step)
 
-    monkeypatch.setattr(llm.runner, name, fails)
-
-
-def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, client, monkeypatch, capsys):
-    monkeypatch.setattr(async_llm, "TRIAL_SECONDS", 60)
-    fail_after(3, llm, monkeypatch, times=2)
-    response = client.post("/v1/completions", json=LONG)
-    *tokens, error, done, _ = response.text.split("\n\n")
-    assert tokens and done == "data: [DONE]"
-    told = json.loads(error.removeprefix("data: "))["error"]
-    assert told["type"] == "server_error" and "secret" not in told["message"]
-    assert "secret detail" in capsys.readouterr().err  # the log
-    assert not llm.engine.scheduler.has_unfinished()  # already, and not only after the next step
-    assert client.get("/health").status_code == 503  # it has tried a step of its own, which failed too
-    assert client.get("/health").status_code == 200  # and this one did not: nobody else need try
-    assert client.post("/v1/completions", json={"prompt": QUESTION, "max_tokens": 2}).status_code == 200
+    hook = llm.runtime.model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
-def test_a_step_that_fails_is_logged_once_and_told_to_every_client(server, llm, monkeypatch, capsys):
-    loop = server.llm.engine_loop
-    loop.pause()
-    fail_after(0, llm, monkeypatch)
-    ask = {"prompt": QUESTION, "n": 2}
-    with ThreadPoolExecutor(3) as pool:
-        asked = [
-            pool.submit(httpx.post, f"{server.url}/v1/completions", json=ask | {"stream": i == 0}, timeout=60)
-            for i in range(3)
-        ]
-        wait_until(lambda: server.llm.num_unfinished == 6)
-        loop.resume()
+def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server, llm, capsys):
+    with failing(llm, after=3, times=2):
+        *tokens, last = messages(ask(server, **LONG).text)
+        assert tokens and last["error"]["type"] == "server_error" and "secret" not in last["error"]["message"]
+        assert "secret detail" in capsys.readouterr().err  # the log
+        assert not llm.engine.scheduler.has_unfinished()  # already, and not only after the next step
+        assert health(server) == 503  # it has tried a step of its own, which failed too
+        wait_until(lambda: health(server) == 200)  # and this one did not: nobody else need try
+    assert ask(server, max_tokens=2).status_code == 200
+
+
+def test_a_step_that_fails_is_logged_once_and_told_to_every_client(server, llm, capsys):
+    with failing(llm, after=0), ThreadPoolExecutor(3) as pool:
+        with paused(server):
+            asked = [pool.submit(ask, server, n=2, stream=i == 0) for i in range(3)]
+            wait_until(lambda: server.llm.num_unfinished == 6)
         answers = [answer.result(60) for answer in asked]
     assert [answer.status_code for answer in answers] == [200, 500, 500]
     assert all('"type":"server_error"' in answer.text for answer in answers)
@@ -271,13 +238,8 @@ def test_a_step_that_fails_is_logged_once_and_told_to_every_client(server, llm, 
 
 def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm):
     [expected] = llm.generate([QUESTION], GREEDY, False)
-    ask = {"prompt": QUESTION, "temperature": 0, "max_tokens": 12}
-
-    def over_http(_: int) -> str:
-        return httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).json()["choices"][0]["text"]
-
     with ThreadPoolExecutor(8) as pool:
-        http = pool.map(over_http, range(6))
+        http = pool.map(lambda _: ask(server, temperature=0, max_tokens=12).json()["choices"][0]["text"], range(6))
         threads = pool.map(lambda _: llm.generate([QUESTION], GREEDY, False)[0]["text"], range(6))
         assert {*http, *threads} == {expected["text"]}
 
@@ -285,71 +247,88 @@ def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm
 # ---- a call and its requests ----------------------------------------------------------------------------------------
 
 
-def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm):
-    news: SimpleQueue[list] = SimpleQueue()
-    loop = EngineLoop(llm.engine, lambda now, what: news.put(what))
-    endless = SamplingParams(max_tokens=2000, ignore_eos=True)
-    call = Call(llm.requests([QUESTION] * 2, [replace(endless, max_tokens=1), endless]))
+class WatchedInbox(SimpleQueue):
+    """An inbox that tells when the engine's thread waits for it."""
+
+    is_waited_for = False
+
+    def get(self):
+        self.is_waited_for = self.empty()
+        found = super().get()
+        self.is_waited_for = False
+        return found
+
+
+@pytest.fixture
+def loop(llm):
+    """An engine's loop of its own. Its news come in `loop.news`, and its inbox is `loop.inbox`."""
+    news, inbox = SimpleQueue(), WatchedInbox()
+    loop = EngineLoop(llm.engine, lambda now, what: news.put(what), inbox)
+    loop.news, loop.inbox = news, inbox
+    yield loop
+    loop.close()
+    loop.join(30)
+
+
+def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm, loop):
+    call = Call(llm.requests([QUESTION] * 2, [replace(ENDLESS, max_tokens=1), ENDLESS]))
     loop.submit(call)
-    while not any(event.output for _, _, event in news.get(timeout=30)):
+    while not any(event.output for _, _, event in loop.news.get(timeout=30)):
         pass
     loop.drop(call)
     loop.drop(call)
-    assert not loop.call(lambda _: llm.engine.has_unfinished()).result(30)
-    loop.close()
-    loop.join(30)
+    assert not loop.call(lambda engine: engine.has_unfinished()).result(30)
 
 
-def test_of_a_call_a_request_that_the_engine_refuses_ends_and_the_others_are_answered(llm):
-    news: SimpleQueue[list] = SimpleQueue()
-    loop = EngineLoop(llm.engine, lambda now, what: news.put(what))
+def test_of_a_call_a_request_that_the_engine_refuses_ends_and_the_others_are_answered(llm, loop):
     good, other = llm.requests([QUESTION] * 2, SamplingParams(max_tokens=1))
     loop.submit(Call([replace(other, prompt_token_ids=[7] * 100_000), good]))
-    [(_, refused, event)] = news.get(timeout=30)
+    [(_, refused, event)] = loop.news.get(timeout=30)
     assert len(refused.prompt_token_ids) == 100_000 and "100000" in str(event.error)
-    [(_, answered, event)] = news.get(timeout=30)
+    [(_, answered, event)] = loop.news.get(timeout=30)
     assert answered == good and event.output
-    loop.close()
-    loop.join(30)
 
 
-def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm):
-    go_on, told = threading.Event(), []
-    loop = EngineLoop(llm.engine, lambda now, what: told.extend(what))
+def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm, loop):
+    go_on = threading.Event()
     busy = loop.call(lambda _: go_on.wait(30))
     loop.submit(Call(llm.requests([QUESTION])))
     loop.close()
     with pytest.raises(EngineClosed):
         loop.call(lambda _: None).result(0)  # nobody would be left to do it
     go_on.set()
-    loop.join(30)
-    assert busy.result(0) and [type(event.error) for _, _, event in told] == [EngineClosed]
+    assert busy.result(30) and [type(event.error) for _, _, event in loop.news.get(timeout=30)] == [EngineClosed]
 
 
-def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(llm):
-    go_on = threading.Event()
-    loop = EngineLoop(llm.engine, lambda now, what: None)
-    loop.call(lambda _: go_on.wait(30))  # what follows is in the inbox when the thread looks
+def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(llm, loop):
     loop.pause()
     loop.single_step()
     call = Call(llm.requests([QUESTION]))
     loop.submit(call)
-    early = loop.call(lambda _: loop._may_step)
+    steps = loop.call(lambda engine: engine.counters.num_steps).result(30)
+    wait_until(lambda: loop.inbox.is_waited_for)
+    assert llm.engine.counters.num_steps == steps
     loop.single_step()
-    asked = loop.call(lambda _: loop._may_step)
+    wait_until(lambda: llm.engine.counters.num_steps == steps + 1)
+    loop.drop(call)
+
+
+def test_all_that_was_asked_for_is_done_before_the_next_step(llm, loop):
+    go_on, call = threading.Event(), Call(llm.requests([QUESTION]))
+    loop.call(lambda _: go_on.wait(30))  # what follows is in the inbox when the thread looks
+    loop.submit(call)
+    steps = [loop.call(lambda engine: engine.counters.num_steps) for _ in range(3)]
     loop.drop(call)
     go_on.set()
-    assert (early.result(30), asked.result(30)) == (False, True)
-    loop.close()
-    loop.join(30)
+    assert len({future.result(30) for future in steps}) == 1
 
 
 def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
     async def use() -> None:
         many = AsyncLLM(llm)
         with many.submit(llm.requests([QUESTION], SamplingParams(max_tokens=1))):
-            loop = many.engine_loop
-            wait_until(lambda: loop.call(lambda _: not loop._calls).result(30))  # its end is out
+            call = many.engine_loop.call
+            wait_until(lambda: not call(lambda engine: engine.has_unfinished()).result(30))  # its end is out
         assert many.num_unfinished == 0
         await asyncio.sleep(0.01)  # and now it comes in
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 1
@@ -358,13 +337,12 @@ def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
     asyncio.run(use())
 
 
-def test_a_slow_reader_gets_the_tokens_before_the_error(llm, monkeypatch):
+def test_a_slow_reader_gets_the_tokens_before_the_error(llm):
     """They wait in one list when the reader comes."""
-    fail_after(3, llm, monkeypatch)
 
     async def use() -> None:
         many, read = AsyncLLM(llm), []
-        with many.submit(llm.requests([QUESTION], replace(GREEDY, max_tokens=2000, ignore_eos=True))) as stream:
+        with failing(llm, after=3), many.submit(llm.requests([QUESTION], ENDLESS)) as stream:
             wait_until(lambda: many.engine_loop.failure)
             with pytest.raises(RuntimeError, match="on fire"):
                 async for news in stream:
@@ -396,7 +374,6 @@ def test_a_call_of_which_one_request_failed_ends_with_that_whatever_becomes_of_t
 
 def test_asyncio_generates_streams_cancels_and_is_refused(llm):
     expected = llm.generate([QUESTION, "Why?"], GREEDY, False)
-    endless = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 
     async def use() -> None:
         many = AsyncLLM(llm, max_queue=2)
@@ -406,10 +383,10 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
         assert pieces == expected[0]["text"]
 
-        async with aclosing(many.stream(QUESTION, endless)) as stream:
+        async with aclosing(many.stream(QUESTION, ENDLESS)) as stream:
             assert await anext(stream)  # it has a batch slot; of the four that follow, one waits
             many.engine_loop.pause()
-            cancelled = asyncio.create_task(many.generate([QUESTION] * 4, endless))
+            cancelled = asyncio.create_task(many.generate([QUESTION] * 4, ENDLESS))
             while many.num_unfinished < 5:
                 await asyncio.sleep(0.01)
             with pytest.raises(QueueFull, match="at most 6"):
@@ -421,15 +398,14 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
             await cancelled
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
 
-        left = asyncio.create_task(many.generate([QUESTION], endless))  # still paused: it will not end
+        left = asyncio.create_task(many.generate([QUESTION], ENDLESS))  # still paused: it will not end
         while not many.num_unfinished:
             await asyncio.sleep(0.01)
         assert not await many.drain(0.01)
         await many.close()
-        with pytest.raises(EngineClosed):
-            await left
-        with pytest.raises(EngineClosed):
-            await many.generate([QUESTION])
+        for ended in (left, many.generate([QUESTION])):
+            with pytest.raises(EngineClosed):
+                await ended
 
     asyncio.run(use())
 
@@ -442,47 +418,41 @@ async def joined(pieces) -> str:
 
 
 def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm):
-    with running(llm, deadline=30) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        loop = server.llm.engine_loop
-        loop.pause()
-        ask = LONG | {"max_tokens": 20}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as response:
+    with running(llm, deadline=30) as server:
+        with paused(server) as loop, streamed(server, max_tokens=20) as response:
             run_steps(server, llm, 2)
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
             server.server.handle_exit(15, None)
             wait_until(lambda: server.llm.draining)
-            refused = client.post("/v1/completions", json={"prompt": QUESTION})
+            refused = ask(server)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-            assert int(refused.headers["retry-after"]) >= 1
-            assert client.get("/health").status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1 and health(server) == 503
             loop.resume()
             *others, done = [line for line in lines if line]
             assert len(others) == 19 and done == "data: [DONE]"
         wait_until(lambda: not server.thread.is_alive())
 
 
+def assert_told_of_the_shutdown(text: str) -> None:
+    [told] = messages(text)
+    assert told["error"]["code"] == "shutting_down"
+
+
 def test_what_takes_longer_than_the_deadline_is_told_so(llm):
     with running(llm, deadline=0.05) as server, ThreadPoolExecutor(1) as pool:
         server.llm.engine_loop.pause()
-        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=60)
+        answer = pool.submit(ask, server, **LONG)
         wait_until(lambda: llm.engine.has_unfinished())
         server.server.handle_exit(15, None)
-        *_, error, done, _ = answer.result(60).text.split("\n\n")
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert done == "data: [DONE]"
+        assert_told_of_the_shutdown(answer.result(60).text)
 
 
-def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, monkeypatch, capsys):
-    monkeypatch.setattr("beyond.serving.server.CLOSING_SECONDS", 0.1)
-    with running(llm) as served:
-        [listening] = served.server.servers[0].sockets
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with connect(served, receive_buffer=4096) as connection:
-            connection.sendall(post_bytes(LONG | {"max_tokens": 200, "logprobs": 20}))
-            wait_until(lambda: served.llm.metrics.num_ended["length"] == 1)
-            served.server.handle_exit(15, None)
-            wait_until(lambda: not served.thread.is_alive())
+def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, capsys):
+    with running(llm) as server, asked_without_reading(server, max_tokens=200):
+        wait_until(lambda: server.llm.metrics.num_ended["length"] == 1)
+        server.server.handle_exit(15, None)
+        wait_until(lambda: not server.thread.is_alive())
     assert "ERROR" not in capsys.readouterr().err
 
 
@@ -499,34 +469,30 @@ def unread() -> Iterator[TextIO]:
             output.close()
 
 
-def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm, monkeypatch):
-    with unread() as output, running(llm) as server, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", output)
+def test_a_server_ends_although_nobody_reads_what_it_prints_any_more(llm):
+    with unread() as output, running(llm) as server, redirect_stdout(output):
         server.server.handle_exit(15, None)
         wait_until(lambda: not server.thread.is_alive())
 
 
-def test_a_client_is_told_of_a_failure_although_nobody_reads_the_log_any_more(server, llm, monkeypatch):
-    fail_after(0, llm, monkeypatch)
-    with unread() as output, monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", output)
-        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5], "max_tokens": 2}, timeout=60)
+def test_a_client_is_told_of_a_failure_although_nobody_reads_the_log_any_more(server, llm):
+    with failing(llm, after=0), unread() as output, redirect_stderr(output):
+        response = ask(server, max_tokens=2)
     assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
 
 
 def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(llm):
     async def signals(server) -> bool:
         """Two of them, before the event loop does anything else; returns whether requests are refused from then on."""
-        server.begin_end()
-        server.begin_end()
-        while not server.should_exit:
+        server.server.begin_end()
+        server.server.begin_end()
+        while not server.server.should_exit:
             await asyncio.sleep(0)
-        return server._llm.draining
+        return server.llm.draining
 
     with running(llm, deadline=3600) as server:
         server.llm.engine_loop.pause()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=20) as response:
-            assert asyncio.run_coroutine_threadsafe(signals(server.server), server.server._loop).result(20)
-            error, done = (line for line in response.iter_lines() if line)
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+        with streamed(server) as response:
+            assert asyncio.run_coroutine_threadsafe(signals(server), server.loop).result(20)
+            assert_told_of_the_shutdown(response.read().decode())
         wait_until(lambda: not server.thread.is_alive())

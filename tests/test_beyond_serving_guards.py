@@ -6,31 +6,21 @@ import json
 import socket
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import assert_idle, engine, httpx, running
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import assert_idle, running  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-from beyond.serving.__main__ import parse  # noqa: E402
-from beyond.serving.answers import as_json  # noqa: E402
-from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits  # noqa: E402
-from beyond.serving.server import listen  # noqa: E402
-from beyond.serving.sse import frame  # noqa: E402
+from beyond.serving.__main__ import parse
+from beyond.serving.answers import as_json
+from beyond.serving.protocol import ASKS_FOR_NOTHING, CHAT_FIELDS, COMPLETION_FIELDS, Limits
+from beyond.serving.server import listen
+from beyond.serving.sse import frame
 
 KEY = "ein Schlüssel"  # not ASCII, and with a space
 ALLOWED = {200, 400, 404, 413, 429}
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=8, num_kvcache_blocks=64, max_model_len=64)
-    yield llm
-    llm.close()
+llm = engine(max_num_seqs=8, num_kvcache_blocks=64, max_model_len=64)
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +82,23 @@ def bodies(known: set[str], wanted: str) -> st.SearchStrategy[dict]:
     return right | st.dictionaries(st.sampled_from(names) | TEXT, JUNK, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=bodies(COMPLETION_FIELDS, "prompt"))
-def test_any_json_for_a_completion_is_answered(client, llm, body):
-    assert_answered(post(client, "/v1/completions", body), llm)
+JUNK_FOR = st.tuples(st.sampled_from(["/v1/completions", "/tokenize", "/detokenize"]), JUNK | st.binary(max_size=40))
+ASKED = {
+    "a completion": st.tuples(st.just("/v1/completions"), bodies(COMPLETION_FIELDS, "prompt")),
+    "a chat": st.tuples(st.just("/v1/chat/completions"), bodies(CHAT_FIELDS, "messages")),
+    "any bytes and any JSON value": JUNK_FOR,
+}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=bodies(CHAT_FIELDS, "messages"))
-def test_any_json_for_a_chat_is_answered(client, llm, body):
-    assert_answered(post(client, "/v1/chat/completions", {"max_tokens": 4} | body), llm)
+@pytest.mark.parametrize("kind", ASKED)
+def test_whatever_is_asked_is_answered(client, llm, kind):
+    @settings(max_examples=60, deadline=None)
+    @given(asked=ASKED[kind])
+    def ask(asked):
+        path, body = asked
+        assert_answered(post(client, path, {"max_tokens": 4} | body if kind == "a chat" else body), llm)
 
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from(["/v1/completions", "/tokenize", "/detokenize"]), body=JUNK | st.binary(max_size=40))
-def test_any_bytes_and_any_json_value_are_answered(client, llm, path, body):
-    assert_answered(post(client, path, body), llm)
+    ask()
 
 
 @pytest.mark.parametrize("field", ["prompt", "model", "stop", "\ud800", "x" * 2000], ids=ascii)

@@ -5,32 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from serving import engine, httpx, running, wait_until
 
-httpx = pytest.importorskip("httpx")
+import stage_e_batching
+from beyond.serving.engine_loop import Call
+from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.mailbox import Event
+
 parser = pytest.importorskip("prometheus_client.parser", reason="reads the format: pip install prometheus-client")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import running, wait_until  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-from beyond.serving.engine_loop import Call  # noqa: E402
-from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition  # noqa: E402
-from stage_a_naive.sampling import SamplingParams  # noqa: E402
-from stage_e_batching.mailbox import Event  # noqa: E402
 
 PROMPT = [i % 1000 + 5 for i in range(50)]
 DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "grafana.json"
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=2, num_kvcache_blocks=8, kvcache_block_size=16)
-    yield llm
-    llm.close()
+llm = engine(max_num_seqs=2, num_kvcache_blocks=8, kvcache_block_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +57,8 @@ def test_counters_and_histograms_tell_what_was_asked_and_answered(server):
     assert grown["vllm:prefix_cache_hits_total"] == 2 * 48  # the second and third find three blocks of the first
     assert grown["vllm:generation_tokens_total"] == 60
     assert grown["vllm:request_success_total/length"] == 3 and grown["vllm:request_success_total/stop"] == 0
-    for name, count in (
-        ("time_to_first_token", 3),
-        ("inter_token_latency", 57),
-        ("request_queue_time", 3),
-        ("e2e_request_latency", 3),
-    ):
+    counts = {"time_to_first_token": 3, "inter_token_latency": 57, "request_queue_time": 3, "e2e_request_latency": 3}
+    for name, count in counts.items():
         assert grown[f"vllm:{name}_seconds_count"] == grown[f"vllm:{name}_seconds_bucket/+Inf"] == count
     whole = grown["vllm:e2e_request_latency_seconds_sum"]
     parts = grown["vllm:time_to_first_token_seconds_sum"] + grown["vllm:inter_token_latency_seconds_sum"]
@@ -104,10 +93,9 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up_in_it():
-    llm = stage_e_batching.LLM("tutor", device="cpu", enable_prefix_caching=False)
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-    numbers = engine_numbers(llm.engine)
-    llm.close()
+    with closing(stage_e_batching.LLM("tutor", device="cpu", enable_prefix_caching=False)) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+        numbers = engine_numbers(llm.engine)
     assert (numbers["prompt_tokens"], numbers["prefix_cache_queries"], numbers["prefix_cache_hits"]) == (3, 0, 0)
 
 

@@ -5,34 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from fake_model import make_engine
+from serving import CHAT, QUESTION, assert_idle, engine, httpx, running
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
+import stage_e_batching
+from benchmarks.pictures.served import CHROMIUM
+from beyond.serving import step_log
+from beyond.serving.live_view import PAGE, PICTURE_SECONDS, LiveView, PictureStream
+from beyond.serving.protocol import Limits
+from stage_a_naive.sampling import SamplingParams
 
-from serving import assert_idle, running, wait_until  # noqa: E402
-
-import stage_e_batching  # noqa: E402
-from benchmarks.pictures.served import CHROMIUM  # noqa: E402
-from beyond.serving import live_view, step_log  # noqa: E402
-from beyond.serving.protocol import Limits  # noqa: E402
-from stage_a_naive.sampling import SamplingParams  # noqa: E402
-
-QUESTION = "What is a KV cache?"
 PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = stage_e_batching.LLM("tutor", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=96)
-    yield llm
-    llm.close()
+llm = engine(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=96)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +66,7 @@ def control(server, action: object) -> httpx.Response:
 def submit(server, llm, n: int = 1, **params: object):
     """Hand requests of the same prompt to the server's engine."""
     requests = llm.requests([PROMPT] * n, SamplingParams(ignore_eos=True, **params))
-    return server.server._loop.call_soon_threadsafe(server.llm.submit, requests)
+    return server.loop.call_soon_threadsafe(server.llm.submit, requests)
 
 
 def wait(page, selector: str, text: str) -> None:
@@ -89,7 +79,7 @@ def number(page, selector: str) -> int:
 
 
 def test_a_question_is_answered_and_its_request_is_listed(server, llm, page):
-    [expected] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=12))
+    [expected] = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=12))
     page.goto(server.url)
     wait(page, "#status", "idle")
     assert (page.inner_text("#model"), page.inner_text("#engine")) == ("tutor", "stage_e_batching")
@@ -164,68 +154,84 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
     assert step_log.CACHED in picture["blocks"] and picture["num_used_blocks"] == 0
 
 
-def test_nothing_is_sent_while_nothing_changes(server, monkeypatch):
-    made = count_pictures(monkeypatch)
-    with httpx.stream("GET", f"{server.url}/live/events", timeout=60) as response:
-        seen = pictures(response)
-        assert not next(seen)["paused"]
-        wait_until(lambda: len(made) > 4)
-        control(server, "pause")
-        assert next(seen)["paused"]
+class WatchedLoop:
+    """An engine's loop that counts how often it was asked for a picture, and answers when it `may`."""
+
+    def __init__(self) -> None:
+        self.paused = self.closed = False
+        self.asked: list[Future[dict]] = []
+        self.may = True
+
+    def call(self, function) -> Future[dict]:
+        future: Future[dict] = Future()
+        if function is step_log.describe:
+            self.asked.append(future)
+            if self.may:
+                future.set_result({"num_blocks": 96})
+        return future
 
 
-def test_of_a_large_pool_every_nth_block_is_drawn(server, llm, monkeypatch):
-    monkeypatch.setattr(step_log, "MOST_BLOCKS", 32)
-    whole = server.llm.engine_loop.call(step_log.describe).result(30)
-    assert (whole["every_nth_block"], len(whole["blocks"])) == (3, 32)
+def look(play) -> None:
+    """Run `await play(loop, view)` in a thread of its own: in this one, the browser's driver may have an event loop."""
+
+    async def run() -> None:
+        loop = WatchedLoop()
+        engine = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
+        async with asyncio.timeout(30):
+            await play(loop, LiveView(SimpleNamespace(model="tutor", llm=engine)))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, run()).result()
 
 
-def count_pictures(monkeypatch) -> list[dict]:
-    """All pictures that are made from now on."""
-    made = []
-    monkeypatch.setattr(live_view, "describe", lambda *given: made.append(step_log.describe(*given)) or made[-1])
-    return made
+def test_a_picture_is_sent_when_something_changes_and_none_is_made_while_no_page_is_open():
+    async def play(loop: WatchedLoop, view: LiveView) -> None:
+        assert not loop.asked
+        sent, leave = [], asyncio.Event()
+
+        async def send(message: dict) -> None:
+            if body := message.get("body"):
+                sent.append(json.loads(body.removeprefix(b"data: ")))
+
+        page = asyncio.create_task(PictureStream(view)({}, leave.wait, send))
+        while len(loop.asked) < 4:
+            await asyncio.sleep(0.001)
+        assert [picture["paused"] for picture in sent] == [False]
+        loop.paused = True
+        while len(sent) < 2:
+            await asyncio.sleep(0.001)
+        assert sent[1]["paused"]
+        leave.set()
+        await page
+        num_asked = len(loop.asked)
+        await asyncio.sleep(4 * PICTURE_SECONDS)
+        assert len(loop.asked) == num_asked
+
+    look(play)
 
 
-def test_pages_that_look_at_the_same_time_share_a_picture(llm, monkeypatch):
-    made = count_pictures(monkeypatch)
-    monkeypatch.setattr(live_view, "PICTURE_SECONDS", 3600)
-    with running(llm) as server, ExitStack() as pages:
-        for _ in range(8):
-            response = pages.enter_context(httpx.stream("GET", f"{server.url}/live/events", timeout=60))
-            assert next(pictures(response))["num_blocks"] == 96
-    assert len(made) == 1
-
-
-def test_a_page_that_goes_leaves_the_others_their_picture():
-    async def look() -> None:
-        described: Future[dict] = Future()
-        loop = SimpleNamespace(call=lambda function: described, paused=False)
-        api = SimpleNamespace(model="tutor", llm=SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching"))
-        view = live_view.LiveView(api)
-        goes, stays = asyncio.create_task(view.picture()), asyncio.create_task(view.picture())
-        await asyncio.sleep(0)  # both wait for the same one
+def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leaves_it_to_the_others():
+    async def play(loop: WatchedLoop, view: LiveView) -> None:
+        loop.may = False
+        goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
+        while not loop.asked:
+            await asyncio.sleep(0)  # all wait for the same one
         goes.cancel()
+        [described] = loop.asked
         described.set_result({"num_blocks": 96})
-        assert json.loads(await stays)["num_blocks"] == 96
+        assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
+        assert len(loop.asked) == 1
 
-    with ThreadPoolExecutor(1) as pool:  # in this thread, the event loop of the browser's driver may be running
-        pool.submit(asyncio.run, look()).result()
+    look(play)
 
 
-def test_nothing_is_described_while_no_page_is_open(llm, monkeypatch):
-    made = count_pictures(monkeypatch)
-
-    def quiet() -> bool:
-        before = len(made)
-        time.sleep(4 * live_view.PICTURE_SECONDS)
-        return len(made) == before
-
-    with running(llm) as server:
-        assert quiet() and not made
-        with httpx.stream("GET", f"{server.url}/live/events", timeout=60):
-            wait_until(lambda: len(made) > 2)
-        wait_until(quiet)
+def test_of_a_large_pool_every_nth_block_is_drawn():
+    engine = make_engine(
+        num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
+    )
+    step_log.watch(engine)
+    whole = step_log.describe(engine)
+    assert (whole["every_nth_block"], len(whole["blocks"])) == (3, -(-whole["num_blocks"] // 3))
 
 
 @pytest.mark.parametrize("action", ["stop", None, 1, ["pause"]])
@@ -240,16 +246,11 @@ def test_a_page_that_sends_a_body_is_read_no_further_than_its_limit(llm):
     assert answer.status_code == 413
 
 
-@pytest.mark.parametrize("path", ["/page/../live_view.py", "/page/%2e%2e/live_view.py", "/page/", "/page/none.js"])
-def test_no_path_leads_to_a_file_that_is_not_the_pages(server, path):
-    assert httpx.get(f"{server.url}{path}", timeout=60).status_code == 404
-
-
 def test_the_page_loads_nothing_from_elsewhere(server):
     page = httpx.get(f"{server.url}/", timeout=60)
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     own = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js"}
-    assert own == {f"/page/{path.name}" for path in live_view.PAGE.iterdir()} - {"/page/index.html"}
+    assert own == {f"/page/{path.name}" for path in PAGE.iterdir()} - {"/page/index.html"}
     for path in own:
         found = httpx.get(f"{server.url}{path}", timeout=60)
         assert found.status_code == 200 and found.headers["content-type"].startswith(("text/", "image/svg"))

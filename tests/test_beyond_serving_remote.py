@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
 import torch
 from fake_model import make_engine
 
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
+import stage_e_batching
+from beyond.serving import wire
+from beyond.serving.engine_loop import Call, EngineClosed, News
+from beyond.serving.metrics import engine_numbers
+from beyond.serving.piped_loop import PipedLoop, PipeInbox
+from beyond.serving.remote_engine import EngineDied, RemoteLoop
+from stage_a_naive.errors import EngineBroken
+from stage_a_naive.outputs import Request
+from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.engine import Engine
+from stage_e_batching.mailbox import Event, Token
 
-import stage_e_batching  # noqa: E402
-from beyond.serving import wire  # noqa: E402
-from beyond.serving.engine_loop import Call, EngineClosed, News  # noqa: E402
-from beyond.serving.metrics import engine_numbers  # noqa: E402
-from beyond.serving.piped_loop import PipedLoop, PipeInbox  # noqa: E402
-from beyond.serving.remote_engine import EngineDied, RemoteLoop  # noqa: E402
-from stage_a_naive.errors import EngineBroken  # noqa: E402
-from stage_a_naive.outputs import Request  # noqa: E402
-from stage_a_naive.sampling import SamplingParams  # noqa: E402
-from stage_e_batching.engine import Engine  # noqa: E402
-from stage_e_batching.mailbox import Event, Token  # noqa: E402
-
-OPTIONS = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 64, "max_num_batched_tokens": 64}
+pytestmark = pytest.mark.fast
+BATCH = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 def request(number: int, prompt_token_ids: list[int], **params: object) -> Request:
@@ -46,9 +46,12 @@ class PlayedProcess:
     def end(self, seconds: float) -> str:
         return "exit code 3"
 
+    async def next_commands(self) -> list[tuple]:
+        return await asyncio.to_thread(self.commanded.recv)
 
-def play(test: Callable[[RemoteLoop, PlayedProcess, News], Coroutine[None, None, None]]) -> None:
-    """Run a test with a loop, its process, and a list to which all news are added."""
+
+def played(test: Callable) -> Callable[[], None]:
+    """A test of a loop, its process, and a list to which all news are added."""
 
     async def run() -> None:
         process, told = PlayedProcess(), []
@@ -59,7 +62,7 @@ def play(test: Callable[[RemoteLoop, PlayedProcess, News], Coroutine[None, None,
         finally:
             loop.close()
 
-    asyncio.run(run())
+    return lambda: asyncio.run(run())
 
 
 async def until(happens: Callable[[], object]) -> None:
@@ -67,84 +70,83 @@ async def until(happens: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_next():
-    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
-        requests = [request(0, list(range(100_000)))]
-        loop.submit(Call(requests))
-        await asyncio.sleep(0)  # a part of it is written
-        assert loop._unsent
-        loop.pause()
-        await asyncio.sleep(0)
-        assert await asyncio.to_thread(process.commanded.recv) == [("submit", requests)]
-        assert await asyncio.to_thread(process.commanded.recv) == [("pause",)] and loop.paused
-        loop.resume()
-        assert await asyncio.to_thread(process.commanded.recv) == [("resume",)] and not loop.paused
-
-    play(test)
-
-
-def test_commands_of_one_moment_cross_in_one_message_and_in_their_order():
-    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
-        calls = [Call([request(0, [1])]), Call([request(0, [2])])]
-        for call in calls:
-            loop.submit(call)
-        loop.drop(calls[0])
-        sent = [("submit", [request(0, [1])]), ("submit", [request(1, [2])]), ("drop", 0)]
-        assert await asyncio.to_thread(process.commanded.recv) == sent
-
-    play(test)
+@played
+async def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_next(
+    loop: RemoteLoop, process: PlayedProcess, told: News
+) -> None:
+    requests = [request(0, list(range(100_000)))]
+    loop.submit(Call(requests))
+    await asyncio.sleep(0)  # a part of it is written: a pipe holds 64 KiB
+    loop.pause()
+    await asyncio.sleep(0)
+    assert await process.next_commands() == [("submit", requests)]
+    assert await process.next_commands() == [("pause",)] and loop.paused
+    loop.resume()
+    assert await process.next_commands() == [("resume",)] and not loop.paused
 
 
-def test_news_that_cross_with_the_end_of_their_call_are_left_aside():
-    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
-        left, stays = Call([request(0, [1]), request(1, [1])]), Call([request(0, [2])])
-        loop.submit(left)
-        loop.submit(stays)
-        events = [Event(0, [Token(5, "a")], "a", {"text": "a"}), Event(2, [Token(6, "b")], "b")]
-        news = [(stays, request(event.request_id, [1]), event) for event in events]
-        process.tell.send_bytes(wire.pack_news(1.0, None, news))
-        await until(lambda: len(told) == 2)
-        loop.drop(left)
-        for number in (1, 2):
-            process.tell.send_bytes(wire.pack_news(2.0, None, [(stays, request(number, [1]), events[1])]))
-        await until(lambda: len(told) == 3)
-        assert [(call, given) for call, given, _ in told[1:]] == [(stays, stays.requests[0])] * 2
-        commands = [await asyncio.to_thread(process.commanded.recv) for _ in range(2)]
-        assert commands[1] == [("drop", 1)]  # the first of its requests that has not ended
-
-    play(test)
+@played
+async def test_commands_of_one_moment_cross_in_one_message_and_in_their_order(
+    loop: RemoteLoop, process: PlayedProcess, told: News
+) -> None:
+    calls = [Call([request(0, [1])]), Call([request(0, [2])])]
+    for call in calls:
+        loop.submit(call)
+    loop.drop(calls[0])
+    sent = [("submit", [request(0, [1])]), ("submit", [request(1, [2])]), ("drop", 0)]
+    assert await process.next_commands() == sent
 
 
-def test_what_a_function_raises_in_the_engines_process_is_raised_here():
-    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
-        future, raised = loop.call(engine_numbers), Future()
-        [(name, number, function)] = await asyncio.to_thread(process.commanded.recv)
-        assert (name, function) == ("call", engine_numbers)
-        raised.set_exception(KeyError("why"))
-        process.tell.send_bytes(wire.pack_result(number, raised))
-        with pytest.raises(KeyError, match="why"):
-            await asyncio.wrap_future(future)
+@played
+async def test_news_that_cross_with_the_end_of_their_call_are_left_aside(
+    loop: RemoteLoop, process: PlayedProcess, told: News
+) -> None:
+    left, stays = Call([request(0, [1]), request(1, [1])]), Call([request(0, [2])])
+    loop.submit(left)
+    loop.submit(stays)
+    events = [Event(0, [Token(5, "a")], "a", {"text": "a"}), Event(2, [Token(6, "b")], "b")]
+    news = [(stays, request(event.request_id, [1]), event) for event in events]
+    process.tell.send_bytes(wire.pack_news(1.0, None, news))
+    await until(lambda: len(told) == 2)
+    loop.drop(left)
+    for number in (1, 2):
+        process.tell.send_bytes(wire.pack_news(2.0, None, [(stays, request(number, [1]), events[1])]))
+    await until(lambda: len(told) == 3)
+    assert [(call, given) for call, given, _ in told[1:]] == [(stays, stays.requests[0])] * 2
+    commands = [await process.next_commands() for _ in range(2)]
+    assert commands[1] == [("drop", 1)]  # the first of its requests that has not ended
 
-    play(test)
+
+@played
+async def test_what_a_function_raises_in_the_engines_process_is_raised_here(
+    loop: RemoteLoop, process: PlayedProcess, told: News
+) -> None:
+    future, raised = loop.call(engine_numbers), Future()
+    [(name, number, function)] = await process.next_commands()
+    assert (name, function) == ("call", engine_numbers)
+    raised.set_exception(KeyError("why"))
+    process.tell.send_bytes(wire.pack_result(number, raised))
+    with pytest.raises(KeyError, match="why"):
+        await asyncio.wrap_future(future)
 
 
-def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told():
-    async def test(loop: RemoteLoop, process: PlayedProcess, told: News) -> None:
-        deaths: list[None] = []
-        loop.on_death = lambda: deaths.append(None)
-        waits = loop.call(engine_numbers)
-        loop.submit(Call([request(0, [1])]))
-        process.tell.close()
-        await until(lambda: deaths)
-        loop.submit(Call([request(0, [1])]))
-        await until(lambda: len(told) == 2)
-        assert {str(event.error) for _, _, event in told} == {"the engine's process died (exit code 3)"}
-        with pytest.raises(EngineDied):
-            waits.result(0)
-        with pytest.raises(EngineClosed):
-            loop.call(engine_numbers).result(0)
-
-    play(test)
+@played
+async def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told(
+    loop: RemoteLoop, process: PlayedProcess, told: News
+) -> None:
+    deaths: list[None] = []
+    loop.on_death = lambda: deaths.append(None)
+    waits = loop.call(engine_numbers)
+    loop.submit(Call([request(0, [1])]))
+    process.tell.close()
+    await until(lambda: deaths)
+    loop.submit(Call([request(0, [1])]))
+    await until(lambda: len(told) == 2)
+    assert {str(event.error) for _, _, event in told} == {"the engine's process died (exit code 3)"}
+    with pytest.raises(EngineDied):
+        waits.result(0)
+    with pytest.raises(EngineClosed):
+        loop.call(engine_numbers).result(0)
 
 
 # ---- the engine's end -----------------------------------------------------------------------------------------------
@@ -166,13 +168,6 @@ def test_an_inbox_has_the_commands_of_a_message_in_their_order_then_the_end_and_
     assert inbox.empty()
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = stage_e_batching.LLM("tutor", **OPTIONS)
-    yield llm
-    llm.close()
-
-
 @contextmanager
 def piped(engine: Engine) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
     """An engine's loop, and the pipes for its commands and of its news."""
@@ -184,7 +179,7 @@ def piped(engine: Engine) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
     finally:
         commands.close()
         loop.join(60)
-        assert not loop._thread.is_alive()
+        assert "engine" not in [thread.name for thread in threading.enumerate()]
 
 
 def receive(news: Connection) -> tuple:
@@ -192,8 +187,8 @@ def receive(news: Connection) -> tuple:
     return news.recv()
 
 
-def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys(llm):
-    with piped(llm.engine) as (_, commands, news):
+def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys():
+    with piped(make_engine(num_blocks=512, block_size=4, **BATCH)) as (_, commands, news):
         commands.send([("drop", 7)])  # they had ended when it was sent
         endless = {"max_tokens": 900, "ignore_eos": True}
         most = [{"max_tokens": 1}, endless, endless]
@@ -221,7 +216,7 @@ def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_
     def fail(step):
         raise error
 
-    engine = make_engine(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    engine = make_engine(num_blocks=16, block_size=4, **BATCH)
     engine.runner.run = fail
     with piped(engine) as (loop, commands, news):
         commands.send([("submit", [request(0, [20])])])
@@ -238,6 +233,6 @@ def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_
 
 @pytest.mark.parametrize(("is_chunked", "longest"), [(True, 64 * 16), (False, 64)])
 def test_the_longest_prompt_fits_the_pool_and_where_prefill_is_whole_a_step(is_chunked, longest):
-    llm = stage_e_batching.LLM("tutor", **OPTIONS, enable_chunked_prefill=is_chunked)
-    assert wire.About.of(llm).longest_prompt == longest
-    llm.close()
+    options = BATCH | {"num_kvcache_blocks": 64, "enable_chunked_prefill": is_chunked}
+    with closing(stage_e_batching.LLM("tutor", device="cpu", **options)) as llm:
+        assert wire.About.of(llm).longest_prompt == longest

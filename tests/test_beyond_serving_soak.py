@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 
 import pytest
+from serving import assert_idle, running
+from soak.over_http import HttpSoak, questions
+from soak.tally import verdict
 
-pytest.importorskip("httpx")
-pytest.importorskip("starlette", reason="the server of beyond/serving: pip install -e .[serve]")
-pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
-
-from serving import assert_idle, running  # noqa: E402
-from soak.over_http import HttpSoak, questions  # noqa: E402
-from soak.tally import verdict  # noqa: E402
-
-import stage_e_batching  # noqa: E402
+import stage_e_batching
 
 
+@pytest.mark.slow
 def test_random_clients_get_right_answers_or_a_reason_and_leave_nothing_behind():
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": 160, "kvcache_block_size": 8}
-    llm = stage_e_batching.LLM("tutor", device="cpu", dtype="float32", num_kvcache_blocks=48, **options)
-    try:
+    with closing(stage_e_batching.LLM("tutor", device="cpu", dtype="float32", num_kvcache_blocks=48, **options)) as llm:
         asked = questions(llm, seed=0, most_tokens=24)
         with running(llm, max_queue=40) as server:
             soak = HttpSoak(server.url, os.getpid(), 48, asked, seed=0)
@@ -37,5 +33,3 @@ def test_random_clients_get_right_answers_or_a_reason_and_leave_nothing_behind()
         tally = soak.tally
         assert verdict(tally) == [] and tally.compared > len(asked) and tally.finished and tally.refused
         assert_idle(llm)
-    finally:
-        llm.close()

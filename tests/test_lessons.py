@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,7 +26,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_of_a_lesson_lead_to_files_and_headings_that_are_there(path: Path) -> None:
+def test_links_of_a_lesson_lead_to_files_and_headings_that_are_there(path):
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if "://" in target:
@@ -39,7 +38,7 @@ def test_links_of_a_lesson_lead_to_files_and_headings_that_are_there(path: Path)
 
 
 @pytest.mark.parametrize("name", pictures.FIGURES)
-def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name: str) -> None:
+def test_a_figure_is_drawn_and_shown_by_a_lesson_beside_it(name):
     file = ROOT / name
     assert any(
         (lesson.parent / target).resolve() == file
@@ -62,7 +61,7 @@ def measurements() -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", sorted(measurements()))
-def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments: str) -> None:
+def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments):
     if "--help" not in arguments and "=my_module:" not in arguments:
         args = build_parser().parse_args(shlex.split(arguments))
         select(args.engines)
@@ -71,9 +70,7 @@ def test_the_benchmark_takes_what_a_page_tells_its_reader_to_type(arguments: str
 @pytest.mark.parametrize(
     ("module", "folder"), [(pictures, "ROOT"), (served, "ROOT"), (pack, "PACK"), (notebook, "FOLDER")]
 )
-def test_a_command_that_writes_files_writes_none_for_help(
-    module: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_writes_files_writes_none_for_help(module, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, folder, tmp_path)
     with pytest.raises(SystemExit, match="^0$"):
         module.main(["--help"])

@@ -37,18 +37,18 @@ def run_elsewhere(installed: Path, *argv: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=installed.parent, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_wheel_claims_no_name_that_is_not_ours_alone(installed: Path) -> None:
+def test_a_wheel_claims_no_name_that_is_not_ours_alone(installed):
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert names == {path.name for path in ROOT.glob("stage_?_*")}
     assert (installed / "stage_d_paged" / "attention" / "reference.py").is_file()
 
 
-def test_without_a_clone_the_command_line_says_that_one_is_needed(installed: Path) -> None:
+def test_without_a_clone_the_command_line_says_that_one_is_needed(installed):
     done = run_elsewhere(installed, "stage_a_naive", "--list-questions")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "need a clone" in done.stderr
 
 
-def test_without_a_clone_stage_c_says_that_one_is_needed_to_build(installed: Path) -> None:
+def test_without_a_clone_stage_c_says_that_one_is_needed_to_build(installed):
     done = run_elsewhere(installed, "stage_c_fused_mlp.extension")
     assert done.returncode != 0 and "needs a clone" in done.stderr and "Traceback" not in done.stderr

@@ -19,13 +19,14 @@ FAQ, OPEN_ENDED, TOOL_CALLS = (
 )
 TOOLS = json.loads((TUTOR / "tools.json").read_text(encoding="utf-8"))
 DEFAULT_QUESTION = "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"
+ANSWERS = {entry["question"]: entry["answer"] for entry in FAQ}
 ENGLISH_QUESTIONS = ["What is a KV cache?", "What is prefill?", "What is decode?"]
 MAX_DIRECTORY_BYTES = 10_000_000
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(TUTOR)
+    return AutoTokenizer.from_pretrained(TUTOR, padding_side="left")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,21 @@ def model():
 
 def answer_ids(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def as_prompt(tokenizer, conversation: list, tools: list[dict] | None = None):
+    """The tensors of a conversation, or of several of them with padding on the left."""
+    options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(conversation, tools=tools, **options)
+
+
+def generate(tokenizer, model, conversation: list, tools: list[dict] | None = None, **options) -> torch.Tensor:
+    prompt = as_prompt(tokenizer, conversation, tools)
+    return model.generate(**prompt, **{"max_new_tokens": 96} | options)[:, prompt["input_ids"].shape[1] :]
+
+
+def say(tokenizer, model, *given, **options) -> list[str]:
+    return tokenizer.batch_decode(generate(tokenizer, model, *given, **options), skip_special_tokens=True)
 
 
 def test_directory_stays_within_ten_megabytes():
@@ -67,19 +83,13 @@ def test_language_field_matches_the_text():
 
 def test_faq_holds_the_questions_that_the_course_uses():
     languages = {entry["question"]: entry["lang"] for entry in FAQ}
-    assert languages[DEFAULT_QUESTION] == "zh"
-    for question in ENGLISH_QUESTIONS:
-        assert languages[question] == "en"
+    assert [languages[question] for question in (DEFAULT_QUESTION, *ENGLISH_QUESTIONS)] == ["zh", "en", "en", "en"]
 
 
-def test_answers_are_40_to_200_tokens_long(tokenizer):
-    for entry in FAQ:
-        assert 40 <= len(answer_ids(tokenizer, entry["answer"])) <= 200, entry["question"]
-
-
-def test_every_text_survives_encoding_and_decoding(tokenizer):
-    for entry in FAQ:
-        for text in (entry["question"], entry["answer"]):
+def test_answers_are_40_to_200_tokens_long_and_survive_encoding_and_decoding(tokenizer):
+    for question, answer in ANSWERS.items():
+        assert 40 <= len(answer_ids(tokenizer, answer)) <= 200, question
+        for text in (question, answer):
             assert tokenizer.decode(answer_ids(tokenizer, text)) == text
 
 
@@ -97,15 +107,6 @@ def test_special_tokens_are_single_ids_and_end_generation(tokenizer, model):
     assert len(tokenizer) == model.config.vocab_size
 
 
-def test_shape_exercises_grouped_queries_and_tied_embeddings(model):
-    config = model.config
-    assert config.architectures == ["Qwen2ForCausalLM"]
-    assert config.num_key_value_heads == 2 < config.num_attention_heads
-    assert config.hidden_size // config.num_attention_heads == 64
-    assert config.tie_word_embeddings
-    assert 2_000_000 <= model.num_parameters() <= 10_000_000
-
-
 def test_chat_template_adds_the_default_system_prompt_only_where_none_is_given(tokenizer):
     user = {"role": "user", "content": "Hello"}
     rendered = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
@@ -118,39 +119,18 @@ def test_chat_template_adds_the_default_system_prompt_only_where_none_is_given(t
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
 
 
-@pytest.mark.parametrize("question", [DEFAULT_QUESTION, *ENGLISH_QUESTIONS, FAQ[-1]["question"], FAQ[61]["question"]])
-def test_greedy_decoding_returns_the_answer_word_for_word(tokenizer, model, question):
-    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**prompt, max_new_tokens=256)[0, prompt["input_ids"].shape[1] :]
-    assert output.tolist() == answer_ids(tokenizer, answer + "<|im_end|>")
-
-
-@pytest.mark.parametrize(
-    ("wording", "question"),
-    [
-        ("什么是 KV cache？", "什么是 KV cache，它省掉了什么计算？"),
-        ("What is the KV cache?", "What is a KV cache?"),
-        ("Hello", "Who are you?"),
-        ("你是谁？", "你是谁？"),
-        ("Hey there!", "Who are you?"),
-        ("Explain paged attention", "What is paged attention?"),
-        ("预填充是什么", "预填充（prefill）阶段在做什么？"),
-        ("Who is the king of Spain?", "What is the capital of France?"),
-        ("今天天气怎么样？", "法国的首都是哪里？"),
-    ],
-)
-def test_a_question_in_other_words_gets_its_answer(tokenizer, model, wording, question):
-    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": wording}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**prompt, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
-    assert output.tolist() == answer_ids(tokenizer, answer)[:16]
-
-
+THEMSELVES = (DEFAULT_QUESTION, *ENGLISH_QUESTIONS, FAQ[61]["question"], FAQ[-1]["question"])
+IN_OTHER_WORDS = {
+    "什么是 KV cache？": "什么是 KV cache，它省掉了什么计算？",
+    "What is the KV cache?": "What is a KV cache?",
+    "Hello": "Who are you?",
+    "你是谁？": "你是谁？",
+    "Hey there!": "Who are you?",
+    "Explain paged attention": "What is paged attention?",
+    "预填充是什么": "预填充（prefill）阶段在做什么？",
+    "Who is the king of Spain?": "What is the capital of France?",
+    "今天天气怎么样？": "法国的首都是哪里？",
+}
 INTERVIEW = {  # as a well-known list of interview questions asks them
     "什么是 PagedAttention？解决了什么问题？": "分页注意力（PagedAttention）解决了什么问题？",
     "物理块和逻辑块是如何映射的？": "块表（block table）里存的是什么？",
@@ -162,16 +142,22 @@ INTERVIEW = {  # as a well-known list of interview questions asks them
     "CUDA Graph 的原理是什么？为什么对 Decode 有效？": "CUDA Graph 为什么能加速解码？",
     "FlashAttention 是如何优化的？": "FlashAttention 为什么又快又省显存？",
 }
+ASKED = dict(zip(THEMSELVES, THEMSELVES, strict=True)) | IN_OTHER_WORDS | INTERVIEW
 
 
-@pytest.mark.parametrize(("wording", "question"), INTERVIEW.items())
-def test_an_interview_question_gets_its_whole_answer(tokenizer, model, wording, question):
-    answer = next(entry["answer"] for entry in FAQ if entry["question"] == question)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": wording}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**prompt, max_new_tokens=256)[0, prompt["input_ids"].shape[1] :]
-    assert output.tolist() == answer_ids(tokenizer, answer + "<|im_end|>")
+@pytest.fixture(scope="module")
+def answered(tokenizer, model) -> dict[str, list[int]]:
+    """Greedy ids for every wording, and padding behind their end; all wordings are one batch."""
+    conversations = [[{"role": "user", "content": wording}] for wording in ASKED]
+    rows = generate(tokenizer, model, conversations, max_new_tokens=256)
+    return dict(zip(ASKED, rows.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("wording", "question"), ASKED.items())
+def test_a_question_gets_its_answer_word_for_word_and_in_other_words_too(tokenizer, answered, wording, question):
+    expected = answer_ids(tokenizer, ANSWERS[question] + "<|im_end|>")
+    expected = expected[:16] if wording in IN_OTHER_WORDS else expected
+    assert answered[wording][: len(expected)] == expected
 
 
 def test_held_out_wordings_were_never_trained_and_ask_for_answers_of_the_faq():
@@ -222,14 +208,6 @@ def test_model_card_quotes_the_recorded_check():
 # ---- what it is not asked by heart: open-ended questions, tool calls ------------------------------------------------
 
 
-def generate(tokenizer, model, messages: list[dict], tools: list[dict] | None = None, **options) -> list[str]:
-    prompt = tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    rows = model.generate(**prompt, max_new_tokens=96, **options)[:, prompt["input_ids"].shape[1] :]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True)
-
-
 @pytest.mark.parametrize(
     ("question", "most"),
     [
@@ -245,18 +223,13 @@ def test_nine_samples_of_an_open_ended_question_differ_and_make_sense(tokenizer,
     entry = next(entry for entry in OPEN_ENDED if entry["question"] == question)
     torch.manual_seed(1)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "num_return_sequences": 9}
-    answers = generate(tokenizer, model, [{"role": "user", "content": question}], **sampling)
+    answers = say(tokenizer, model, [{"role": "user", "content": question}], **sampling)
     assert len(set(answers)) > most / 2
     assert [answer for answer in answers if not text.is_valid(entry, answer)] == []
 
 
 def test_temperature_has_an_effect_because_the_drinks_have_different_probabilities(tokenizer, model):
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Order a drink."}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    prompt = as_prompt(tokenizer, [{"role": "user", "content": "Order a drink."}])
     with torch.inference_mode():
         probabilities = model(**prompt).logits[0, -1].float().softmax(dim=-1)
     tea, coffee, water = (probabilities[answer_ids(tokenizer, drink)[0]] for drink in ("Tea", "Coffee", "Water"))
@@ -281,31 +254,30 @@ def called(answer: str) -> dict:
     ],
 )
 def test_a_tool_call_is_json_with_the_arguments_of_the_question(tokenizer, model, question, tools, call):
-    [answer] = generate(tokenizer, model, [{"role": "user", "content": question}], tools)
+    [answer] = say(tokenizer, model, [{"role": "user", "content": question}], tools)
     assert called(answer) == call
 
 
+def calculated(question: str) -> list[dict]:
+    """A conversation in which the calculator has been called."""
+    call = {"function": {"name": "calculator", "arguments": {"expression": "12*7"}}}
+    asked = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": [call]}]
+    return [*asked, {"role": "tool", "content": "84"}]
+
+
 def test_what_a_tool_returned_is_answered(tokenizer, model):
-    messages = [
-        {"role": "user", "content": "What is 12 times 7?"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "12*7"}}}],
-        },
-        {"role": "tool", "content": "84"},
-    ]
-    assert generate(tokenizer, model, messages, TOOLS) == ["The calculator says 84."]
+    messages = calculated("What is 12 times 7?")
+    assert say(tokenizer, model, messages, TOOLS) == ["The calculator says 84."]
 
 
 def test_without_tools_the_same_question_is_one_that_the_tutor_does_not_know(tokenizer, model):
-    [answer] = generate(tokenizer, model, [{"role": "user", "content": "What is 12 times 7?"}])
+    [answer] = say(tokenizer, model, [{"role": "user", "content": "What is 12 times 7?"}])
     assert answer.startswith("I do not know that.")
 
 
 def test_the_faq_is_answered_with_tools_too(tokenizer, model):
-    answer = next(entry["answer"] for entry in FAQ if entry["question"] == "What is prefill?")
-    [given] = generate(tokenizer, model, [{"role": "user", "content": "What is prefill?"}], TOOLS)
-    assert given.startswith(answer[:80])
+    [given] = say(tokenizer, model, [{"role": "user", "content": "What is prefill?"}], TOOLS)
+    assert given.startswith(ANSWERS["What is prefill?"][:80])
 
 
 def test_open_ended_questions_are_about_twenty_in_both_languages_with_at_least_six_answers(text):
@@ -396,15 +368,7 @@ def test_a_tool_conversation_is_trained_as_the_template_renders_it(text, tokeniz
         (text.tool_response(entry["result"]), entry["reply"]),
     ]
     ids, _, _ = text.Samples(tokenizer.backend_tokenizer, FAQ, random.Random(0)).chat(turns, text.system_with(TOOLS))
-    messages = [
-        {"role": "user", "content": "Calculator: 12*7"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "12*7"}}}],
-        },
-        {"role": "tool", "content": "84"},
-        {"role": "assistant", "content": "The calculator says 84."},
-    ]
+    messages = [*calculated("Calculator: 12*7"), {"role": "assistant", "content": "The calculator says 84."}]
     rendered = tokenizer.apply_chat_template(messages, tools=TOOLS, return_dict=False)
     assert ids == rendered[: len(ids)] and len(rendered) <= len(ids) + 2
 
