@@ -8,21 +8,11 @@ from dataclasses import fields
 
 import pytest
 
+from contract.engines import MODEL, PACKAGES, PAGED
 from stage_a_naive import SamplingParams
 
-MODEL = "random:qwen2-tiny"
-PAGED = [
-    "stage_d_paged",
-    "stage_e_batching",
-    "stage_f_graph_tp",
-    "beyond.quantization",
-    "beyond.speculation",
-    "beyond.scale_out",
-]
-EVERY_PACKAGE = ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", *PAGED]
 
-
-@pytest.mark.parametrize("package", EVERY_PACKAGE)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_options_are_by_name_and_an_unknown_one_is_a_type_error(package: str) -> None:
     llm_class = importlib.import_module(package).LLM
     signature = inspect.signature(llm_class)
