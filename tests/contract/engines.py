@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from stand_ins import EagerRecorder
 
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
@@ -33,6 +34,7 @@ class Engine:
 
     Attributes:
         has: what it can do, out of `FEATURES`.
+        prepare: what is done with the `LLM` once it is made.
     """
 
     name: str
@@ -40,10 +42,13 @@ class Engine:
     has: frozenset[str]
     options: dict = field(default_factory=dict)
     marks: tuple = ()
+    prepare: Callable[[NaiveLLM], object] = lambda llm: None
 
     def make(self, model: str = MODEL, **options: object) -> NaiveLLM:
         pool = POOL if "pool" in self.has else {}
-        return importlib.import_module(self.package).LLM(model, device="cpu", **pool | self.options | options)
+        llm = importlib.import_module(self.package).LLM(model, device="cpu", **pool | self.options | options)
+        self.prepare(llm)
+        return llm
 
     @contextmanager
     def made(self, model: str = MODEL, **options: object) -> Iterator[NaiveLLM]:
@@ -55,11 +60,24 @@ class Engine:
             llm.close()
 
 
-def row(name: str, package: str, *has: set[str] | str, marks: tuple = (), **options: object) -> Engine:
+def row(
+    name: str,
+    package: str,
+    *has: set[str] | str,
+    marks: tuple = (),
+    prepare: Callable[[NaiveLLM], object] = Engine.prepare,
+    **options: object,
+) -> Engine:
     parts = [{part} if isinstance(part, str) else part for part in has]
-    return Engine(name, package, frozenset().union(*parts), options, marks)
+    return Engine(name, package, frozenset().union(*parts), options, marks, prepare)
 
 
+def record(llm: NaiveLLM) -> None:
+    """Record steps of some sizes, as on a GPU."""
+    llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16, 64])
+
+
+SMALL_STEPS = {"max_num_batched_tokens": 11, "max_num_seqs": 3}
 ALONE = ("one process", "exact")  # most rows
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
@@ -68,8 +86,13 @@ ENGINES = [
     row("d", "stage_d_paged", CALLS_IN_TURN, POOLED, *ALONE),
     row("e", "stage_e_batching", BATCHING, *ALONE),
     row("f", "stage_f_graph_tp", BATCHING, *ALONE),
+    row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, overlap=False),
+    row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, prepare=record),
+    row("f, recorded, small steps", "stage_f_graph_tp", BATCHING, *ALONE, prepare=record, **SMALL_STEPS),
     row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
     row("guesses", "beyond.speculation", BATCHING, *ALONE),
+    row("guesses, recorded", "beyond.speculation", BATCHING, *ALONE, prepare=record),
+    row("guesses, no overlap", "beyond.speculation", BATCHING, *ALONE, overlap=False),
     row("guesses of a model", "beyond.speculation", BATCHING, *ALONE, speculation="model", draft_model=MODEL),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
     row("two stages", "beyond.scale_out", BATCHING, "exact", pipeline_parallel_size=2),
