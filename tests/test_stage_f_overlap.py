@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from contract.engines import GREEDY, MODEL, PROMPTS, ask
 from fake_model import answer_alone, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+from test_stage_e_fuzz import arrivals, run_and_compare
 
-import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
-from stage_f_graph_tp.overlap import OverlappedEngine, without_rows
-
-PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
-PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(requests, options):
-    run_and_compare(requests, options, partial(make_engine, late=True))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_and_so_it_is_with_whole_prompts(requests, options):
-    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, partial(make_engine, late=True))
+from stage_f_graph_tp.overlap import without_rows
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,18 +47,7 @@ def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails)
 
 
 def tiny(**options: object) -> stage_f_graph_tp.LLM:
-    return stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", **options)
-
-
-@pytest.fixture(scope="module")
-def waiting() -> stage_e_batching.LLM:
-    """Stage E, which waits for a step's tokens before it schedules the next."""
-    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def llm() -> stage_f_graph_tp.LLM:
-    return tiny(num_kvcache_blocks=64, kvcache_block_size=4)
+    return stage_f_graph_tp.LLM(MODEL, device="cpu", **options)
 
 
 def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
@@ -92,7 +65,7 @@ def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
     assert outputs == [answer_alone(request, 4096)[0]]
 
 
-def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monkeypatch):
+def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched():
     for overlap, expected in ((True, "L LW LW LW LW W"), (False, "LW LW LW LW LW")):
         llm, log = tiny(overlap=overlap, num_kvcache_blocks=16), []
         launch = llm.runner.launch
@@ -113,14 +86,15 @@ def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monk
         assert "".join(log).strip() == expected
 
 
-def test_the_counters_leave_the_surplus_out(llm, waiting):
-    end = ids(waiting.generate(PROMPTS[:1], GREEDY, False))[0][4]
-    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(end,), ignore_eos=True)
+def test_the_counters_leave_the_surplus_out():
+    llm = tiny(num_kvcache_blocks=64)
+    end = ask(llm, PROMPTS[:1])[0][4]
     before = llm.engine.counters.num_generated_tokens
+    params = replace(GREEDY, stop_token_ids=(end,), ignore_eos=True)
     outputs = [llm.generate(PROMPTS[:1], params, False)[0] for _ in range(3)]
-    llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), False)
+    ask(llm, PROMPTS[:1], replace(GREEDY, max_tokens=1))
     generated = sum(len(output["token_ids"]) for output in outputs)
-    assert generated < 36 and {output["finish_reason"] for output in outputs} == {"stop"}
+    assert generated < 3 * GREEDY.max_tokens and {output["finish_reason"] for output in outputs} == {"stop"}
     assert llm.engine.counters.num_generated_tokens - before == generated + 1
 
 

@@ -73,7 +73,7 @@ def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
     for _ in range(2):  # the second time with a prefix cache
         assert ask(llm, PROMPTS) == expected
     assert one_by_one(llm) == expected
-    assert sum(count for name, count in replays.items() if isinstance(name, str)) > 5
+    assert sum(count for name, count in replays.items() if isinstance(name, str)) >= 5
     assert llm.engine.stats()["num_used_blocks"] == 0
 
 

@@ -331,17 +331,23 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
     assert seen == [True] and children() == before
 
 
-def step_of(workers: Workers, arrived: object = None) -> WatchedInFlight:
-    return WatchedInFlight(SampledTokens(torch.tensor([7])), torch.tensor([7]), arrived, workers)
+def step_of(workers: Workers, arrived: object = None, read: Callable[[], object] = lambda: None) -> WatchedInFlight:
+    """A step of one token, and what happens while it is read."""
+    host_ids = SimpleNamespace(tolist=lambda: read() or [7])
+    return WatchedInFlight(SampledTokens(torch.tensor([7])), host_ids, arrived, workers)
 
 
 def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
     ranks = puppets(2)
     assert step_of(ranks).wait().token_ids == [7]
-    ranks.send(DIE)
-    error_of(ranks)
-    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-        step_of(ranks).wait()
+
+    def die() -> None:
+        ranks.send(DIE)
+        error_of(ranks)
+
+    for read in (die, lambda: pytest.fail("they are invalid")):  # it dies while they are read, or died before
+        with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+            step_of(ranks, read=read).wait()
 
 
 @pytest.mark.parametrize(
