@@ -24,6 +24,7 @@ from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
+pytestmark = pytest.mark.fast
 CPU, BF16 = torch.device("cpu"), torch.bfloat16  # not PyTorch's default, to which every load must come back
 IN_INT8 = QuantizationOptions(quantization="int8")
 

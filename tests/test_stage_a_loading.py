@@ -27,6 +27,7 @@ from stage_a_naive.loading import (
 )
 from stage_a_naive.presets import preset_config
 
+pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 
 

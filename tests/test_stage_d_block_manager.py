@@ -13,6 +13,8 @@ from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import memory_report
 from stage_d_paged.sequence import Sequence
 
+pytestmark = pytest.mark.fast
+
 
 def make(tokens: list[int]) -> Sequence:
     return Sequence(completion_of(tokens))
