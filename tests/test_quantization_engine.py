@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import test_stage_f_parallel as parallel
 import torch
-from safetensors.torch import load_file, save_file
 
 import beyond.quantization
 import stage_f_graph_tp
@@ -19,10 +17,8 @@ from beyond.quantization.layers import QuantizedPackedLinear, empty_model
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.ranks import QuantizedRowParallelLinear, build_quantized_shard
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
 from stage_a_naive.presets import preset_config
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import choose_num_blocks
 
@@ -141,31 +137,6 @@ def test_a_token_is_looked_up_in_the_dequantised_table(options):
     table = make(**ALL | options).runtime.model.embed_tokens
     ids = torch.tensor([3, 4000, 7])
     assert torch.equal(table(ids), dequantize_matrix(table.weight, table.dtype, table.group_size)[ids])
-
-
-def changed_tutor(directory: Path, **weights: torch.Tensor) -> str:
-    """The tutor's directory with some weights replaced or added."""
-    for file in TUTOR_PATH.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":
-            (directory / file.name).write_bytes(file.read_bytes())
-    save_file(load_file(TUTOR_PATH / "model.safetensors") | weights, directory / "model.safetensors")
-    return str(directory)
-
-
-def test_a_weight_of_nan_is_refused(tmp_path):
-    name = "model.layers.0.mlp.up_proj.weight"
-    weight = load_file(TUTOR_PATH / "model.safetensors")[name]
-    weight[3, 3] = float("nan")
-    with pytest.raises(ModelError, match="up_proj.weight holds NaN"):
-        make(changed_tutor(tmp_path, **{name: weight}), quantization="int8")
-
-
-def test_a_tied_table_may_be_stored_twice_but_not_differ(tmp_path):
-    table = load_file(TUTOR_PATH / "model.safetensors")["model.embed_tokens.weight"]
-    make(changed_tutor(tmp_path, **{"lm_head.weight": table.clone()}), **ALL)
-    table = table.roll(1, 0)
-    with pytest.raises(ModelError, match="lm_head.weight differs from the weight that the config ties it to"):
-        make(changed_tutor(tmp_path, **{"lm_head.weight": table}), **ALL)
 
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])

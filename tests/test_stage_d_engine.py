@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.engines import GREEDY, MODEL, PROMPTS, ask, listener, num_used_blocks, one_by_one, sampler
+from contract.engines import GREEDY, MODEL, NOTHING, PROMPTS, ask, held, listener, one_by_one, sampler
 from interrupts import interrupt_after
 
 from stage_a_naive import LLM as NaiveLLM
@@ -149,7 +149,7 @@ def test_a_call_that_fails_together_with_an_added_request_gets_the_error(llm: LL
         llm.add_request(PROMPTS[0], GREEDY)
         with pytest.raises(ValueError, match="token id 4096, outside the vocabulary of 4096"):
             ask(llm, PROMPTS[1:3])
-    assert llm.is_finished() and num_used_blocks(llm) == 0
+    assert llm.is_finished() and held(llm) == NOTHING
 
 
 def test_a_request_that_has_finished_is_returned_after_a_step_that_fails(llm: LLM, expected: list[list[int]]):
@@ -174,8 +174,8 @@ def test_a_call_that_a_second_interrupt_kept_from_dropping_its_requests_leaves_t
 
         with pytest.raises(KeyboardInterrupt):
             ask(llm, PROMPTS[:3], GREEDY, interrupted)
-    assert not llm.is_finished() or num_used_blocks(llm) > 0, "they were not dropped"
+    assert not llm.is_finished() or held(llm) != NOTHING, "they were not dropped"
     heard, listen = listener(1)
     [output] = llm.generate([PROMPTS[3]], GREEDY, False, listen)
     assert output["token_ids"] == expected[3] and heard == [output["text"]]
-    assert llm.is_finished() and num_used_blocks(llm) == 0
+    assert llm.is_finished() and held(llm) == NOTHING

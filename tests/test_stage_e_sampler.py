@@ -180,23 +180,6 @@ def test_logprobs_are_stage_as(batch):
         assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-40, 2e-38])
-@pytest.mark.parametrize("other", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 5e-324}, {"min_p": 5e-324}])
-def test_the_smallest_temperature_chooses_the_best_token(temperature, other):
-    logits = [(7.0 * i) % 19 for i in range(19)]
-    row = {"params": SamplingParams(temperature=temperature, **other), "prompt": [1], "output": [], "logits": logits}
-    batch = [row | {"seed": seed} for seed in range(8)]
-    assert chosen_for(batch) == choose_one_by_one(batch) == [logits.index(18.0)] * 8
-
-
-@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-45, 1e-38])
-def test_the_smallest_top_p_keeps_the_best_token(top_p):
-    logits = [(7.0 * i) % 19 / 100 for i in range(19)]
-    row = {"params": SamplingParams(top_p=top_p), "prompt": [1], "output": [], "logits": logits}
-    batch = [row | {"seed": seed} for seed in range(8)]
-    assert chosen_for(batch) == choose_one_by_one(batch) == [logits.index(0.18)] * 8
-
-
 @pytest.mark.parametrize(("top_p", "kept"), [(0.125, 2), (0.5, 2), (0.501, 3), (0.749, 3), (0.751, 6), (0.999, 6)])
 def test_top_p_stops_where_the_mass_reaches_it_and_equals_stay_together(top_p, kept):
     logits = [math.log(weight) for weight in (4.0, 4.0, 4.0 - 2**-20, 4 / 3, 4 / 3, 4 / 3)]  # 1/4 three times, 1/12
@@ -301,16 +284,6 @@ def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_rand
     for num_generated in range(5):
         batch = [each | {"output": [0] * num_generated} for each in (greedy, random)]
         assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
-
-
-@pytest.mark.parametrize("alone", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.8}])
-def test_each_filter_works_without_the_others(alone):
-    row = {"prompt": [1], "output": [], "logits": [7.0 * i % VOCAB / 20 for i in range(VOCAB)]}
-    free, filtered = (
-        [row | {"params": p, "seed": seed} for seed in range(20)]
-        for p in (SamplingParams(temperature=3.0), SamplingParams(temperature=3.0, **alone))
-    )
-    assert chosen_for(filtered) == choose_one_by_one(filtered) != chosen_for(free)
 
 
 def test_noise_keys_are_stage_as():

@@ -112,32 +112,6 @@ def test_a_step_too_small_for_one_token_of_every_sequence_is_refused():
         Scheduler(**ROOMY | {"max_num_batched_tokens": 7})
 
 
-def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_finish():
-    engine = make_engine(**ROOMY)
-    add(engine, 5, 5)
-    with pytest.raises(ValueError, match="801 tokens take 201 blocks of 4 tokens, and the KV pool has 200"):
-        add(engine, 801, 5)
-    assert len(run_all(engine)) == 1
-
-
-def test_a_sequence_alone_that_outgrows_the_pool_ends_with_length():
-    engine = make_engine(**ROOMY | {"num_blocks": 5})
-    request_id = add(engine, 7, 100)
-    [output] = run_all(engine).values()
-    assert output["finish_reason"] == "length"
-    assert len(output["token_ids"]) == 20 + 1 - 7, "the last token needs no slot"
-    assert engine.counters.num_preemptions == 0
-    assert not engine.knows(request_id)
-
-
-def test_outgrowing_the_pool_ends_a_request_at_the_same_token_in_company():
-    engine = make_engine(**ROOMY | {"num_blocks": 5})
-    for i in range(4):
-        add(engine, 7, 100, phrase=i + 1)
-    lengths = {len(output["token_ids"]) for output in run_all(engine).values()}
-    assert lengths == {14}
-
-
 def test_a_tight_pool_costs_bounded_recomputation():
     engine = make_engine(num_blocks=40, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     requests = [make_request(i, prompt_of(8, i + 1), 60, ignore_eos=True) for i in range(16)]
@@ -632,20 +606,6 @@ def test_without_chunking_prompts_are_first_again_after_a_step_of_decodes():
         engine.step()
     kinds = "".join("d" if step.num_decodes else "p" for step in engine.runner.steps)
     assert kinds == ("p" * MAX_PROMPT_STEPS + "d") * 3
-
-
-def test_a_step_that_fails_costs_recomputation_and_no_request():
-    engine = make_engine(**ROOMY, fail_at=frozenset({2, 6}))
-    requests = [make_request(i, prompt_of(9, i + 1), 12) for i in range(3)]
-    for request in requests:
-        engine.add_request(request, streams=False)
-    outputs = {}
-    for _ in range(100):
-        try:
-            outputs |= {e.request_id: e.output["token_ids"] for e in engine.step() if e.output}
-        except RuntimeError:
-            assert engine.stats()["num_running"] == 0
-    assert outputs == {i: answer_alone(request, 4096)[0] for i, request in enumerate(requests)}
 
 
 def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.engines import ENGINES, FEATURES, MODEL, Engine, num_used_blocks, one_by_one
+from contract.engines import ENGINES, FEATURES, MODEL, NOTHING, Engine, held, one_by_one
 from stage_a_naive import LLM as NaiveLLM
 
 
@@ -61,4 +61,4 @@ def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if "pool" in request.getfixturevalue("engine").has:
             llm = request.getfixturevalue(name)
             assert llm.is_finished()
-            assert num_used_blocks(llm) == 0
+            assert held(llm) == NOTHING

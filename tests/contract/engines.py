@@ -21,6 +21,7 @@ PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 4
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+NOTHING = (0, 0)  # requests and blocks held
 SEEDED = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(5)]
 
 # What an engine can do, beyond what all can. `needs` names these.
@@ -133,10 +134,13 @@ def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
     return heard, lambda index, piece: heard.__setitem__(index, heard[index] + piece)
 
 
-def num_used_blocks(llm: NaiveLLM) -> int:
-    """Blocks of an engine with a pool that some request holds."""
+def held(llm: NaiveLLM) -> tuple[int, int]:
+    """What an engine with a pool still holds: requests that wait or run, and blocks."""
     engine = llm.engine
-    return engine.stats()["num_used_blocks"] if hasattr(engine, "stats") else engine.block_manager.num_used
+    if not hasattr(engine, "stats"):
+        return len(engine.unfinished), engine.block_manager.num_used
+    stats = engine.stats()
+    return stats["num_waiting"] + stats["num_running"], stats["num_used_blocks"]
 
 
 def mixture(seed: int, num_requests: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -20,7 +20,7 @@ def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm, ex
         assert aborted.wait(60)
 
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(llm.generate, [PROMPTS[0]], GREEDY, False, wait_for_the_abort)
+        call = threads.submit(llm.generate, [PROMPTS[1]], GREEDY, False, wait_for_the_abort)
         assert begun.wait(60)
         [sequence] = llm.engine.scheduler.unfinished
         assert llm.engine.abort(sequence.request_id)

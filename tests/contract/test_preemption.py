@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.engines import GREEDY, PROMPTS, ask, ids, num_used_blocks, one_by_one
+from contract.engines import GREEDY, NOTHING, PROMPTS, ask, held, ids, one_by_one
 from stage_a_naive import SamplingParams
 
 LONG = [  # two of them do not fit into a pool of 64 slots, and both are admitted
@@ -23,7 +23,7 @@ def test_what_a_pool_cannot_hold_is_refused_and_what_outgrows_it_ends_there(engi
         outputs = small.generate([PROMPTS[0]] * 2, GREEDY, False)
         assert ids(outputs) == [expected[0][:6]] * 2, "eight slots, three of the prompt, and the last token needs none"
         assert {output["finish_reason"] for output in outputs} == {"length"}
-        assert num_used_blocks(small) == 0
+        assert held(small) == NOTHING
 
 
 @pytest.mark.needs("pool", "one process")
@@ -40,7 +40,7 @@ def test_a_request_that_outgrows_the_pool_ends_in_the_step_of_its_last_token(eng
 def test_a_tight_pool_changes_no_token(engine, expected) -> None:
     with engine.made(num_kvcache_blocks=16, kvcache_block_size=4) as tight:
         assert ask(tight, PROMPTS) == expected
-        assert num_used_blocks(tight) == 0
+        assert held(tight) == NOTHING
 
 
 @pytest.mark.needs("side by side", "one process")
@@ -50,4 +50,4 @@ def test_preempted_requests_with_seeds_and_penalties_get_the_tokens_that_they_ge
         assert tight.engine.stats()["num_preemptions"] == 0
         assert ask(tight, SHORT, LONG) == alone
         assert tight.engine.stats()["num_preemptions"] > 0, "or the pool is not tight"
-        assert num_used_blocks(tight) == 0
+        assert held(tight) == NOTHING
