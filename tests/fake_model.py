@@ -186,11 +186,12 @@ def make_engine(
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
+    scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
 ) -> Engine:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
-    scheduler = Scheduler(**options)
+    scheduler = scheduler_class(**options)
     engine_class = OverlappedEngine if late else Engine
     return engine_class(
         scheduler,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from fake_model import VOCAB, answer_alone, check_books, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_e_batching.engine import Engine
 
+pytestmark = pytest.mark.fast
 PHRASES = [[(3 * i + phrase * 7) % (VOCAB - 1) + 1 for i in range(60)] for phrase in range(3)]
 
 

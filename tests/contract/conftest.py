@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.engines import ENGINES, FEATURES, MODEL, Engine, num_used_blocks, one_by_one
+from contract.engines import ENGINES, FEATURES, MODEL, NOTHING, Engine, held, one_by_one
 from stage_a_naive import LLM as NaiveLLM
 
 
@@ -36,6 +36,13 @@ def llm(engine: Engine) -> Iterator[NaiveLLM]:
 
 
 @pytest.fixture(scope="session")
+def tutor(engine: Engine) -> Iterator[NaiveLLM]:
+    """The row's `LLM` of the embedded model, which answers in sentences."""
+    with engine.made("tutor") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def naive() -> NaiveLLM:
     return NaiveLLM(MODEL, device="cpu")
 
@@ -48,9 +55,10 @@ def expected(engine: Engine, llm: NaiveLLM, naive: NaiveLLM) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a test the row's engine has no request left, and no block of its pool is held."""
+    """After a test the row's engines have no request left, and no block of their pools is held."""
     yield
-    if "llm" in request.fixturenames and "pool" in request.getfixturevalue("engine").has:
-        llm = request.getfixturevalue("llm")
-        assert llm.is_finished()
-        assert num_used_blocks(llm) == 0
+    for name in {"llm", "tutor"}.intersection(request.fixturenames):
+        if "pool" in request.getfixturevalue("engine").has:
+            llm = request.getfixturevalue(name)
+            assert llm.is_finished()
+            assert held(llm) == NOTHING

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from stand_ins import EagerRecorder
@@ -19,13 +20,17 @@ VOCAB = 4096
 POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 48)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+NOTHING = (0, 0)  # requests and blocks held
 SEEDED = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(5)]
 
 # What an engine can do, beyond what all can. `needs` names these.
 CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is refused from inside it
 POOLED = {"pool"}  # blocks, prefix cache, add_request/step
 BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
-FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact"}  # exact: the tokens are stage A's
+# One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
+FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +51,7 @@ class Engine:
 
     def make(self, model: str = MODEL, **options: object) -> NaiveLLM:
         pool = POOL if "pool" in self.has else {}
-        llm = importlib.import_module(self.package).LLM(model, device="cpu", **pool | self.options | options)
+        llm = importlib.import_module(self.package).LLM(model, **{"device": "cpu"} | pool | self.options | options)
         self.prepare(llm)
         return llm
 
@@ -77,18 +82,16 @@ def record(llm: NaiveLLM) -> None:
     llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16, 64])
 
 
-SMALL_STEPS = {"max_num_batched_tokens": 11, "max_num_seqs": 3}
 ALONE = ("one process", "exact")  # most rows
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
     row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
     row("c", "stage_c_fused_mlp", CALLS_IN_TURN, *ALONE, marks=(pytest.mark.compiler,)),
     row("d", "stage_d_paged", CALLS_IN_TURN, POOLED, *ALONE),
-    row("e", "stage_e_batching", BATCHING, *ALONE),
-    row("f", "stage_f_graph_tp", BATCHING, *ALONE),
+    row("e", "stage_e_batching", BATCHING, *ALONE, "penalty rows"),
+    row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, overlap=False),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, prepare=record),
-    row("f, recorded, small steps", "stage_f_graph_tp", BATCHING, *ALONE, prepare=record, **SMALL_STEPS),
     row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
     row("guesses", "beyond.speculation", BATCHING, *ALONE),
     row("guesses, recorded", "beyond.speculation", BATCHING, *ALONE, prepare=record),
@@ -134,20 +137,41 @@ def sampler(llm: NaiveLLM, function: Callable) -> Iterator[None]:
         llm.sampling_fn = None
 
 
-def num_used_blocks(llm: NaiveLLM) -> int:
-    """Blocks of an engine with a pool that some request holds."""
+@contextmanager
+def forward_calls(llm: NaiveLLM, call: Callable[[int], None]) -> Iterator[None]:
+    """Within the block `call` is told the number of each forward pass of the model, from 1 on, before it begins."""
+    numbers = count(1)
+    layer = llm.runtime.model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda *_: call(next(numbers)))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
+    """The texts that a callback has been told, and the callback."""
+    heard = [""] * count
+    return heard, lambda index, piece: heard.__setitem__(index, heard[index] + piece)
+
+
+def held(llm: NaiveLLM) -> tuple[int, int]:
+    """What an engine with a pool still holds: requests that wait or run, and blocks."""
     engine = llm.engine
-    return engine.stats()["num_used_blocks"] if hasattr(engine, "stats") else engine.block_manager.num_used
+    if not hasattr(engine, "stats"):
+        return len(engine.unfinished), engine.block_manager.num_used
+    stats = engine.stats()
+    return stats["num_waiting"] + stats["num_running"], stats["num_used_blocks"]
 
 
-def mixture(seed: int, count: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
+def mixture(seed: int, num_requests: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts in which tokens come again, and parameters of every kind."""
     numbers = random.Random(seed)
 
     def some(*values: float | None) -> float | None:
         return numbers.choice(values)
 
-    prompts = [numbers.choices(range(1, 30), k=numbers.randint(1, 25)) for _ in range(count)]
+    prompts = [numbers.choices(range(1, 30), k=numbers.randint(1, 25)) for _ in range(num_requests)]
     params = [
         SamplingParams(
             temperature=some(0.0, 0.3, 0.7, 1.0, 1.7, 1e300, 5e-324),
@@ -162,6 +186,6 @@ def mixture(seed: int, count: int = 14) -> tuple[list[list[int]], list[SamplingP
             max_tokens=numbers.randint(1, 10),
             ignore_eos=True,
         )
-        for _ in range(count)
+        for _ in range(num_requests)
     ]
     return prompts, params
