@@ -43,13 +43,13 @@ def forked_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def in_other_ranks(owner: type, name: str, act: Callable[[], object]) -> Iterator[None]:
-    """Let every forked rank do something when it comes to a function."""
+def in_other_ranks(owner: type, name: str, act: Callable[[object], object]) -> Iterator[None]:
+    """Let every forked rank do something with an object of a class before it runs one of its methods."""
     original, here = getattr(owner, name), os.getpid()
 
     def act_first(*arguments: object) -> object:
         if os.getpid() != here:
-            act()
+            act(arguments[0])
         return original(*arguments)
 
     with forked_ranks(), pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def in_other_ranks(owner: type, name: str, act: Callable[[], object]) -> Iterato
         yield
 
 
-def stop() -> None:
+def stop(*_: object) -> None:
     """Stop this process as a debugger does."""
     os.kill(os.getpid(), signal.SIGSTOP)
 

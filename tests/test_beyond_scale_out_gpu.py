@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_beyond_scale_out_pipeline import GREEDY, MIXED, PROMPTS, children, ids
-from test_stage_f_graphs import countdown
+from contract.engines import GREEDY, ids
+from ranks import MIXED, children
+from ranks import SHARING as PROMPTS
+from stand_ins import countdown
 
 import stage_e_batching
 from beyond.scale_out import LLM

@@ -555,6 +555,7 @@ def test_a_command_that_is_missing_or_comes_twice_is_an_error_of_the_rank(number
     try:
         for sent in (0, 1, number):
             connection.send_bytes(NUMBER.pack(sent) + b"pass")
+        assert connection.poll(SECONDS / 4), "no report"
         report = connection.recv_bytes().decode()
         assert f"the ranks are out of step: command {number} came where command 2 was expected" in report
     finally:
