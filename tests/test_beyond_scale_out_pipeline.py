@@ -23,7 +23,7 @@ import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import PipelineJob, build_stage
+from beyond.scale_out.pipeline_ranks import PipelineJob, build_stage, build_stage_worker
 from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
@@ -35,6 +35,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.rank_runner import build_ranks
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError, workers
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
 
@@ -305,11 +306,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
         LLM(MODEL, device="cpu", **options)
 
 
-def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them(monkeypatch):
-    monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2, tensor_parallel_size=2, but there are 3 GPUs"):
-        LLM("random:qwen2-tiny", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2)
+def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
+    gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
+    options = ScaleOutOptions(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    job = PipelineJob.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
+    asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
+    with pytest.raises(ValueError, match=asked):
+        build_ranks(job, config, build_stage_worker)
 
 
 def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_scheduler_its_options(monkeypatch):
