@@ -202,18 +202,6 @@ def make_engine(
     )
 
 
-def free_batch_slots(engine: Engine) -> list[int]:
-    """The batch slots that an idle engine gives to as many requests as may run; they are answered."""
-    most = engine.scheduler.max_num_seqs
-    for i in range(most):
-        engine.add_request(make_request(i, [i + 1], 2, ignore_eos=True), streams=False)
-    taken: set[int] = set()
-    while engine.has_unfinished():
-        engine.step()
-        taken |= {sequence.batch_slot for sequence in engine.scheduler.decoding}
-    return sorted(taken)
-
-
 def check_books(engine: Engine) -> None:
     """The engine's counts agree with one another between two steps."""
     engine.settle()

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 from fake_engines import make_pipeline
-from fake_model import VOCAB, answer_alone, completion_of, free_batch_slots, make_request, run_all
+from fake_model import VOCAB, answer_alone, completion_of, make_request, run_all
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineSequence
@@ -41,10 +41,9 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
     requests = [make_request(i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate(ends)]
 
     def held() -> int:
-        held_slots = {sequence.batch_slot for sequence in scheduler.waiting if sequence.num_in_flight}
-        running = {sequence.batch_slot for sequence in (*scheduler.prefilling, *scheduler.decoding)}
-        assert -1 not in held_slots and not held_slots & running
-        return len(held_slots)
+        number = sum(sequence.num_in_flight > 0 for sequence in scheduler.waiting)
+        assert not number or len(scheduler.free_slots_like(0)) + scheduler.num_running < scheduler.max_num_seqs
+        return number
 
     assert run_and_count(engine, requests, held, 4096), "no sequence was preempted in flight"
 
@@ -128,26 +127,21 @@ def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_fa
     left = engine.add_request(make_request(0, [1], 9, ignore_eos=True), streams=False)
     engine.step()
     engine.abort(left)
-    for i in range(1, 3):
-        engine.add_request(make_request(i, [1 + i], 9, ignore_eos=True), streams=False)
+    assert len(scheduler.free_slots_like(0)) == 1, "its token is in flight"
+    engine.add_request(make_request(1, [2], 9, ignore_eos=True), streams=False)
     with pytest.raises(RuntimeError, match="the device failed") if fails else nullcontext():
-        engine.step()
-        assert scheduler.num_running == 1, "the other batch slot has a token in flight"
-    run_all(engine)
-    assert free_batch_slots(engine) == [0, 1]
+        run_all(engine)
+    assert sorted(scheduler.free_slots_like(0)) == [0, 1]
 
 
 def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():
     scheduler = make_pipeline(**ROOMY | {"max_num_seqs": 2}).scheduler
-    gone, *others = (PipelineSequence(completion_of([i, 2, 3])) for i in range(4))
-    scheduler.add(gone)
+    sequence = PipelineSequence(completion_of([1, 2, 3]))
+    scheduler.add(sequence)
     scheduler.schedule()
-    gone.num_in_flight = 1
-    scheduler.remove(gone)
+    sequence.num_in_flight = 1
+    scheduler.remove(sequence)
     scheduler.recover()
-    gone.num_in_flight = 0
+    sequence.num_in_flight = 0
     scheduler.release_slots()
-    for sequence in others:
-        scheduler.add(sequence)
-    scheduler.schedule()
-    assert sorted(sequence.batch_slot for sequence in others) == [-1, 0, 1]
+    assert sorted(scheduler.free_slots_like(0)) == [0, 1]

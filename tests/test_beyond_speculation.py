@@ -177,13 +177,14 @@ def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess
         def draft(self, sequence):
             return super().draft(sequence) if self.has_draft(sequence) else []
 
-    engine = make_guessing(
-        drafter=Some(1), **POOL | {"num_blocks": 200, "max_num_seqs": 65, "max_num_batched_tokens": 256}
-    )
+    nobody, limits = SimpleNamespace(has_draft=lambda sequence: False), {"max_num_seqs": 65, "num_blocks": 200}
+    engine = make_guessing(drafter=nobody, **POOL | limits | {"max_num_batched_tokens": 256})
     engine.scheduler.watermark = lambda sequence: 0  # all run from the first step on
     for i in range(running):
         engine.add_request(make_request(i, [1, 2, 3], 9, ignore_eos=True), streams=False)
-    engine.step()  # the prompts
+    while len(engine.scheduler.decoding) < running:
+        engine.step()
+    engine.drafter = Some(1)
     engine.step()
     assert engine.counters.num_verifications == guessing
 

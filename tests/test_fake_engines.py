@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engines import ROWS, Make
-from fake_model import check_books, free_batch_slots, make_request
+from fake_model import check_books, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import answer_all
@@ -70,4 +70,4 @@ def test_an_interrupt_at_any_line_costs_no_request_a_token(make_and_expected, pa
     assert len(found) >= len(expected) - 1 and engine.counters.num_aborted == 0
     assert engine.stats()["num_used_blocks"] == 0
     check_books(engine)
-    assert free_batch_slots(engine) == [0, 1, 2, 3]
+    assert sorted(engine.scheduler.free_slots_like(0)) == [0, 1, 2, 3]

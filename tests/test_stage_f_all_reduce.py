@@ -160,14 +160,13 @@ def open_all(size: int = 3, **fails: object) -> tuple[list[Peers], list[str | No
     """Open all ranks' all-reduces, of which rank 1's has a fault."""
     store = dist.HashStore()
     ranks = [Peers(rank, size, **fails if rank == 1 else {}) for rank in range(size)]
+
+    def open_one(rank: Peers) -> str | None:
+        rendezvous = Rendezvous(store, rank.rank, size)
+        return rank.open(lambda key, text: rendezvous.gather(key, text, lambda: None))
+
     with ThreadPoolExecutor(size) as pool:
-        found = pool.map(
-            lambda rank: rank.open(
-                lambda key, text: Rendezvous(store, rank.rank, size).gather(key, text, lambda: None)
-            ),
-            ranks,
-        )
-        return ranks, list(found)
+        return ranks, list(pool.map(open_one, ranks))
 
 
 def test_every_rank_learns_where_the_others_memory_is():
