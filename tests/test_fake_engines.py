@@ -16,13 +16,13 @@ from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 
 from stage_e_batching.engine import Engine
 
-pytestmark = pytest.mark.fast
+ROW_PARAMS = [pytest.param(row, marks=() if row == "guesses of the device" else pytest.mark.fast) for row in ROWS]
 
 requests = st.lists(arrivals, min_size=1, max_size=20)
 seeds, error_rates = st.integers(0, 2**16), st.sampled_from([0.0, 0.2, 0.6, 1.0])
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ROW_PARAMS)
 @settings(max_examples=60, deadline=None)
 @given(requests, settings_of_engine(), seeds, error_rates)
 def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
@@ -31,6 +31,7 @@ def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_a
     run_and_compare(requests, options, ROWS[row](seed, rate))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("row", ["one step ahead", "guesses, no overlap", "stages"])  # the others wait with it
 @settings(max_examples=30, deadline=None)
 @given(requests, settings_of_engine(), seeds)
@@ -50,7 +51,7 @@ def small_engine(make: Make) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module", params=list(ROWS)[1:])  # of the first one: test_stage_e_interrupts.py
+@pytest.fixture(scope="module", params=ROW_PARAMS[1:])  # of the first one: test_stage_e_interrupts.py
 def make_and_expected(request: pytest.FixtureRequest) -> tuple[Make, tuple[dict, int]]:
     make = lambda **options: ROWS[request.param](0, 0.2)(**options)  # noqa: E731  # guesses begin anew
     engine = small_engine(make)

@@ -102,6 +102,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     files = [tmp_path / f"mailbox {rank}" for rank in range(3)]
     for file in files:

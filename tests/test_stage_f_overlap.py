@@ -17,6 +17,8 @@ from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_f_graph_tp.overlap import without_rows
 
+pytestmark = pytest.mark.fast
+
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(arrivals.filter(lambda a: a.abort_after is None), min_size=1, max_size=8))
