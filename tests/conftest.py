@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,14 @@ def run_interpreted_tests() -> Callable[[str], None]:
         assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr
 
     return run
+
+
+@pytest.fixture
+def tutor_copy(tmp_path: Path) -> Path:
+    """The embedded model in a directory that a test may break."""
+    from stage_a_naive.tutor import TUTOR_PATH  # here: most tests can do without it
+
+    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ builds its own, on several ranks and in 8 bits; and one line that names the file
 from __future__ import annotations
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import TUTOR_PATH, ModelSource, load_hf_model, resolve
+from stage_a_naive.loading import ModelSource, load_hf_model, resolve
 from stage_b_decode_step.attention import ATTENTION_NAME
 from stage_d_paged import LLM as PagedLLM
 from stage_d_paged.options import EngineOptions
@@ -50,11 +49,6 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 NORM = "model.layers.2.post_attention_layernorm.weight"
-
-
-@pytest.fixture
-def tutor_copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
 
 
 def edit_json(file: Path, **changes: object) -> None:

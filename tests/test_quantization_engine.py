@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import test_stage_f_parallel as parallel
 import torch
+from contract.engines import CHATS
 
 import beyond.quantization
 import stage_f_graph_tp
@@ -22,8 +23,6 @@ from stage_a_naive.presets import preset_config
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import choose_num_blocks
 
-QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
-CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {"num_kvcache_blocks": 64, "max_model_len": 256}
 ALL = {"quantization": "int8", "kv_cache_dtype": "int8", "quantize_lm_head": True}
@@ -56,8 +55,6 @@ def tutors_answers() -> list[list[int]]:
         {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
         ALL,
         ALL | {"overlap": False, "kvcache_block_size": 5},
-        ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
-        ALL | {"num_kvcache_blocks": 5},  # too few for both: one is preempted
         {"quantization": "int8", "quantization_group_size": 128, "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
     ],
     ids=str,

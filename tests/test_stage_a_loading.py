@@ -31,12 +31,6 @@ pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def tutor_copy(tmp_path: Path) -> Path:
-    """A directory that can be broken."""
-    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
-
-
 def edit_config(directory: Path, **changes: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

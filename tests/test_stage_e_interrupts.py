@@ -201,19 +201,3 @@ def test_after_a_step_that_broke_off_a_request_counts_its_own_prompts_cached_tok
 
 def throw(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_request_that_an_interrupt_kept_from_arriving_is_not_waited_for(late: bool):
-    lines = 0
-    while True:
-        lines += 1
-        engine = make_engine(**POOL, late=late)
-        with interrupt_after(lines) as countdown, suppress(KeyboardInterrupt):
-            engine.add_request(make_request(0, [1, 2, 3], 5))
-        if countdown.seen < lines:
-            break
-        for _ in range(8):  # it arrived, or it is not waited for
-            engine.step()
-        assert engine.is_finished(), f"an interrupt before line {lines} of the call"
-    assert lines > 20, "every line of the call"

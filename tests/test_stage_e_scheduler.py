@@ -363,20 +363,6 @@ def test_without_chunking_a_prompt_takes_no_more_of_a_step_than_is_left_to_run()
     assert [(e.sequence.request_id, e.num_tokens) for e in engine.runner.steps[-1]] == [(fresh, 40), (cached, 4)]
 
 
-def test_without_chunking_decodes_run_although_a_new_prompt_comes_at_every_step():
-    engine = make_engine(num_blocks=4000, block_size=4, max_num_seqs=300, max_num_batched_tokens=300)
-    first = add(engine, 8, 30)
-    engine.scheduler.enable_chunked_prefill = False
-    outputs = {}
-    for i in range(30 * (MAX_PROMPT_STEPS + 1)):
-        add(engine, 8, 30, phrase=i % 50 + 2)
-        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
-    assert first in outputs
-    kinds = "".join("d" if step.num_decodes else "p" for step in engine.runner.steps)
-    assert "p" * (MAX_PROMPT_STEPS + 1) not in kinds
-    assert all(step.num_decodes in (0, len(step)) for step in engine.runner.steps), "no step mixes the two"
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "most_steps", "most_recomputed"), [(30, 256, 7000, 25_000), (120, 64, 5400, 35_000)]
 )
@@ -605,7 +591,8 @@ def test_without_chunking_prompts_are_first_again_after_a_step_of_decodes():
         add(engine, 8, 30, phrase=i + 2)
         engine.step()
     kinds = "".join("d" if step.num_decodes else "p" for step in engine.runner.steps)
-    assert kinds == ("p" * MAX_PROMPT_STEPS + "d") * 3
+    assert kinds == ("p" * MAX_PROMPT_STEPS + "d") * 3, "although a new prompt comes at every step"
+    assert all(step.num_decodes in (0, len(step)) for step in engine.runner.steps), "no step mixes the two"
 
 
 def test_a_trace_tells_every_step_and_can_be_drawn(tmp_path):

@@ -104,6 +104,13 @@ PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
 PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))
 
 
+def options_class(package: str) -> type:
+    """The dataclass of an engine's options, from stage D on."""
+    module = importlib.import_module(f"{package}.options")
+    [found] = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    return found
+
+
 def ids(outputs: list[GenerationOutput]) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]
 

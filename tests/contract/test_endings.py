@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 
 from contract.engines import GREEDY, PROMPTS, ask, ids, listener, sampler
 from stage_a_naive import SamplingParams
-from stage_a_naive.loading import TUTOR_PATH
 
 OTHER_EOS = 77  # named in generation_config.json, unknown to the tokenizer
 
@@ -35,10 +33,9 @@ def scripted(scripts: list[list[int]]) -> Callable:
 
 @pytest.mark.needs("one process")
 @pytest.mark.parametrize("listens", [False, True], ids=["at the end", "streamed"])
-def test_each_row_ends_for_its_own_reason(engine, tmp_path: Path, listens: bool) -> None:
-    model = Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [OTHER_EOS]}))
-    with engine.made(model) as llm:
+def test_each_row_ends_for_its_own_reason(engine, tutor_copy: Path, listens: bool) -> None:
+    (tutor_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [OTHER_EOS]}))
+    with engine.made(tutor_copy) as llm:
         words = llm.tokenizer.encode("A cache keeps keys and values")
         decoded = [llm.tokenizer.decode([word]) for word in words]
         across = decoded[2][-1] + decoded[3][0]  # no single token holds it

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from contract.engines import MODEL, PACKAGES, PAGED
+from contract.engines import MODEL, PACKAGES, PAGED, options_class
 from stage_a_naive import SamplingParams
 
 
@@ -72,12 +72,7 @@ def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
 
 @pytest.mark.parametrize("package", PAGED)
 def test_nano_vllms_options_have_its_defaults(package: str) -> None:
-    options_class = importlib.import_module(f"{package}.options")
-    [options] = [
-        found()
-        for found in vars(options_class).values()
-        if isinstance(found, type) and found.__module__ == options_class.__name__
-    ]
+    options = options_class(package)()
     wanted = {
         "max_num_batched_tokens": 16384,
         "max_num_seqs": 512,
