@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,14 @@ def pretended_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
     return tmp_path / "bin" / "nvcc"
+
+
+@pytest.fixture
+def tutor_copy(tmp_path: Path) -> Path:
+    """The embedded model in a directory that a test may break."""
+    from stage_a_naive.tutor import TUTOR_PATH  # here: most tests can do without it
+
+    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
 
 
 @pytest.fixture

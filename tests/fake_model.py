@@ -18,7 +18,7 @@ from stage_a_naive.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import host_views
@@ -93,13 +93,26 @@ class FakeRunner:
         self.num_tokens_run = 0
         self._fail_at = fail_at
         self.launched: list[LateTokens] = []
-        self._batch = InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size)
+        self.batch = InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size)
 
     def run(self, step: ScheduledStep) -> Sampled:
+        return self.compute(step, step.num_decodes)
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        on_device = self.check_input(step)
+        number = len(self.steps) + 1
+        late = number % 2 == 0 and number in self._fail_at
+        if late:
+            self._fail_at -= {number}
+        self.launched.append(LateTokens(self.compute(step, on_device), late))
+        return self.launched[-1]
+
+    def compute(self, step: ScheduledStep, on_device: int) -> Sampled:
+        """Run a step. The tokens of its first `on_device` entries are those that were sampled last."""
         self.steps.append(step)
         for i, (sequence, start, count, _) in enumerate(step):
-            tokens = sequence.token_ids[start : start + count]
-            if i < step.num_decodes:
+            tokens = self.known_tokens(sequence, start, start + count)
+            if i < on_device:
                 assert tokens in ([], [self.last_tokens[sequence.batch_slot]])
                 tokens = [self.last_tokens[sequence.batch_slot]]
             assert len(tokens) == count > 0
@@ -116,24 +129,23 @@ class FakeRunner:
                 sampled.append(token)
         return Sampled(sampled)
 
-    def launch(self, step: ScheduledStep) -> LateTokens:
-        self._check_input(step)
-        number = len(self.steps) + 1
-        late = number % 2 == 0 and number in self._fail_at
-        if late:
-            self._fail_at -= {number}
-        self.launched.append(LateTokens(self.run(step), late))
-        return self.launched[-1]
+    def known_tokens(self, sequence: BatchSequence, start: int, end: int) -> list[int]:
+        """The tokens at these positions, as far as the host knows them."""
+        return sequence.token_ids[start:end]
 
-    def _check_input(self, step: ScheduledStep) -> None:
-        """What the real runner would send to the device is what the step says."""
-        self._batch.update(step)
+    def check_input(self, step: ScheduledStep) -> int:
+        """What the real runner would send to the device is what the step says.
+
+        Returns:
+            how many tokens it would not send, because they are on the device.
+        """
+        self.batch.update(step)
         if not step.sequences:
-            return
-        shape = self._batch.shape_of(step)
+            return 0
+        shape = self.batch.shape_of(step)
         found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
-        generated = self._batch.fill(step, found)
-        entries = list(step)
+        generated = self.batch.fill(step, found)
+        entries, on_device = list(step), shape.num_decodes
         spans = [(e, range(e.start, e.start + e.num_tokens)) for e in entries]
         ends = list(accumulate(step.num_tokens))
         assert found.positions.tolist() == [i for _, span in spans for i in span]
@@ -141,17 +153,20 @@ class FakeRunner:
         assert found.cu_seqlens_q.tolist() == [0, *ends]
         assert found.context_lens.tolist() == [span.stop for _, span in spans]
         assert found.batch_slots.tolist() == [e.sequence.batch_slot for e in entries]
-        for entry, table in zip(entries, found.block_tables.tolist(), strict=True):
+        for (entry, span), table in zip(spans, found.block_tables.tolist(), strict=True):
             blocks = entry.sequence.block_table[: shape.table_width]
-            assert table == blocks + [-1] * (shape.table_width - len(blocks))
-            assert len(blocks) * self.block_size >= entry.start + entry.num_tokens, "all of the context"
-        prompts = spans[step.num_decodes :]
-        known = [e.sequence.token_ids[i] for e, span in prompts for i in span]
-        assert found.input_ids.tolist() == [0] * step.num_decodes + known
+            assert len(blocks) * self.block_size >= span.stop, "all of the context"
+            self.check_table(table, blocks)
+        known = [self.known_tokens(e.sequence, span.start, span.stop) for e, span in spans[on_device:]]
+        assert found.input_ids.tolist() == [0] * on_device + [token for tokens in known for token in tokens]
         sampling = [(e, end) for e, end in zip(entries, ends, strict=True) if e.samples]
         assert found.sample_slots.tolist() == [e.sequence.batch_slot for e, _ in sampling]
         assert found.sample_tokens.tolist() == [end - 1 for _, end in sampling]
         assert generated.tolist() == [e.start + e.num_tokens - e.sequence.num_prompt_tokens for e, _ in sampling]
+        return on_device
+
+    def check_table(self, table: list[int], blocks: list[int]) -> None:
+        assert table == blocks + [-1] * (len(table) - len(blocks))
 
     def _slot(self, sequence, position: int) -> int:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -171,11 +186,12 @@ def make_engine(
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
+    scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
 ) -> Engine:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
-    scheduler = Scheduler(**options)
+    scheduler = scheduler_class(**options)
     engine_class = OverlappedEngine if late else Engine
     return engine_class(
         scheduler,

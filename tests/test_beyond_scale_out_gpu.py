@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from test_beyond_scale_out_pipeline import GREEDY, MIXED, PROMPTS, children, ids
-from test_stage_f_graphs import countdown
+from contract.engines import GREEDY, ids
+from ranks import MIXED, children
+from ranks import SHARING as PROMPTS
+from stand_ins import countdown
 
 import stage_e_batching
 from beyond.scale_out import LLM
@@ -20,6 +23,7 @@ from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_share, read_spans
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.cuda_graph import Recorded
+from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import WorkerError
 
 ASKED = [[{"role": "user", "content": question}] for question in ("What is a KV cache?", "What is prefill?")]
@@ -62,17 +66,20 @@ def test_two_stages_give_one_gpus_tokens_with_small_chunks_and_cached_prefixes(p
 def count_replays(runner: PipelineRunner) -> list[Counter[int]]:
     """Count the replays of stage 0 from now on, by rows: of its layers, and of the LM head and the sampler."""
 
-    def counted(recorded: Recorded, rows: int, counts: Counter[int]) -> Recorded:
-        def replay() -> None:
-            counts[rows] += 1
-            recorded.replay()
-
-        return replace(recorded, replay=replay)
-
     found: list[Counter[int]] = []
     for graphs in (runner.graphs, runner.head_graphs):
         counts: Counter[int] = Counter()
-        graphs._recorded = {shape: counted(own, shape.num_seqs, counts) for shape, own in graphs._recorded.items()}
+
+        def find(shape: StepShape, find: Callable = graphs.find, counts: Counter[int] = counts) -> Recorded | None:
+            recorded = find(shape)
+
+            def replay() -> None:
+                counts[shape.num_seqs] += 1
+                recorded.replay()
+
+            return recorded and replace(recorded, replay=replay)
+
+        graphs.find = find
         found.append(counts)
     return found
 

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from contract.engines import ids
 from interrupts import interrupt_after
+from ranks import forked_ranks
 
 import stage_e_batching
 import stage_f_graph_tp
 from beyond import scale_out
-from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.tensor_parallel import WorkerError, workers
 
@@ -52,7 +53,7 @@ class Alarm(Exception):
 
 
 def answer(llm: LLM) -> list[list[int]]:
-    return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, False)]
+    return ids(llm.generate(PROMPTS, PARAMS, False))
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +64,16 @@ def expected() -> list[list[int]]:
 @pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], LLM]]:
     """Makes an engine on several ranks, which are forks; the last one is closed after the test."""
-    monkeypatch.setattr(workers, "_start_worker", fork_worker)
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 2.0 * SECONDS)  # instead of waiting for ever
-    monkeypatch.setattr(
-        workers.Workers, "explain", workers.Workers.check
-    )  # no rank dies of itself: nothing to wait for
     made: list[LLM] = []
 
     def make_next() -> LLM:
         while made:
             made.pop().close()
-        made.append(ENGINES[request.param]())
+        with forked_ranks():
+            made.append(ENGINES[request.param]())
+        ranks = made[0].runner.workers
+        ranks.explain = ranks.check  # no rank dies of itself: nothing to wait for
         return made[0]
 
     yield make_next

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from contract.engines import GREEDY, MODEL, PROMPTS, ask
+from ranks import MIXED, SHARING, children, forked_ranks, in_other_ranks, killed_soon, stop, within_seconds
 
 import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import build_stage
+from beyond.scale_out.pipeline_ranks import PipelineJob, build_stage, build_stage_worker
 from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
-from labs.tests.forks import fork_worker
 from stage_a_naive.errors import ModelError
 from stage_a_naive.loading import resolve
 from stage_a_naive.sampling import SamplingParams
@@ -33,52 +35,24 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.cuda_graph import StepGraphs
+from stage_f_graph_tp.rank_runner import build_ranks
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError, workers
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
-from tests.test_stage_f_workers import children
 
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 CPU, F32 = torch.device("cpu"), torch.float32
-PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
-PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-MIXED = [
-    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=1.1, seed=2, max_tokens=7, ignore_eos=True),
-    SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
-    GREEDY,
-]
-SECONDS = 30  # an error must come much sooner than the ranks' limit of minutes (`ANSWER_SECONDS`)
-START_WORKER = workers._start_worker
 TIGHT = {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6}
 
 
-def ids(outputs) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]
-
-
 def staged(size: int = 2, **options: object) -> LLM:
-    return LLM("random:qwen2-tiny", device="cpu", pipeline_parallel_size=size, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def other_ranks_are_forks():
-    """A stage need not import PyTorch again; `test_a_killed_stage_…` starts one as engines do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "_start_worker", fork_worker)
-        yield
+    """An engine whose other stages are forks."""
+    with forked_ranks():
+        return LLM(MODEL, device="cpu", pipeline_parallel_size=size, **options)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> stage_e_batching.LLM:
-    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def tutors_tokens() -> list[list[list[int]]]:
-    llm = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)  # four layers
-    return [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, MIXED)]
+    return stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=256)
 
 
 @pytest.fixture(scope="module")
@@ -90,48 +64,48 @@ def two_stages():
     llm.close()
 
 
-def test_greedy_tokens_are_those_of_one_rank_under_chunking_preemption_and_cached_prefixes(one_rank, two_stages):
-    expected = ids(one_rank.generate(PROMPTS, GREEDY, False))
-    for _ in range(2):  # the second time with cached prefixes
-        assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == expected
-    assert two_stages.engine.counters.num_preemptions > 0
-    assert two_stages.engine.counters.num_cached_tokens > 0
-    assert two_stages.engine.stats()["num_used_blocks"] == 0
-
-
-def test_sampled_tokens_and_logprobs_are_those_of_one_rank(one_rank, two_stages):
-    found, expected = (engine.generate(PROMPTS, MIXED, False) for engine in (two_stages, one_rank))
-    assert ids(found) == ids(expected)
-    assert [list(top) for top in found[3]["logprobs"]] == [list(top) for top in expected[3]["logprobs"]]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pipeline_parallel_size": 3, "num_micro_batches": 4},  # unequal stages, more batches than stages
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_micro_batches": 1},
-        {"tensor_parallel_size": 2},
-    ],
-    ids=str,
-)
-def test_any_number_of_stages_ranks_and_batches_gives_one_ranks_tokens(tutors_tokens, options):
-    llm = LLM("tutor", device="cpu", **options, **TIGHT)
+def test_unequal_stages_of_ranks_give_one_ranks_tokens_under_preemption_and_with_cached_prefixes():
+    """Recorded stages and ranks: test_beyond_scale_out_graphs.py. Plain ones: `contract/`."""
+    single = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)  # four layers
+    with forked_ranks():
+        llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, num_micro_batches=4, **TIGHT)
+    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     try:
-        assert [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, MIXED)] == tutors_tokens
+        for params in (GREEDY, MIXED, GREEDY):
+            assert ask(llm, SHARING, params) == ask(single, SHARING, params)
+        assert llm.engine.counters.num_preemptions > 0 and llm.engine.counters.num_cached_tokens > 0
     finally:
         llm.close()
 
 
-def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(one_rank, two_stages, monkeypatch):
+def test_one_stage_of_two_ranks_is_stage_fs_engine(one_rank):
+    with forked_ranks():
+        llm = LLM(MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=64)
+    try:
+        assert ask(llm, SHARING, MIXED) == ask(one_rank, SHARING, MIXED)
+    finally:
+        llm.close()
+
+
+@pytest.fixture
+def spied(two_stages) -> Iterator[SimpleNamespace]:
+    """The runner of two stages, on which a test may put functions of its own."""
+    runner, own = two_stages.runner, set(vars(two_stages.runner))
+    yield runner
+    for name in set(vars(runner)) - own:
+        delattr(runner, name)
+
+
+def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(two_stages, spied):
     launched: list[list[int]] = []
-    launch = two_stages.runner.launch
+    launch = spied.launch
 
     def record(step):
         launched.append([sequence.request_id for sequence in step.sequences])
         return launch(step)
 
-    monkeypatch.setattr(two_stages.runner, "launch", record)
-    two_stages.generate([[5 + i] for i in range(4)], GREEDY, False)
+    spied.launch = record
+    ask(two_stages, [[5 + i] for i in range(4)])
     decodes = launched[1 : 2 * GREEDY.max_tokens - 3]  # after the prefill of all four, before the last tokens
     for batch, following in zip(decodes, decodes[1:], strict=False):
         assert len(batch) == len(following) == 2 and not set(batch) & set(following)
@@ -140,33 +114,15 @@ def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(one_ra
 def test_a_request_aborted_in_flight_does_not_disturb_the_one_that_gets_its_batch_slot(one_rank, two_stages):
     """Its token is sampled when another request could have its row of the sampler's penalties already."""
     penalised = SamplingParams(temperature=0, frequency_penalty=1.9, max_tokens=12, ignore_eos=True)
-    expected = ids(one_rank.generate([[9, 9, 9]], penalised, False))
+    expected = ask(one_rank, [[9, 9, 9]], penalised)
     for steps in range(2, 9):
         request_id = two_stages.add_request([8, 8, 8], penalised)
         for _ in range(steps):
             two_stages.step()
         two_stages.engine.abort(request_id)
-        assert ids(two_stages.generate([[9, 9, 9]], penalised, False)) == expected
+        assert ask(two_stages, [[9, 9, 9]], penalised) == expected
         while not two_stages.is_finished():
             two_stages.step()
-
-
-def test_a_sampler_that_raises_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stages, monkeypatch):
-    calls = 0
-
-    def fail(logits, params):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise ZeroDivisionError("stop here")
-        return logits.argmax(-1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(two_stages, "sampling_fn", fail)
-        with pytest.raises(ZeroDivisionError, match="stop here"):
-            two_stages.generate(PROMPTS, GREEDY, False)
-    assert not two_stages.engine.has_unfinished()
-    assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
 
 
 def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stages):
@@ -179,13 +135,13 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
                 for _ in range(200):
                     two_stages.generate(PROMPTS, GREEDY, False)
             timer.join()
-            assert ids(two_stages.generate(PROMPTS, GREEDY, False)) == ids(one_rank.generate(PROMPTS, GREEDY, False))
+            assert ask(two_stages, PROMPTS) == ask(one_rank, PROMPTS)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, monkeypatch):
-    commands, in_step = [], two_stages.runner.in_step
+def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, spied):
+    commands, in_step = [], spied.in_step
 
     def interrupted_once(command):
         commands.append(command)
@@ -193,67 +149,65 @@ def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their
             raise KeyboardInterrupt
         return in_step(command)
 
-    monkeypatch.setattr(two_stages.runner, "in_step", interrupted_once)
+    spied.in_step = interrupted_once
     with pytest.raises(KeyboardInterrupt):
         two_stages.generate([[4, 2]], GREEDY, False)
     assert commands[1:] == [None, None], "they are received, and dropped"
-    assert ids(two_stages.generate([[4, 2]], GREEDY, False)) == ids(one_rank.generate([[4, 2]], GREEDY, False))
+    assert ask(two_stages, [[4, 2]], GREEDY) == ask(one_rank, [[4, 2]], GREEDY)
 
 
-def test_a_stage_waits_for_one_that_takes_longer_than_a_connection_may(one_rank, two_stages, monkeypatch):
-    layer = two_stages.runner.model.layers[0]
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda *x: time.sleep(2 * CONNECT_TIMEOUT.total_seconds()) or forward(*x))
+def test_a_stage_waits_for_one_that_takes_longer_than_a_connection_may(one_rank, two_stages):
+    pause = lambda *_: time.sleep(2 * CONNECT_TIMEOUT.total_seconds())  # noqa: E731
+    slow = two_stages.runner.model.layers[0].register_forward_pre_hook(pause)
     params = replace(GREEDY, max_tokens=1)
-    assert ids(two_stages.generate([[4, 2]], params, False)) == ids(one_rank.generate([[4, 2]], params, False))
+    assert ask(two_stages, [[4, 2]], params) == ask(one_rank, [[4, 2]], params)
+    slow.remove()
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-def test_a_killed_stage_is_an_error_within_seconds(monkeypatch):
-    monkeypatch.setattr(workers, "_start_worker", START_WORKER)
-    before = children()
-    llm = staged()
-    [process] = children() - before
-    threading.Timer(0.3, os.kill, [process, signal.SIGKILL]).start()
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of 2 died .SIGKILL."):
-        for _ in range(1000):
-            llm.generate(PROMPTS, GREEDY, False)
-    assert time.monotonic() - start < SECONDS
-    with pytest.raises(WorkerError, match="close it and make a new one"):
-        llm.generate(PROMPTS, GREEDY, False)
-    llm.close()
-    assert children() == before
+@needs_proc
+def test_a_killed_stage_is_an_error_within_seconds():
+    with within_seconds():
+        before = children()
+        llm = LLM(MODEL, device="cpu", pipeline_parallel_size=2)  # not a fork: as engines start one
+        [process] = children() - before
+        with killed_soon(process), pytest.raises(WorkerError, match="rank 1 of 2 died .SIGKILL."):
+            for _ in range(1000):
+                ask(llm, PROMPTS)
+        with pytest.raises(WorkerError, match="close it and make a new one"):
+            ask(llm, PROMPTS)
+        llm.close()
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@needs_proc
 def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 3.0)
-    before, execute = children(), PipelineRunner.execute
-
-    def stop_in_stage_1(self, *arguments):
-        if self.links.stage == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return execute(self, *arguments)
-
-    monkeypatch.setattr(PipelineRunner, "execute", stop_in_stage_1)
-    llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, **TIGHT)
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of 3 is stopped and did not answer within 3 s"):
-        llm.generate(PROMPTS, GREEDY, False)
-    assert time.monotonic() - start < SECONDS
-    llm.close()
-    assert children() == before
+    with within_seconds():
+        with in_other_ranks(PipelineRunner, "execute", lambda rank: rank.links.stage == 1 and stop()):
+            llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, **TIGHT)
+        with pytest.raises(WorkerError, match="rank 1 of 3 is stopped and did not answer within 3 s"):
+            ask(llm, PROMPTS)
+        llm.close()
 
 
-def test_a_link_waits_for_the_oldest_tensor_where_too_many_have_not_arrived(monkeypatch):
-    link = Link(Rendezvous(None, 0, 2), CPU, None, max_unsent=2)
-    waited = []
-    monkeypatch.setattr(link, "_start", lambda operation, tensor, *to: tensor)
-    monkeypatch.setattr(link, "_wait", waited.append)
+class NotedLink(Link):
+    """A link whose messages are lists of what was sent, and which notes those that it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__(Rendezvous(None, SENDER, 2), CPU, None, max_unsent=2)
+        self.waited = []
+
+    def _start(self, operation: str, tensor: torch.Tensor, *to: object) -> torch.Tensor:
+        return tensor
+
+    def _wait(self, tensor: torch.Tensor) -> None:
+        self.waited.append(int(tensor[0, 0]))
+
+
+def test_a_link_waits_for_the_oldest_tensor_where_too_many_have_not_arrived():
+    link = NotedLink()
     for i in range(5):
         link.send(torch.full((2, 3), float(i)), number=7)
-    assert [int(tensor[0, 0]) for tensor in waited] == [0, 1, 2] and link.num_bytes == 5 * 2 * 3 * 4
+    assert link.waited == [0, 1, 2] and link.num_bytes == 5 * 2 * 3 * 4
 
 
 def test_a_stage_does_not_take_the_states_of_another_command_for_its_own():
@@ -347,17 +301,18 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_starts(options, message, monkeypatch):
-    monkeypatch.setattr("stage_f_graph_tp.tensor_parallel.open_rendezvous", None)
-    with pytest.raises(ValueError, match=message):
-        LLM("random:qwen2-tiny", device="cpu", **options)
+def test_what_cannot_be_is_refused_before_anything_starts(options, message):
+    with within_seconds(), pytest.raises(ValueError, match=message):
+        LLM(MODEL, device="cpu", **options)
 
 
-def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them(monkeypatch):
-    monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2, tensor_parallel_size=2, but there are 3 GPUs"):
-        LLM("random:qwen2-tiny", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2)
+def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
+    gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
+    options = ScaleOutOptions(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    job = PipelineJob.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
+    asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
+    with pytest.raises(ValueError, match=asked):
+        build_ranks(job, config, build_stage_worker)
 
 
 def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_scheduler_its_options(monkeypatch):
@@ -371,35 +326,32 @@ def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_schedule
     assert (scheduler.num_micro_batches, scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (2, 3, 64)
 
 
-def test_a_stage_that_cannot_be_built_is_an_error_that_names_it(monkeypatch):
-    here, load = os.getpid(), pipeline_ranks.PipelineJob.load_stage
+def test_a_stage_that_cannot_be_built_is_an_error_that_names_it():
+    def fail(job: PipelineJob) -> None:
+        raise MemoryError("no room for the layers of this stage")
 
-    def fail(self, *arguments):
-        if os.getpid() != here:
-            raise MemoryError("no room for the layers of this stage")
-        return load(self, *arguments)
-
-    monkeypatch.setattr(pipeline_ranks.PipelineJob, "load_stage", fail)
-    with pytest.raises(WorkerError, match="rank 1 of 2 failed: MemoryError: no room for the layers of this stage"):
-        staged()
+    reason = "rank 1 of 2 failed: MemoryError: no room for the layers of this stage"
+    with in_other_ranks(PipelineJob, "load_stage", fail), pytest.raises(WorkerError, match=reason):
+        LLM(MODEL, device="cpu", pipeline_parallel_size=2)
 
 
-def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs(monkeypatch):
-    llm = staged()
-    runner, seen = llm.runner, []
+def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs():
+    llm, seen = staged(), []
+    runner = llm.runner
     groups = [runner.group, *runner.links.links]
     runner.head_graphs = recorded = StepGraphs([])
-    monkeypatch.setattr(RankGroup, "stop_waiting", lambda group: seen.append((group, runner.head_graphs)))
-    monkeypatch.setattr(RankGroup, "wait_released", lambda group, _: seen.append((group, runner.head_graphs)))
+    for group in groups:
+        group.stop_waiting = lambda group=group: seen.append((group, runner.head_graphs))
+        group.wait_released = lambda seconds, group=group: seen.append((group, runner.head_graphs))
     llm.close()
     assert seen[: 2 * len(groups)] == [(group, graphs) for graphs in (recorded, None) for group in groups]
 
 
-def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(monkeypatch, tmp_path):
+def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(tmp_path):
     llm = staged(tensor_parallel_size=2, trace=str(tmp_path / "trace.jsonl"))
     steps, sample = [], llm.runner.sample_oldest
-    monkeypatch.setattr(llm.runner, "sample_oldest", lambda: steps.append(sample()) or steps[-1])
-    llm.generate([[3, 4, 5]], GREEDY, False)
+    llm.runner.sample_oldest = lambda: steps.append(sample()) or steps[-1]
+    ask(llm, [[3, 4, 5]])
     llm.close()
     assert [step.workers for step in steps] == [llm.runner.workers] * GREEDY.max_tokens
     for stage in range(2):

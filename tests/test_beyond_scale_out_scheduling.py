@@ -2,116 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
-from fake_model import (
-    EOS,
-    VOCAB,
-    FakeRunner,
-    FakeTokenizer,
-    LateTokens,
-    answer_alone,
-    completion_of,
-    make_request,
-    run_all,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from interrupts import answer_all
-from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+from fake_engines import make_pipeline
+from fake_model import VOCAB, answer_alone, completion_of, make_request, run_all
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
+from beyond.scale_out.pipeline_scheduler import PipelineSequence
 from stage_a_naive.outputs import Request
 from stage_e_batching.scheduler import LOOKAHEAD
-from stage_e_batching.step import ScheduledStep
 from stage_e_batching.waiting_order import Priority
 
-INTERRUPTED = [make_request(i, [i + 3] * n, 5 + i, ignore_eos=True) for i, n in enumerate((5, 1, 9, 3, 7))]
+pytestmark = pytest.mark.fast
+
 ROOMY = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-
-
-class Returning:
-    """A step on its way through the stages."""
-
-    def __init__(self, runner: StagesRunner, step: ScheduledStep, late: LateTokens, tokens: list[int]) -> None:
-        self.runner, self.late, self.done = runner, late, False
-        self.rows = [(e.sequence, e.sequence.batch_slot) for e in step if e.samples]
-        self.tokens = tokens
-
-    def sample(self) -> LateTokens:
-        self.done = True
-        for (sequence, slot), token in zip(self.rows, self.tokens, strict=True):
-            assert self.runner.occupants[slot] is sequence, "the sampler's row belongs to another request already"
-            self.runner.last_tokens[slot] = token
-        return self.late
-
-
-class StagesRunner(FakeRunner):
-    """The fake model on stages: a step's layers run when it is launched, its sampler when the engine asks for it."""
-
-    def __init__(self, scheduler: PipelineScheduler, fail_at: frozenset[int] = frozenset()) -> None:
-        super().__init__(scheduler, fail_at)
-        self.occupants = {}
-        self.in_flight: deque[Returning] = deque()
-
-    def launch(self, step: ScheduledStep) -> Returning:
-        assert not any(
-            not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
-            for other in self.in_flight
-        ), "a sequence ran before its last token was sampled"
-        self.occupants |= {sequence.batch_slot: sequence for sequence in step.admitted}
-        known = list(self.last_tokens)
-        late = super().launch(step)
-        tokens = [self.last_tokens[e.sequence.batch_slot] for e in step if e.samples]
-        self.last_tokens = known
-        self.in_flight.append(Returning(self, step, late, tokens))
-        return self.in_flight[-1]
-
-    def discard_in_flight(self) -> None:
-        for step in self.in_flight:
-            if not step.done:
-                with suppress(RuntimeError):
-                    step.sample().wait()
-        self.in_flight.clear()
-
-
-def make_pipeline(
-    *, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, num_micro_batches: int = 3, **options: object
-) -> PipelineEngine:
-    scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
-    runner = StagesRunner(scheduler, fail_at)
-    eos = frozenset({EOS})
-    return PipelineEngine(scheduler, runner, tokenizer=FakeTokenizer(), eos_token_ids=eos, max_model_len=max_model_len)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(requests, options):
-    run_and_compare(requests, options, make_pipeline)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_and_so_it_is_with_whole_prompts(requests, options):
-    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, make_pipeline)
-
-
-@settings(max_examples=50, deadline=None)
-@given(part=st.floats(0, 1))
-def test_an_interrupt_at_any_line_costs_no_request_a_token(part):
-    engines = [make_pipeline(num_blocks=14, block_size=2, max_num_seqs=4, max_num_batched_tokens=12) for _ in range(2)]
-    expected, lines = answer_all(engines[0], INTERRUPTED, 0)
-    found, _ = answer_all(engines[1], INTERRUPTED, int(part * lines))
-    assert found.items() <= expected.items(), "what the interrupted call itself would have returned may be missing"
-    assert len(found) >= len(expected) - 1 and engines[1].counters.num_aborted == 0
-    assert engines[1].stats()["num_used_blocks"] == 0
-    assert sorted(engines[1].scheduler._free_table_slots) == [0, 1, 2, 3]
 
 
 def run_and_count(engine: PipelineEngine, requests: list[Request], count: Callable[[], int], longest: int) -> int:
@@ -135,7 +42,7 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
 
     def held() -> int:
         number = sum(sequence.num_in_flight > 0 for sequence in scheduler.waiting)
-        assert not number or len(scheduler._free_table_slots) + scheduler.num_running < scheduler.max_num_seqs
+        assert not number or len(scheduler.free_slots_like(0)) + scheduler.num_running < scheduler.max_num_seqs
         return number
 
     assert run_and_count(engine, requests, held, 4096), "no sequence was preempted in flight"
@@ -220,11 +127,11 @@ def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_fa
     left = engine.add_request(make_request(0, [1], 9, ignore_eos=True), streams=False)
     engine.step()
     engine.abort(left)
-    assert len(scheduler._free_table_slots) == 1, "its token is in flight"
+    assert len(scheduler.free_slots_like(0)) == 1, "its token is in flight"
     engine.add_request(make_request(1, [2], 9, ignore_eos=True), streams=False)
     with pytest.raises(RuntimeError, match="the device failed") if fails else nullcontext():
         run_all(engine)
-    assert sorted(scheduler._free_table_slots) == [0, 1]
+    assert sorted(scheduler.free_slots_like(0)) == [0, 1]
 
 
 def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():
@@ -237,4 +144,4 @@ def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use()
     scheduler.recover()
     sequence.num_in_flight = 0
     scheduler.release_slots()
-    assert sorted(scheduler._free_table_slots) == [0, 1]
+    assert sorted(scheduler.free_slots_like(0)) == [0, 1]

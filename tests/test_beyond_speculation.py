@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from fake_model import (
-    EOS,
-    VOCAB,
-    FakeRunner,
-    FakeTokenizer,
-    LateTokens,
-    completion_of,
-    make_request,
-    next_token,
-)
+from contract.engines import MODEL, ask, finish, ids
+from fake_engines import FinishedDrafts, following, make_guessing
+from fake_model import completion_of, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
-from test_stage_f_graphs import EagerRecorder, FakeMegakernel
+from ranks import SHARING, forked_ranks
+from stand_ins import EagerRecorder, FakeMegakernel
 
 import stage_e_batching
 import stage_f_graph_tp
@@ -36,23 +28,20 @@ from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.llm import make_pools
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.options import SpeculationOptions
-from beyond.speculation.runner import DraftBatch, verification_sizes
-from beyond.speculation.scheduler import DraftScheduler, ShrinkingBlockManager
+from beyond.speculation.runner import verification_sizes
+from beyond.speculation.scheduler import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.cli import performance_summary
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.sampling import SamplingParams
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.runtime import Runtime, load_runtime
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.model_runner import GraphModelRunner
-from stage_f_graph_tp.step_input import host_views
 
-PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
-PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = SHARING
 VARIANTS = {
     "plain": {},
     "small chunks": {"max_num_batched_tokens": 11, "max_num_seqs": 5},
@@ -65,132 +54,7 @@ VARIANTS = {
 }
 
 
-# ---- on a model that is a hash of what it sees -----------------------------------------------------------------
-
-
-class FinishedDrafts:
-    """Drafts that are complete when they are made."""
-
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        assert all(sequence.draft for sequence in sequences)
-
-
-class HashDrafter(FinishedDrafts):
-    """Knows the fake model's next tokens, and is wrong about some."""
-
-    def __init__(self, seed: int, error_rate: float, num_tokens: int) -> None:
-        self._random = random.Random(seed)
-        self._error_rate, self._num_tokens = error_rate, num_tokens
-
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        return self._random.random() < 0.7
-
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        tokens = list(sequence.token_ids)
-        for _ in range(self._random.randint(0, self._num_tokens)):
-            wrong = self._random.random() < self._error_rate
-            tokens.append((next_token([(t, i) for i, t in enumerate(tokens)]) + wrong) % VOCAB)
-        return tokens[len(sequence.token_ids) :]
-
-
-class DraftRunner(FakeRunner):
-    """The fake model for steps with drafts: a step's tokens are all on the device, or are all sent."""
-
-    def __init__(self, scheduler: DraftScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
-        super().__init__(scheduler, fail_at)
-        self._batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
-
-    def run(self, step: ScheduledStep) -> Sampled:
-        if self._check_input(step):
-            return super().run(step)
-        self.steps.append(step)
-        fails = len(self.steps) in self._fail_at
-        for i, (sequence, start, count, _) in enumerate(step):
-            if fails and i == len(step) // 2:
-                raise RuntimeError("the device failed")
-            for position in range(start, start + count):
-                self.pool[self._slot(sequence, position)] = (sequence.token_at(position), position)
-        sampled = []
-        for sequence, start, count, samples in step:
-            if samples:
-                visible = [self.pool[self._slot(sequence, i)] for i in range(start + count)]
-                sampled.append(next_token(visible))
-                self.last_tokens[sequence.batch_slot] = sampled[-1]
-        return Sampled(sampled)
-
-    def launch(self, step: ScheduledStep) -> LateTokens:
-        late = (len(self.steps) + 1) % 2 == 0 and len(self.steps) + 1 in self._fail_at
-        if late:
-            self._fail_at -= {len(self.steps) + 1}
-        self.launched.append(LateTokens(self.run(step), late))
-        return self.launched[-1]
-
-    def _check_input(self, step: ScheduledStep) -> bool:
-        """What the real runner would send to the device is what the step says. Returns whether it has the tokens."""
-        self._batch.update(step)
-        if not step.sequences:
-            return False
-        shape = self._batch.shape_of(step)
-        found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
-        self._batch.fill(step, found)
-        spans = [(sequence, start, start + count) for sequence, start, count, _ in step]
-        positions = [(sequence, i) for sequence, start, end in spans for i in range(start, end)]
-        decodes = step.sequences[: step.num_decodes]
-        assert shape.num_decodes == step.num_decodes or not any(sequence.num_in_flight for sequence in decodes)
-        assert found.positions.tolist() == [i for _, i in positions]
-        assert found.slot_mapping.tolist() == [self._slot(sequence, i) for sequence, i in positions]
-        known = [sequence.token_at(i) for sequence, i in positions[shape.num_decodes :]]
-        assert found.input_ids.tolist() == [0] * shape.num_decodes + known
-        assert found.context_lens.tolist() == [end for _, _, end in spans]
-        for (sequence, _, end), table in zip(spans, found.block_tables.tolist(), strict=True):
-            blocks = -(-end // self.block_size)
-            assert table[:blocks] == sequence.block_table[:blocks]
-        return shape.num_decodes > 0
-
-
-def make_engine(
-    *,
-    drafter: object,
-    overlap: bool = True,
-    draft_tokens: int = 6,
-    max_model_len: int = 4096,
-    fail_at: frozenset[int] = frozenset(),
-    **options: object,
-) -> SpeculativeEngine:
-    max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
-    scheduler = DraftScheduler(max_rows=max_rows, **options)
-    return SpeculativeEngine(
-        scheduler,
-        DraftRunner(scheduler, max_rows, fail_at),
-        drafter=drafter,
-        overlap=overlap,
-        tokenizer=FakeTokenizer(),
-        eos_token_ids=frozenset({EOS}),
-        max_model_len=max_model_len,
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(arrivals, min_size=1, max_size=20),
-    settings_of_engine(),
-    st.integers(0, 2**16),
-    st.sampled_from([0.0, 0.2, 0.6, 1.0]),
-    st.booleans(),
-)
-def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
-    requests, options, seed, error_rate, overlap
-):
-    drafter = HashDrafter(seed, error_rate, 6)
-    run_and_compare(requests, options, partial(make_engine, drafter=drafter, overlap=overlap))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine(), st.integers(0, 2**16))
-def test_and_so_it_is_with_whole_prompts(requests, options, seed):
-    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    make = partial(make_engine, drafter=HashDrafter(seed, 0.2, 6), overlap=False)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, make)
+# ---- on a model that is a hash of what it sees: see also test_fake_engines.py ----------------------------------
 
 
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -208,21 +72,23 @@ def step_until_idle(engine: SpeculativeEngine, *requests) -> list[int]:
     return tokens
 
 
-class AlwaysDrafts(HashDrafter):
+class AlwaysDrafts(FinishedDrafts):
+    """Drafts of so many tokens, of which the second half is wrong where some are to be."""
+
+    def __init__(self, num_tokens: int, num_right: int | None = None) -> None:
+        self.num_tokens = num_tokens
+        self.num_right = num_tokens if num_right is None else num_right
+
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
         return True
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        tokens = list(sequence.token_ids)
-        for i in range(self._num_tokens):
-            wrong = self._error_rate > 0 and i >= self._num_tokens // 2
-            tokens.append((next_token([(t, j) for j, t in enumerate(tokens)]) + wrong) % VOCAB)
-        return tokens[len(sequence.token_ids) :]
+        return following(sequence.token_ids, [i >= self.num_right for i in range(self.num_tokens)])
 
 
 def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
-    for error_rate, per_step in ((0.0, 5), (1.0, 3)):
-        engine = make_engine(drafter=AlwaysDrafts(0, error_rate, 4), **POOL)
+    for num_right, per_step in ((4, 5), (2, 3)):
+        engine = make_guessing(drafter=AlwaysDrafts(4, num_right), **POOL)
         tokens = step_until_idle(engine, make_request(0, [5, 6, 7], 31, ignore_eos=True))
         assert set(tokens[2:-1]) == {per_step} and sum(tokens) == 31
         counters = engine.counters
@@ -230,14 +96,14 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
 
 
 def test_each_draft_of_a_step_is_a_verification():
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), **POOL)
+    engine = make_guessing(drafter=AlwaysDrafts(4), **POOL)
     step_until_idle(engine, *(make_request(i, [5, 6, 7 + i], 31, ignore_eos=True) for i in range(3)))
     assert engine.counters.num_steps < 3 * 7, "they ran together"
     assert engine.counters.num_verifications + engine.counters.num_accepted_tokens + 3 == 3 * 31
 
 
 def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 6), **POOL)
+    engine = make_guessing(drafter=AlwaysDrafts(6), **POOL)
     request = make_request(0, [5, 6, 7], 10, ignore_eos=True)
     step_until_idle(engine, request)
     assert [len(step) for step in engine.runner.steps if step.num_decodes] == [7, 2]
@@ -245,7 +111,7 @@ def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
 
 
 def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
-    engine = make_engine(drafter=AlwaysDrafts(0, 1.0, 9), draft_tokens=9, **POOL)
+    engine = make_guessing(drafter=AlwaysDrafts(9, 4), draft_tokens=9, **POOL)
     manager = engine.scheduler.block_manager
     engine.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
     widest = 0
@@ -283,7 +149,7 @@ def test_a_block_of_wrong_guesses_is_handed_out_again_before_one_that_the_prefix
 
 
 def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 6), **POOL)
+    engine = make_guessing(drafter=AlwaysDrafts(6), **POOL)
     engine.add_request(make_request(0, [5, 6, 7], 31, ignore_eos=True), streams=False)
     engine.step()
     for _ in range(4):
@@ -294,7 +160,7 @@ def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():
 
 def test_nobody_is_preempted_for_a_guess():
     options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.5, 6), **options)
+    engine = make_guessing(drafter=AlwaysDrafts(6, 3), **options)
     engine.scheduler.watermark = lambda sequence: 0  # both run from the first step on
     step_until_idle(engine, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
     assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
@@ -304,14 +170,27 @@ def test_nobody_is_preempted_for_a_guess():
     ("running", "with_a_guess", "guessing"), [(1, 1, 1), (8, 2, 2), (9, 2, 0), (64, 64, 64), (65, 65, 0), (1, 0, 0)]
 )
 def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess, guessing):
-    engine = make_engine(drafter=SimpleNamespace(has_draft=lambda sequence: sequence.request_id < with_a_guess), **POOL)
-    completion = completion_of([1, 2, 3], SamplingParams(max_tokens=9))
-    engine.scheduler.decoding = [SpeculativeSequence(completion, request_id=i) for i in range(running)]
-    assert len(engine._promising()) == guessing
+    class Some(AlwaysDrafts):
+        def has_draft(self, sequence):
+            return sequence.request_id < with_a_guess
+
+        def draft(self, sequence):
+            return super().draft(sequence) if self.has_draft(sequence) else []
+
+    nobody, limits = SimpleNamespace(has_draft=lambda sequence: False), {"max_num_seqs": 65, "num_blocks": 200}
+    engine = make_guessing(drafter=nobody, **POOL | limits | {"max_num_batched_tokens": 256})
+    engine.scheduler.watermark = lambda sequence: 0  # all run from the first step on
+    for i in range(running):
+        engine.add_request(make_request(i, [1, 2, 3], 9, ignore_eos=True), streams=False)
+    while len(engine.scheduler.decoding) < running:
+        engine.step()
+    engine.drafter = Some(1)
+    engine.step()
+    assert engine.counters.num_verifications == guessing
 
 
 def test_a_draft_that_did_not_run_is_dropped():
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), overlap=False, enable_chunked_prefill=False, **POOL)
+    engine = make_guessing(drafter=AlwaysDrafts(4), overlap=False, enable_chunked_prefill=False, **POOL)
     engine.add_request(make_request(0, [5, 6, 7], 20, ignore_eos=True), streams=False)
     engine.step()
     engine.add_request(make_request(1, [7, 6, 7], 20, ignore_eos=True), streams=False)
@@ -320,19 +199,15 @@ def test_a_draft_that_did_not_run_is_dropped():
     assert not any(sequence.draft for sequence in engine.scheduler.decoding)
 
 
-def test_the_last_token_of_all_is_not_guessed():
-    engine = make_engine(drafter=AlwaysDrafts(0, 0.0, 4), **POOL)
-    completions = [completion_of([1, 2], SamplingParams(max_tokens=n)) for n in (1, 2)]
-    engine.scheduler.decoding = list(map(SpeculativeSequence, completions))
-    assert engine._promising() == engine.scheduler.decoding[1:]
+@pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (4, 2)])
+def test_the_last_token_of_all_is_not_guessed(max_tokens, guesses):
+    engine = make_guessing(drafter=AlwaysDrafts(4), **POOL)
+    step_until_idle(engine, make_request(0, [5, 6, 7], max_tokens, ignore_eos=True))
+    assert engine.counters.num_draft_tokens == guesses
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
-    class Wrong(AlwaysDrafts):
-        def draft(self, sequence):
-            return [(next_token([(t, i) for i, t in enumerate(sequence.token_ids)]) + 1) % VOCAB] * 4
-
-    engine = make_engine(drafter=Wrong(0, 1.0, 4), **(POOL | {"num_blocks": 300, "max_model_len": 1200}))
+    engine = make_guessing(drafter=AlwaysDrafts(4, 0), **(POOL | {"num_blocks": 300, "max_model_len": 1200}))
     step_until_idle(engine, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
     assert engine.counters.num_verifications == 6  # after 16, 32, 64, 128, 256, 512 tokens
     assert engine.counters.num_accepted_tokens == 0
@@ -424,18 +299,14 @@ class Oracle(FinishedDrafts):
             llm.runner.table.guess = partial(self.guess, llm.runner.table)
 
 
-def ids(outputs) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def plain() -> stage_e_batching.LLM:
-    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+    return stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=256)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_gives_stage_es_tokens(plain, variant):
-    llm = LLM("random:qwen2-tiny", device="cpu", **VARIANTS[variant])
+    llm = LLM(MODEL, device="cpu", **VARIANTS[variant])
     if variant == "tiny pool":
         llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
     seeded = [
@@ -458,40 +329,38 @@ def test_every_variant_gives_stage_es_tokens(plain, variant):
         assert llm.engine.counters.num_preemptions > 0
 
 
-def test_every_way_to_end_gives_the_tutors_text():
-    prompts = ["什么是 KV cache？", "What is prefill?", "What is a KV cache?", "Who are you?"] * 2
-    params = [
-        SamplingParams(temperature=0, max_tokens=120),  # ends with its end-of-sequence token
-        SamplingParams(temperature=0, max_tokens=1),
-        SamplingParams(temperature=0, max_tokens=60, stop=(" the", "s a")),
-        SamplingParams(temperature=1.2, seed=3, max_tokens=30, presence_penalty=0.5, frequency_penalty=0.3),
-        SamplingParams(temperature=0, max_tokens=25, logprobs=2),
-        SamplingParams(temperature=1.0, seed=4, top_k=5, max_tokens=40, stop=("e",)),
-        SamplingParams(temperature=0.5, seed=5, min_p=0.05, max_tokens=33, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=7),
+def test_every_way_to_end_in_the_middle_of_right_guesses_gives_the_tutors_text():
+    prompts = ["什么是 KV cache？", "What is a KV cache?", "Who are you?", "What is prefill?"] * 2
+    asked = [
+        {"max_tokens": 120},  # ends with its end-of-sequence token
+        {"max_tokens": 60, "stop": (" the", "s a")},
+        {"max_tokens": 30, "temperature": 1.2, "presence_penalty": 0.5},
+        {"max_tokens": 25, "logprobs": 2},
+        {"max_tokens": 40, "temperature": 1.0, "top_k": 5, "stop": ("e",)},
+        {"max_tokens": 33, "temperature": 0.5, "min_p": 0.05, "ignore_eos": True},
+        {"max_tokens": 1},
+        {"max_tokens": 7},
     ]
-    expected = stage_e_batching.LLM("tutor", device="cpu").generate(prompts, params, False)
-    endless = [
-        SamplingParams(temperature=p.temperature, top_k=p.top_k, min_p=p.min_p, seed=p.seed, max_tokens=130)
-        for p in params
-    ]
-    longer = stage_e_batching.LLM("tutor", device="cpu").generate(prompts, endless, False)
+    params = [SamplingParams(**{"temperature": 0, "seed": i} | own) for i, own in enumerate(asked)]
+    stage_e = stage_e_batching.LLM("tutor", device="cpu")
+    expected = stage_e.generate(prompts, params, False)
     llm = LLM("tutor", device="cpu", max_num_batched_tokens=32, max_num_seqs=5)
-    Oracle(longer, 4, wrong=7).into(llm)
+    endless = [replace(p, stop=(), max_tokens=130) for p in params]
+    Oracle(stage_e.generate(prompts, endless, False), 4, wrong=7).into(llm)
     found = llm.generate(prompts, params, False)
     for key in ("token_ids", "text", "finish_reason"):
         assert [output[key] for output in found] == [output[key] for output in expected]
     assert {output["finish_reason"] for output in found} == {"stop", "length"}
     assert llm.engine.counters.num_accepted_tokens > 60
     assert llm.engine.counters.num_generated_tokens == sum(len(output["token_ids"]) for output in found)
-    pieces: dict[int, str] = {}
+    pieces = dict.fromkeys(range(len(prompts)), "")
     for index, piece in llm.stream(prompts, params):
-        pieces[index] = pieces.get(index, "") + piece
-    assert [pieces.get(i, "") for i in range(len(prompts))] == [output["text"] for output in expected]
+        pieces[index] += piece
+    assert list(pieces.values()) == [output["text"] for output in expected]
 
 
 def test_the_server_tells_how_many_guesses_were_right(plain):
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64)
     Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4).into(llm)
     llm.generate(PROMPTS[:1], GREEDY, False)
     lines = exposition("tiny", engine_numbers(llm.engine), RequestMetrics()).splitlines()
@@ -502,17 +371,17 @@ def test_the_server_tells_how_many_guesses_were_right(plain):
 
 
 def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain):
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=256)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.3)
     repeating = [[4, 5, 6] * 6]
-    assert ids(llm.generate(repeating, params, False)) == ids(plain.generate(repeating, params, False))
+    assert ask(llm, repeating, params) == ask(plain, repeating, params)
     llm.sampling_fn = lambda logits, params: logits.argmax(-1)
     llm.generate(repeating, GREEDY, False)
     assert llm.engine.counters.num_verifications == 0
 
 
 def test_text_without_repetition_runs_as_in_stage_f():
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64)
     ahead = []
     launch = llm.runner.launch
     llm.runner.launch = lambda step: (ahead.append(any(s.num_in_flight for s in step.sequences)), launch(step))[1]
@@ -526,30 +395,30 @@ def test_text_without_repetition_runs_as_in_stage_f():
 def test_text_that_repeats_takes_fewer_steps(plain):
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     expected = plain.generate([[1, 2, 3]], params, False)
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
-    assert ids(llm.generate([[1, 2, 3]], params, False)) == ids(expected)
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64)
+    assert ask(llm, [[1, 2, 3]], params) == ids(expected)
     assert llm.engine.counters.num_steps < 100
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_run_in_graphs_of_their_own(plain, overlap):
-    llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, max_num_seqs=6, num_kvcache_blocks=256)
+    llm = LLM(MODEL, device="cpu", overlap=overlap, max_num_seqs=6, num_kvcache_blocks=256)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4, 8], [16, 64])
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1, ignore_eos=True)):
         expected = plain.generate(PROMPTS, params, False)
         Oracle(expected, 4).into(llm)
         recorder.replays.clear()
-        assert ids(llm.generate(PROMPTS, params, False)) == ids(expected)
+        assert ask(llm, PROMPTS, params) == ids(expected)
         assert recorder.replays[30] > 2, "six sequences of five rows"
-        assert ids(llm.generate(PROMPTS[:1], params, False)) == ids(expected[:1])
+        assert ask(llm, PROMPTS[:1], params) == ids(expected[:1])
         assert recorder.replays[5] > 2
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(plain, overlap):
     options = {"max_num_seqs": 2, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
-    llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
     llm.runner.capture(EagerRecorder(), [1, 2], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
@@ -559,7 +428,7 @@ def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(pl
         oracle.has_draft = lambda sequence, draft=draft: len(sequence.token_ids) % 8 < 4 and bool(draft(sequence))
         oracle.into(llm)
         accepted = llm.engine.counters.num_accepted_tokens
-        assert ids(llm.generate(PROMPTS[:count], params, False)) == ids(expected[:count])
+        assert ask(llm, PROMPTS[:count], params) == ids(expected[:count])
         assert llm.engine.counters.num_accepted_tokens > accepted
 
 
@@ -568,7 +437,7 @@ def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(pl
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
     options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
-    llm = LLM("random:qwen2-tiny", device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
     fake = FakeMegakernel(llm)
     llm.runner.use_megakernel(fake)
     llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
@@ -579,14 +448,14 @@ def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plai
     oracle.into(llm)
     for count in (1, 2):
         steps, accepted = fake.steps, llm.engine.counters.num_accepted_tokens
-        assert ids(llm.generate(PROMPTS[:count], params, False)) == ids(expected[:count])
+        assert ask(llm, PROMPTS[:count], params) == ids(expected[:count])
         assert llm.engine.counters.num_accepted_tokens > accepted
         assert fake.steps > steps + 5, "steps without guesses, but for the first behind a verification"
 
 
 def test_switched_off_it_is_stage_f(plain):
-    llm = LLM("random:qwen2-tiny", device="cpu", speculation="off", max_num_seqs=4, num_kvcache_blocks=64)
-    assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(plain.generate(PROMPTS, GREEDY, False))
+    llm = LLM(MODEL, device="cpu", speculation="off", max_num_seqs=4, num_kvcache_blocks=64)
+    assert ask(llm, PROMPTS, GREEDY) == ask(plain, PROMPTS, GREEDY)
     assert type(llm.runner) is GraphModelRunner and len(llm.runner.last_tokens) == 4 + 1, "no batch slots for guesses"
     assert llm.engine.counters.num_verifications == 0
 
@@ -604,37 +473,42 @@ def test_every_number_of_rows_has_a_graph(draft_tokens, max_rows):
 )
 def test_options_out_of_range_are_refused(option):
     with pytest.raises(ValueError, match="|".join(option)):
-        LLM("random:qwen2-tiny", device="cpu", **option)
+        LLM(MODEL, device="cpu", **option)
 
 
 @pytest.mark.parametrize(
-    ("options", "engine"),
+    ("options", "engine", "runs_ahead"),
     [
-        ({}, AheadEngine),
-        ({"overlap": False}, SpeculativeEngine),
-        ({"enable_chunked_prefill": False}, SpeculativeEngine),
-        ({"tensor_parallel_size": 2}, SpeculativeEngine),
-        ({"speculation": "model"}, SpeculativeEngine),
+        ({}, AheadEngine, True),
+        ({"overlap": False}, SpeculativeEngine, False),
+        ({"enable_chunked_prefill": False}, SpeculativeEngine, False),
+        ({"tensor_parallel_size": 2}, SpeculativeEngine, True),
+        ({"speculation": "model", "draft_model": MODEL}, SpeculativeEngine, True),
     ],
+    ids=str,
 )
-def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, engine):
-    llm = LLM.__new__(LLM)
-    llm.options, llm._drafter = SpeculationOptions(**options), None
-    assert llm.engine_class.func is engine
-    waits = not (llm.options.overlap and llm.options.enable_chunked_prefill)
-    assert llm.engine_class.keywords.get("overlap", True) != waits
+def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, engine, runs_ahead):
+    with forked_ranks():
+        llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, **options)
+    assert type(llm.engine) is engine
+    llm.engine.drafter.has_draft = lambda sequence: False
+    ahead, launch = set(), llm.runner.launch
+    llm.runner.launch = lambda step: ahead.update(s.num_in_flight > 0 for s in step.sequences) or launch(step)
+    ask(llm, PROMPTS[:1])
+    llm.close()
+    assert ahead == ({False, True} if runs_ahead else {False}), "the first step has nothing in flight"
 
 
 def test_two_ranks_give_the_tokens_of_one(plain):
     expected = plain.generate(PROMPTS, GREEDY, False)
-    options = {"speculation": "model", "draft_model": "random:qwen2-tiny", "num_kvcache_blocks": 256}
-    llm = LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=2, **options)
+    with forked_ranks():
+        llm = with_draft_model(MODEL, tensor_parallel_size=2, num_kvcache_blocks=256)
     try:
-        assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(expected)
+        assert ask(llm, PROMPTS, GREEDY) == ids(expected)
         counters = llm.engine.counters
         assert counters.num_accepted_tokens == counters.num_draft_tokens > 60, "rank 0 alone has the small model"
         Oracle(expected, 4).into(llm)
-        assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(expected)
+        assert ask(llm, PROMPTS, GREEDY) == ids(expected)
         assert counters.num_accepted_tokens < counters.num_draft_tokens
     finally:
         llm.close()
@@ -644,59 +518,76 @@ def test_two_ranks_give_the_tokens_of_one(plain):
 
 
 def with_draft_model(draft: str, **options: object) -> LLM:
-    return LLM("random:qwen2-tiny", device="cpu", speculation="model", draft_model=draft, **options)
+    return LLM(MODEL, device="cpu", speculation="model", draft_model=draft, **options)
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list[Runtime]:
+    """The models of the engines that a test makes: the large one, the small one, and so on."""
+    found = []
+    monkeypatch.setattr(
+        "beyond.speculation.llm.load_runtime",
+        lambda *args, **options: found.append(load_runtime(*args, **options)) or found[-1],
+    )
+    return found
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch) -> Callable[..., str]:
+    """Makes presets that are `MODEL` with something changed."""
+
+    def make(**changes: object) -> str:
+        monkeypatch.setitem(PRESETS, "tiny-changed", PRESETS["qwen2-tiny"] | changes)
+        return "random:tiny-changed"
+
+    return make
 
 
 @pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool", "whole prompts", "one at a time"])
-def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
-    llm = with_draft_model("random:qwen2-tiny", **VARIANTS[variant])
+def test_a_small_model_that_is_the_large_one_is_always_right(plain, loaded, variant):
+    llm, sizes = with_draft_model(MODEL, **VARIANTS[variant]), []
+    loaded[1].model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
     if variant == "tiny pool":
         llm.engine.scheduler.watermark = lambda sequence: 0
-    sizes, launch = [], llm.engine.drafter._runner.launch
-    llm.engine.drafter._runner.launch = lambda step: (sizes.append(step.total_tokens), launch(step))[1]
     seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))]
-    for params in (GREEDY, seeded):
-        for _ in range(2):
-            assert ids(llm.generate(PROMPTS, params, False)) == ids(plain.generate(PROMPTS, params, False))
-    assert max(sizes) <= llm.options.max_num_batched_tokens
+    for params in (GREEDY, GREEDY, seeded, seeded):
+        assert ask(llm, PROMPTS, params) == ask(plain, PROMPTS, params)
+    assert 0 < max(sizes) <= llm.options.max_num_batched_tokens
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
     assert (counters.num_preemptions > 0) == (variant == "tiny pool")
     assert llm.engine.stats()["num_used_blocks"] == 0
 
 
-def test_a_small_model_that_is_wrong_changes_no_token(plain):
-    llm = with_draft_model("random:qwen2-tiny", num_kvcache_blocks=256)
-    for parameter in llm.engine.drafter._runner.model.parameters():
+def test_a_small_model_that_is_wrong_changes_no_token(plain, loaded):
+    llm = with_draft_model(MODEL, num_kvcache_blocks=256)
+    for parameter in loaded[1].model.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    assert ids(llm.generate(PROMPTS, GREEDY, False)) == ids(plain.generate(PROMPTS, GREEDY, False))
+    assert ask(llm, PROMPTS, GREEDY) == ask(plain, PROMPTS, GREEDY)
     assert 0 < llm.engine.counters.num_accepted_tokens < llm.engine.counters.num_draft_tokens
 
 
-def test_a_small_model_may_lack_padding_tokens_of_the_large_ones_vocabulary(monkeypatch):
-    monkeypatch.setitem(PRESETS, "qwen2-tiny-padded", PRESETS["qwen2-tiny"] | {"vocab_size": 4224})
+def test_a_small_model_may_lack_padding_tokens_of_the_large_ones_vocabulary(tiny_preset):
+    padded = tiny_preset(vocab_size=4224)
     prompts = [[4100, 4223, 1, 2], *PROMPTS[:2]]
-    padded = stage_f_graph_tp.LLM("random:qwen2-tiny-padded", device="cpu", num_kvcache_blocks=64)
-    llm = LLM(
-        "random:qwen2-tiny-padded",
-        device="cpu",
-        speculation="model",
-        draft_model="random:qwen2-tiny",
-        num_kvcache_blocks=64,
-    )
-    answers = ids(llm.generate(prompts, GREEDY, False))
-    assert answers == ids(padded.generate(prompts, GREEDY, False))
+    llm = LLM(padded, device="cpu", speculation="model", draft_model=MODEL, num_kvcache_blocks=64)
+    answers = ask(llm, prompts, GREEDY)
+    assert answers == ask(stage_f_graph_tp.LLM(padded, device="cpu", num_kvcache_blocks=64), prompts, GREEDY)
     assert max(map(max, answers)) >= 4096, "answers have tokens that the small model lacks, too"
     assert llm.engine.counters.num_draft_tokens > 0
 
 
-def test_a_tokenizer_may_have_tokens_that_both_models_lack():
-    llm = SimpleNamespace(options=SimpleNamespace(draft_model="random:qwen2-tiny"), tokenizer=range(5000))
-    runtime = SimpleNamespace(config=SimpleNamespace(vocab_size=4096), max_model_len=64)
-    assert LLM._draft_source(llm, runtime).name == "random:qwen2-tiny"
-    runtime.config.vocab_size = 4000
-    with pytest.raises(ValueError, match="has 4096 tokens in its vocabulary, and the model needs 4000; choose another"):
-        LLM._draft_source(llm, runtime)
+def test_a_tokenizer_may_have_tokens_that_both_models_lack(tiny_preset):
+    fewer = tiny_preset(vocab_size=300)
+    llm = LLM(fewer, device="cpu", speculation="model", draft_model=fewer, num_kvcache_blocks=16)
+    assert len(llm.tokenizer) > 300
+    with pytest.raises(ValueError, match="has 4096 tokens in its vocabulary, and the model needs 300; choose another"):
+        LLM(fewer, device="cpu", speculation="model", draft_model=MODEL)
+
+
+def test_a_small_model_of_fewer_positions_is_refused(tiny_preset):
+    with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another, or lower"):
+        with_draft_model(tiny_preset(max_position_embeddings=100), max_model_len=512)
 
 
 def test_the_tutors_draft_model_knows_most_of_its_answers():
@@ -704,7 +595,7 @@ def test_the_tutors_draft_model_knows_most_of_its_answers():
     stage_e = stage_e_batching.LLM("tutor", device="cpu")
     params = SamplingParams(temperature=0, max_tokens=50)
     questions = ["What is a KV cache?", "什么是 KV cache？"]
-    assert ids(llm.generate(questions, params, False)) == ids(stage_e.generate(questions, params, False))
+    assert ask(llm, questions, params) == ask(stage_e, questions, params)
     counters = llm.engine.counters
     assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
 
@@ -732,25 +623,19 @@ def test_a_small_model_has_computed_the_guesses_before_the_first_wrong_one(guess
     assert (followed.num_computed_tokens, followed.guesses) == (computed, [])
 
 
-def test_the_small_model_catches_up_after_a_pause(plain):
-    llm = with_draft_model("random:qwen2-tiny", num_kvcache_blocks=256, max_num_batched_tokens=512)
-    llm.engine.drafter._max_num_batched_tokens = 9  # its steps are small: it catches up in several
-    runner, sizes = llm.engine.drafter._runner, []
-    launch = runner.launch
-    runner.launch = lambda step: (sizes.append(step.total_tokens), launch(step))[1]
+def test_the_small_model_catches_up_after_a_pause(plain, loaded):
+    llm, sizes = with_draft_model(MODEL, num_kvcache_blocks=256, max_num_batched_tokens=9, max_num_seqs=9), []
+    loaded[1].model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    llm.add_request(PROMPTS[0], params)
+    request = llm.add_request(PROMPTS[0], params)
     for _ in range(3):
         llm.step()
     [sequence] = llm.engine.scheduler.decoding
     sequence.resume_at = len(sequence) + 30
-    finished = []
-    while not llm.is_finished():
-        finished += llm.step()[0]
-    assert finished[0][1] == ids(plain.generate(PROMPTS[:1], params, False))[0]
+    assert finish(llm)[request] == ask(plain, PROMPTS[:1], params)[0]
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 20 and counters.num_steps > 30
-    assert max(sizes) == 9 and sizes.count(9) >= 3, "30 tokens that it had not seen"
+    assert max(sizes) == 9 and sizes.count(9) >= 3, "30 tokens that it had not seen, in several steps"
 
 
 @pytest.mark.parametrize(
@@ -764,42 +649,7 @@ def test_the_small_model_catches_up_after_a_pause(plain):
 )
 def test_a_small_model_that_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        LLM("random:qwen2-tiny", device="cpu", **options)
-
-
-def test_a_small_model_of_fewer_positions_is_refused(monkeypatch):
-    class Short(ModelConfig):
-        @classmethod
-        def from_hf(cls, config: object) -> ModelConfig:
-            return replace(ModelConfig.from_hf(config), max_position_embeddings=100)
-
-    monkeypatch.setattr("beyond.speculation.llm.ModelConfig", Short)
-    with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another, or lower"):
-        LLM("tutor", device="cpu", speculation="model", max_model_len=512)
-
-
-def test_an_error_leaves_no_draft_behind(plain, monkeypatch):
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
-    expected = plain.generate(PROMPTS, GREEDY, False)
-    Oracle(expected, 4).into(llm)
-    launch, calls = llm.runner.launch, []
-
-    def fail(step):
-        calls.append(step)
-        if len(calls) == 4:
-            raise RuntimeError("the device failed")
-        return launch(step)
-
-    monkeypatch.setattr(llm.runner, "launch", fail)
-    for prompt in PROMPTS:
-        llm.add_request(prompt, GREEDY)
-    with pytest.raises(RuntimeError, match="the device failed"):
-        while True:
-            llm.step()
-    finished = {}
-    while not llm.is_finished():
-        finished.update(llm.step()[0])
-    assert [finished[i] for i in sorted(finished)] == ids(expected)
+        LLM(MODEL, device="cpu", **options)
 
 
 # ---- in 16 bits, and on a GPU ----------------------------------------------------------------------------------
@@ -854,10 +704,10 @@ def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, o
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
     with_scores = [replace(p, logprobs=2) for p in params]
     expected = stage_f.generate(questions, with_scores, False)
-    assert ids(llm.generate(questions, params, False)) == ids(expected)
+    assert ask(llm, questions, params) == ids(expected)
     if draft_tokens == 4:
         drafted = LLM("tutor", speculation="model", overlap=overlap, **options)
-        assert ids(drafted.generate(questions, params, False)) == ids(expected)
+        assert ask(drafted, questions, params) == ids(expected)
         assert drafted.engine.counters.num_accepted_tokens > 0
         drafted.close()
     asked_again = [2 * (output["prompt_token_ids"] + output["token_ids"]) for output in expected]

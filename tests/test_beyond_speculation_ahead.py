@@ -2,160 +2,34 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
-from fake_model import (
-    EOS,
-    VOCAB,
-    FakeTokenizer,
-    LateTokens,
-    answer_alone,
-    completion_of,
-    make_request,
-    next_token,
-)
+from contract.engines import MODEL, PROMPTS, ask
+from fake_engines import DRAFT, make_ahead
+from fake_model import answer_alone, completion_of, make_request, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
-from test_stage_f_graphs import EagerRecorder
-from torch import Tensor
+from stand_ins import EagerRecorder
 
 import beyond.speculation
 import stage_e_batching
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.ahead_runner import AheadRunner, AheadShape, is_ahead
+from beyond.speculation.ahead_runner import AheadShape, is_ahead
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.outputs import Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.sampler import Sampler
-from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.step_input import StepShape
 
-DRAFT = 4
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-
-
-class HashModel:
-    """The fake model as a model: a row's scores say its next token, a hash of all that it sees through its blocks."""
-
-    def __init__(self, capacity: int, block_size: int) -> None:
-        self.pool: list[tuple[int, int] | None] = [None] * capacity
-        self._block_size = block_size
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, kv_cache: object, metadata: object) -> Tensor:
-        entries = zip(input_ids.tolist(), positions.tolist(), strict=True)
-        for slot, entry in zip(metadata.slot_mapping.tolist(), entries, strict=True):
-            if slot >= 0:
-                self.pool[slot] = entry
-        ends, tables = metadata.cu_seqlens_q.tolist(), metadata.block_tables.tolist()
-        hidden = torch.zeros(len(input_ids), 1)
-        for row, length in enumerate(metadata.context_lens.tolist()):
-            size = self._block_size
-            slots = [tables[row][i // size] * size + i % size for i in range(length)]
-            assert min(slots) >= 0, "a context beyond the blocks"
-            hidden[ends[row + 1] - 1] = next_token([self.pool[slot] for slot in slots])
-        return hidden
-
-    def compute_logits(self, hidden: Tensor, out: None) -> Tensor:
-        return 1e6 * torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
-
-
-class HashRunner(AheadRunner):
-    """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
-
-    def __init__(self, scheduler: DraftScheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
-        block_size = scheduler.block_manager.block_size
-        cpu, longest = torch.device("cpu"), scheduler.capacity + 1
-        runtime = SimpleNamespace(
-            model=HashModel(scheduler.capacity, block_size),
-            device=cpu,
-            dtype=torch.float32,
-            config=SimpleNamespace(vocab_size=VOCAB),
-            max_model_len=longest,
-            block_size=block_size,
-        )
-        options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
-        sampler = Sampler(max_rows, max_rows, VOCAB, longest, cpu)
-        super().__init__(runtime, None, sampler, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
-        self.table.guess = partial(guess, self.table)
-        self.steps: list[ScheduledStep] = []
-        self._fail_at = fail_at
-
-    def launch(self, step: ScheduledStep) -> LateTokens:
-        self.steps.append(step)
-        fails = len(self.steps) in self._fail_at
-        launched = super().launch(step)
-        if fails and len(self.steps) % 2:
-            raise RuntimeError("the device failed")
-        return LateTokens(launched.wait(), fails)
-
-
-class Sometimes:
-    """Says by chance that there is a guess."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        return self._random.random() < 0.7
-
-
-def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor) -> None:
-    """Guess the fake model's next tokens, some of them wrong."""
-    for slot in set(slots.tolist()):
-        end = table.last[slot].item()
-        tokens = table.tokens[slot, : end + 1].tolist()
-        for i in range(end + 1, end + 1 + DRAFT):
-            wrong = random.Random(100 * slot + i).random() < error_rate
-            tokens.append((next_token([(t, j) for j, t in enumerate(tokens)]) + wrong) % VOCAB)
-        table.tokens[slot, end + 1 : end + 1 + DRAFT] = torch.tensor(tokens[end + 1 :])
-
-
-def make_engine(
-    *,
-    error_rate: float = 0.0,
-    seed: int = 0,
-    max_model_len: int = 4096,
-    fail_at: frozenset[int] = frozenset(),
-    **options: object,
-) -> AheadEngine:
-    max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
-    scheduler = DraftScheduler(max_rows=max_rows, **options)
-    return AheadEngine(
-        scheduler,
-        HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at),
-        drafter=Sometimes(seed),
-        draft_tokens=DRAFT,
-        tokenizer=FakeTokenizer(),
-        eos_token_ids=frozenset({EOS}),
-        max_model_len=max_model_len,
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(arrivals, min_size=1, max_size=12),
-    settings_of_engine(),
-    st.integers(0, 2**16),
-    st.sampled_from([0.0, 0.2, 0.6, 1.0]),
-)
-def test_whatever_is_guessed_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
-    requests, options, seed, error_rate
-):
-    run_and_compare(requests, options, partial(make_engine, error_rate=error_rate, seed=seed))
 
 
 # ---- the table -------------------------------------------------------------------------------------------------
@@ -201,14 +75,6 @@ def test_what_is_sampled_behind_a_wrong_guess_is_wrong_and_a_second_sample_corre
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
-def run_all(engine: AheadEngine, request: Request) -> list[int]:
-    """Run one request to its end; returns its tokens."""
-    engine.add_request(request, streams=False)
-    while True:
-        for event in engine.step():
-            return event.output["token_ids"]
-
-
 class Switched:
     """Says that there is a guess, or not."""
 
@@ -219,16 +85,26 @@ class Switched:
         return self.on
 
 
+def make_engine(drafter: object | None = None, **options: object) -> AheadEngine:
+    return make_ahead(drafter=drafter or Switched(), **POOL | options)
+
+
+def run_to_the_end(engine: AheadEngine, *requests: Request) -> dict[int, list[int]]:
+    """Add requests and step until all are answered; returns their tokens."""
+    for request in requests:
+        engine.add_request(request, streams=False)
+    return {index: output["token_ids"] for index, output in run_all(engine).items()}
+
+
 def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_waits():
-    engine = make_engine(**POOL)
-    engine.drafter = Switched()
+    engine = make_engine()
     engine.add_request(make_request(0, [5, 6, 7], 32, ignore_eos=True), streams=False)
     gained, in_flight = [], []
     while engine.has_unfinished():
         before = engine.counters.num_generated_tokens
         engine.step()
         gained.append(engine.counters.num_generated_tokens - before)
-        in_flight.append(engine._running is not None)
+        in_flight.append(not engine.runner.launched[-1].waited)
     assert gained[:8] == [0, 1, 5, 5, 5, 5, 5, 5]
     assert sum(gained) == 32 and all(in_flight[:8])
     assert [len(step) for step in engine.runner.steps[:7]] == [1, 5, 5, 5, 5, 5, 5]
@@ -236,11 +112,8 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_wa
 
 
 def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
-    engine = make_engine(**POOL)
-    engine.drafter = Switched()
-    engine.add_request(make_request(0, [5, 6, 7], 30, ignore_eos=True), streams=False)
-    while engine.has_unfinished():
-        engine.step()
+    engine = make_engine()
+    run_to_the_end(engine, make_request(0, [5, 6, 7], 30, ignore_eos=True))
     engine.step()
     assert len(engine.runner.steps[-2]) > 1, "launched before the end was known"
     counters = engine.counters
@@ -248,12 +121,8 @@ def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
 
 
 def test_each_sequences_guesses_of_a_step_are_a_verification():
-    engine = make_engine(**POOL)
-    engine.drafter = Switched()
-    for i in range(3):
-        engine.add_request(make_request(i, [5, 6, 7 + i], 30, ignore_eos=True), streams=False)
-    while engine.has_unfinished():
-        engine.step()
+    engine = make_engine()
+    run_to_the_end(engine, *(make_request(i, [5, 6, 7 + i], 30, ignore_eos=True) for i in range(3)))
     counters = engine.counters
     assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (90, 18, 69)
     assert counters.num_steps < 3 * 6, "they ran together"
@@ -261,36 +130,24 @@ def test_each_sequences_guesses_of_a_step_are_a_verification():
 
 @pytest.mark.parametrize("max_tokens", range(2, 13))
 def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
-    engine = make_engine(**POOL | {"block_size": 1})
-    engine.drafter = Switched()
     request = make_request(0, [5, 6, 7], max_tokens, ignore_eos=True)
-    assert run_all(engine, request) == answer_alone(request, 4096)[0]
+    assert run_to_the_end(make_engine(block_size=1), request) == {0: answer_alone(request, 4096)[0]}
 
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
-    engine = make_engine(**POOL | {"block_size": 1})
-    engine.drafter, scheduler, steps = Switched(), engine.scheduler, []
-    schedule_decodes = scheduler._schedule_decodes
-
-    def preempt_first(step: ScheduledStep) -> None:
-        steps.append(step)
-        if len(steps) == number:
-            scheduler._preempt(scheduler.decoding[-1], step, "another one needs a block")
-        schedule_decodes(step)
-
-    scheduler._schedule_decodes = preempt_first
+    engine = make_engine(block_size=1)
+    manager, steps = engine.scheduler.block_manager, engine.runner.steps
+    allocate = manager.allocate
+    manager.allocate = lambda *args, **options: len(steps) != number - 1 and allocate(*args, **options)
     request = make_request(0, [5, 6, 7], 11, ignore_eos=True)  # the third step is its last, if the guesses are right
-    assert run_all(engine, request) == answer_alone(request, 4096)[0]
-    assert len(steps) >= number
+    assert run_to_the_end(engine, request) == {0: answer_alone(request, 4096)[0]}
+    assert steps[number - 1].preempted
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
-    engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 300}, max_model_len=1200)
-    engine.drafter = Switched()
-    engine.add_request(make_request(0, [5, 6, 7], 1000, ignore_eos=True), streams=False)
-    while engine.has_unfinished():
-        engine.step()
+    engine = make_engine(error_rate=1.0, num_blocks=300, max_model_len=1200)
+    run_to_the_end(engine, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
     counters = engine.counters
     assert counters.num_accepted_tokens == 0 and counters.num_steps == 1000
     # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
@@ -316,12 +173,10 @@ def calls_of_package(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(("pausing", "calls_per_request"), [(True, 2), (False, 4)])
-def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request, monkeypatch):
-    monkeypatch.setattr(TokenTable, "enter", None)
-    monkeypatch.setattr(TokenTable, "resolve", None)
+def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request):
     for running in (1, 4):
-        engine = make_engine(**POOL | {"block_size": 128})  # no request gets another block
-        engine.drafter = NgramDrafter(DRAFT, size=12)
+        engine = make_engine(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
+        engine.runner.table.enter = engine.runner.table.resolve = None
         for i in range(running):
             engine.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
         for _ in range(5):
@@ -334,8 +189,8 @@ def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_r
 
 
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
-    engine = make_engine(error_rate=0.5, **POOL)
-    engine.drafter, manager = Switched(), engine.scheduler.block_manager
+    engine = make_engine(error_rate=0.5)
+    manager = engine.scheduler.block_manager
     engine.add_request(make_request(0, [5, 6, 7, 8, 9], 60, ignore_eos=True), streams=False)
     widest = 0
     for number in range(40):
@@ -350,24 +205,25 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
     assert widest > 0, "no guess ever needed a block of its own"
 
 
-def test_nobody_is_preempted_for_a_guess(monkeypatch):
-    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # guesses go on, although all are wrong
-    engine = make_engine(error_rate=1.0, **POOL | {"num_blocks": 8, "max_num_seqs": 2})
+@pytest.fixture
+def wrong_guesses_go_on(monkeypatch) -> None:
+    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)
+
+
+def test_nobody_is_preempted_for_a_guess(wrong_guesses_go_on):
+    first = SimpleNamespace(has_draft=lambda sequence: sequence.request_id == 0)
+    engine = make_engine(first, error_rate=1.0, num_blocks=8, max_num_seqs=2)
     engine.scheduler.watermark = lambda sequence: 0  # the second one comes in at once
-    engine.drafter = SimpleNamespace(has_draft=lambda sequence: sequence.request_id == 0)
-    for i, max_tokens in enumerate((30, 13)):  # the second ends just before the two need a ninth block
-        engine.add_request(make_request(i, [5 + i, 6, 7], max_tokens, ignore_eos=True), streams=False)
-    while engine.has_unfinished():
-        engine.step()
+    ends = enumerate((30, 13))  # the second ends just before the two need a ninth block
+    run_to_the_end(engine, *(make_request(i, [5 + i, 6, 7], end, ignore_eos=True) for i, end in ends))
     assert engine.counters.num_preemptions == 0 and engine.counters.num_draft_tokens > 0
 
 
-def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(monkeypatch):
-    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)  # guesses go on, although some are wrong
+def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(wrong_guesses_go_on):
     options = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
     prompt, params = [4, 5, 6] * 15, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
-    [expected] = stage_e_batching.LLM("random:qwen2-tiny", **options).generate([prompt], params, False)
-    llm = LLM("random:qwen2-tiny", **options)
+    [expected] = stage_e_batching.LLM(MODEL, **options).generate([prompt], params, False)
+    llm = LLM(MODEL, **options)
     llm.engine.drafter = Switched()
     [found] = llm.generate([prompt], params, False)
     assert found["token_ids"] == expected["token_ids"] and len(prompt + found["token_ids"]) == 64
@@ -381,17 +237,13 @@ def test_no_graph_of_another_step_is_found_for_one_that_the_device_completes():
 
 
 def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():
-    prompts = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 40)]
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=40, ignore_eos=True)
-    stage_e = stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64)
-    expected = [output["token_ids"] for output in stage_e.generate(prompts, params, False)]
-    llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, max_num_batched_tokens=16, max_num_seqs=4)
+    expected = ask(stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=64), PROMPTS, params)
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, max_num_batched_tokens=16, max_num_seqs=4)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4], [16])
     llm.engine.drafter = Switched()
-    mixed = []
-    launch = llm.runner.launch
+    mixed, launch = [], llm.runner.launch
     llm.runner.launch = lambda step: (mixed.append(is_ahead(step) and step.num_decodes < len(step)), launch(step))[1]
-    found = [output["token_ids"] for output in llm.generate(prompts, params, False)]
-    assert found == expected
+    assert ask(llm, PROMPTS, params) == expected
     assert any(mixed) and recorder.replays["16 tokens"] >= sum(mixed)

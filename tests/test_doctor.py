@@ -11,6 +11,7 @@ import torch
 import doctor
 from stage_d_paged.attention import pick_backend
 
+pytestmark = pytest.mark.fast
 H200 = doctor.Machine(
     (doctor.Gpu("NVIDIA H200", (9, 0)),), ("sm_80", "sm_90"), "580.1", "g++", "nvcc", "1.11", "3.6", "2.8", tutor=True
 )

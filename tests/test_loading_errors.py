@@ -4,7 +4,6 @@ builds its own, on several ranks and in 8 bits; and one line that names the file
 from __future__ import annotations
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,14 @@ from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import TUTOR_PATH, ModelSource, load_hf_model, resolve
+from stage_a_naive.loading import ModelSource, load_hf_model, resolve
 from stage_b_decode_step.attention import ATTENTION_NAME
 from stage_d_paged import LLM as PagedLLM
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
+pytestmark = pytest.mark.fast
 CPU, BF16 = torch.device("cpu"), torch.bfloat16  # not PyTorch's default, to which every load must come back
 IN_INT8 = QuantizationOptions(quantization="int8")
 
@@ -51,18 +51,14 @@ LONGROPE = {
 NORM = "model.layers.2.post_attention_layernorm.weight"
 
 
-@pytest.fixture
-def tutor_copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
-
-
 def edit_json(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def edit_weights(directory: Path, **changes: torch.Tensor) -> None:
+def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
     file = directory / "model.safetensors"
-    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
+    weights = {**load_file(file), **changes}
+    save_file({n: w for n, w in weights.items() if w is not None}, file, metadata={"format": "pt"})
 
 
 def check_refused(directory: Path, load: object, says: str) -> None:
@@ -112,10 +108,10 @@ def test_a_config_that_nothing_can_be_built_from_is_an_error_of_the_model(tutor_
     check_refused(tutor_copy, load, "nope")
 
 
-@pytest.mark.parametrize("content", ["[]", '"qwen2"', "3", "null"])
+@pytest.mark.parametrize("content", ["[]", '"qwen2"', "3", "null", "{"])
 def test_a_config_that_is_no_object_is_named(tutor_copy: Path, content: str) -> None:
     (tutor_copy / "config.json").write_text(content)
-    check_refused(tutor_copy, None, r"config\.json holds a JSON \w+; an object is expected")
+    check_refused(tutor_copy, None, r"config\.json (holds a JSON \w+; an object is expected|is not JSON)")
 
 
 @every_loader
@@ -153,9 +149,27 @@ def test_quantised_weights_are_refused_without_a_word_about_them_in_the_config(t
 
 
 @every_loader
-def test_a_weight_of_a_wrong_shape_is_named_with_both_shapes(tutor_copy: Path, load: object) -> None:
-    edit_weights(tutor_copy, **{NORM: torch.ones(255)})
-    check_refused(tutor_copy, load, rf"the weight {NORM} has shape \[255\]; the config asks for \[256\]")
+@pytest.mark.parametrize(
+    ("name", "weight", "says"),
+    [
+        (NORM, None, f"the weight {NORM} is missing"),
+        ("model.mystery.weight", torch.zeros(2, 2), "1 weights that the model does not have: model.mystery.weight"),
+        (NORM, torch.ones(255), rf"the weight {NORM} has shape \[255\]; the config asks for \[256\]"),
+    ],
+    ids=["missing", "extra", "of another shape"],
+)
+def test_a_weight_that_is_missing_extra_or_misshapen_is_named(
+    tutor_copy: Path, load: object, name: str, weight: torch.Tensor | None, says: str
+) -> None:
+    edit_weights(tutor_copy, **{name: weight})
+    check_refused(tutor_copy, load, says)
+
+
+@every_loader
+def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path, load: object) -> None:
+    weights = tutor_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    check_refused(tutor_copy, load, r"cannot read .*model\.safetensors.*truncated")
 
 
 @every_loader

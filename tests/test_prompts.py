@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from stage_a_naive.chat import render_chat
 from stage_a_naive.errors import PromptTooLong
 from stage_a_naive.prompts import check_text_length
 
+pytestmark = pytest.mark.fast
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
@@ -25,14 +25,18 @@ def tiny() -> LLM:
 
 
 @pytest.fixture
-def with_bos(tiny: LLM) -> Iterator[LLM]:
+def own() -> LLM:
+    """An engine that a test may change."""
+    return LLM("random:qwen2-tiny", device="cpu")
+
+
+@pytest.fixture
+def with_bos(own: LLM) -> LLM:
     """The tutor's tokenizer, made to begin every text with a token, as Llama's does."""
-    backend = tiny.tokenizer.backend_tokenizer
-    before, bos = backend.post_processor, "<|im_start|>"
+    backend, bos = own.tokenizer.backend_tokenizer, "<|im_start|>"
     template = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
     backend.post_processor = template
-    yield tiny
-    backend.post_processor = before
+    return own
 
 
 def prompt_ids(llm: LLM, prompts: object) -> list[list[int]]:
@@ -105,25 +109,23 @@ def test_what_is_asked_may_come_from_generators(tiny: LLM) -> None:
         assert output["token_ids"] == expected["token_ids"]
 
 
-def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiny.tokenizer, "encode", None)
+def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(own: LLM) -> None:
+    own.tokenizer.encode = None
     for text in ("word " * 4_000_000, "é" * 10_000_000):
         with pytest.raises(PromptTooLong, match="characters, which are at least .* tokens; at most 4095 fit"):
-            tiny.generate(text, GREEDY, use_tqdm=False)
+            own.generate(text, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="at most 4095 fit"):
-        tiny.chat([{"role": "user", "content": "word " * 4_000_000}], GREEDY, use_tqdm=False)
+        own.chat([{"role": "user", "content": "word " * 4_000_000}], GREEDY, use_tqdm=False)
 
 
-def test_a_long_text_of_long_tokens_is_not_refused_by_its_length(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_of_long_tokens_is_not_refused_by_its_length(own: LLM) -> None:
     text = " " * 700
-    ids = tiny.tokenizer.encode(text)
-    monkeypatch.setattr(tiny, "max_model_len", len(ids) + 2)
-    assert prompt_ids(tiny, text) == [ids]
-    monkeypatch.setattr(tiny, "max_model_len", len(ids))
+    ids = own.tokenizer.encode(text)
+    own.max_model_len = len(ids) + 2
+    assert prompt_ids(own, text) == [ids]
+    own.max_model_len = len(ids)
     with pytest.raises(ValueError, match=f"prompt 0 has {len(ids)} tokens"):
-        tiny.generate(text, GREEDY, use_tqdm=False)
+        own.generate(text, GREEDY, use_tqdm=False)
 
 
 def test_a_text_that_a_tokenizer_may_compose_is_refused_only_if_its_composed_form_is_too_long() -> None:
@@ -150,10 +152,8 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_an
     assert output["prompt_token_ids"][0] == bos != output["prompt_token_ids"][1]
 
 
-def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(
-    with_bos: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(with_bos.tokenizer, "chat_template", None)
+def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(with_bos: LLM) -> None:
+    with_bos.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "abc"}]
     [output] = with_bos.chat(messages, GREEDY, use_tqdm=False)
     assert output["prompt_token_ids"] == with_bos.tokenizer(render_chat(with_bos.tokenizer, messages)).input_ids
@@ -194,10 +194,8 @@ def test_what_is_no_conversation_is_refused_in_one_line(tiny: LLM, messages: obj
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('roles must\nalternate') }}", "{{ messages[7].content }}", "{% if %}"]
 )
-def test_a_chat_template_that_raises_is_named_in_one_line(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
-    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+def test_a_chat_template_that_raises_is_named_in_one_line(own: LLM, template: str) -> None:
+    own.tokenizer.chat_template = template
     with pytest.raises(ValueError, match="chat template refuses the conversation: .") as caught:
-        tiny.chat([{"role": "user", "content": "abc"}], GREEDY, use_tqdm=False)
+        own.chat([{"role": "user", "content": "abc"}], GREEDY, use_tqdm=False)
     assert "\n" not in str(caught.value)

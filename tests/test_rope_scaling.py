@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from stage_a_naive import SamplingParams
 from stage_a_naive.errors import ModelError
-from stage_a_naive.tutor import TUTOR_PATH
 
 PROMPT = [(i * 37 + 5) % 4000 + 1 for i in range(20)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -31,13 +29,12 @@ PAGED = ["stage_d_paged", "stage_e_batching", "stage_f_graph_tp", "beyond.quanti
 
 
 @pytest.fixture(params=SCALINGS)
-def stretched(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def stretched(request: pytest.FixtureRequest, tutor_copy: Path) -> Path:
     """The tutor with another way to turn heads."""
-    path = Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((tutor_copy / "config.json").read_text())
     rope = {"rope_type": request.param, "rope_theta": 10000.0, **SCALINGS[request.param]}
-    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    return path
+    (tutor_copy / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    return tutor_copy
 
 
 @torch.inference_mode()

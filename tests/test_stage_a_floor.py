@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,29 @@ from stage_a_naive.floor import ModelBytes, against_floor, cache_file, copy_band
 from stage_a_naive.outputs import make_metrics
 from stage_a_naive.presets import preset_config
 
+pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The bandwidths that the next measurements give; each is measured once."""
+    coming: list[float] = []
+    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: coming.pop(0))
+    return coming
+
+
+@pytest.fixture
+def more_threads() -> Iterator[Callable]:
+    """Another number of threads than the process has, which is another device for a copy."""
+    before = torch.get_num_threads()
+    yield lambda: torch.set_num_threads(before + 1)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
@@ -39,9 +57,9 @@ def test_kv_bytes_are_those_of_the_cache_of_transformers(preset: str) -> None:
     assert 3 * ModelBytes(llm.source.config, 4).kv_bytes_per_token == stored
 
 
-def test_the_line_has_bytes_bandwidth_and_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_has_bytes_bandwidth_and_the_ratio(rates: list[float]) -> None:
     config = preset_config("qwen2.5-0.5b")
-    monkeypatch.setattr(floor, "copy_bandwidth", lambda device: 4e12)
+    rates.append(4e12)
     metrics = make_metrics(prefill_time=1.0, decode_time=0.1, ttft=1.0, num_prompt=128, num_generated=101)
     line = against_floor(ModelBytes(config, 2), CPU, metrics)  # 1 ms per token
     # 0.988 GB of weights and 12,288 bytes for each of 128 + 50.5 tokens
@@ -54,37 +72,38 @@ def test_there_is_no_line_without_a_decode_step() -> None:
     assert not cache_file().exists()
 
 
-def test_the_bandwidth_is_measured_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: measured.append(device) or 5e9)
+def test_the_bandwidth_is_measured_once_per_device(rates: list[float], more_threads: Callable) -> None:
+    rates += [5e9, 6e9]
     assert copy_bandwidth(CPU) == copy_bandwidth(CPU) == 5e9
-    assert measured == [CPU]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    copy_bandwidth(CPU)
-    assert len(measured) == len(json.loads(cache_file().read_text())) == 2
+    more_threads()
+    assert copy_bandwidth(CPU) == 6e9
+    assert rates == [] and len(json.loads(cache_file().read_text())) == 2
 
 
-def test_a_file_of_bandwidths_that_is_half_written_is_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_bandwidths_that_is_half_written_is_read_by_nobody(
+    rates: list[float], more_threads: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_text = Path.write_text
 
     def write_half(path: Path, text: str, **options: str) -> None:
         write_text(path, text[: len(text) // 2], **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: 5e9)
+    rates += [5e9, 5e9, 5e9]
     copy_bandwidth(CPU)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    more_threads()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", write_half)
         copy_bandwidth(CPU)
     assert copy_bandwidth(CPU) == 5e9 and len(json.loads(cache_file().read_text())) == 2
 
 
-def test_where_nothing_can_be_kept_it_is_measured_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_kept_it_is_measured_every_time(
+    rates: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no folder").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    rates = iter([5e9, 6e9])
-    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: next(rates))
+    rates += [5e9, 6e9]
     assert [copy_bandwidth(CPU), copy_bandwidth(CPU)] == [5e9, 6e9]
 
 

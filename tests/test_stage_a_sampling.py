@@ -25,6 +25,7 @@ from stage_a_naive.params import RULES, SamplingParams
 from stage_a_naive.penalties import apply_penalties
 from stage_a_naive.sampling import sample
 
+pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
 

@@ -10,11 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import stage_c_fused_mlp.llm as stage
-from stage_a_naive.cli import run
 from stage_a_naive.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
-from stage_c_fused_mlp.__main__ import add_options
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes
 
 pytestmark = pytest.mark.compiler
@@ -144,25 +142,6 @@ def test_a_model_without_decoder_layers_of_this_family_is_refused():
         replace_mlp_in_qwen(model)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", TINY)
-def test_greedy_tokens_equal_those_of_stage_b(name, device):
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    prompts = [[5, 6, 7], list(range(40)), [9]]
-    options = {"device": device, "dtype": "float32"}
-    expected = StageB(name, **options).generate(prompts, params, use_tqdm=False)
-    found = LLM(name, **options).generate(prompts, params, use_tqdm=False)
-    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in expected]
-
-
-@pytest.mark.parametrize("device, dtype", [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)])
-def test_the_tutor_answers_as_in_stage_b(device, dtype):
-    params = SamplingParams(temperature=0.0, max_tokens=32)
-    expected = StageB("tutor", device=device, dtype=dtype).generate("What is a KV cache?", params, use_tqdm=False)
-    found = LLM("tutor", device=device, dtype=dtype).generate("What is a KV cache?", params, use_tqdm=False)
-    assert found[0]["token_ids"] == expected[0]["token_ids"]
-
-
 @pytest.mark.gpu
 def test_a_compiled_step_with_graphs_gives_the_same_tokens():
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -184,12 +163,6 @@ def test_kernels_that_cannot_run_are_refused_before_anything_is_built_or_loaded(
         LLM(TINY[0], device="cpu")
 
 
-def test_the_kernel_can_be_chosen_on_the_command_line(capsys):
-    options = ["--model", TINY[0], "--device", "cpu", "--prompt", "abc", "--mlp-kernel", "warp"]
-    assert run("stage_c_fused_mlp", "", add_options, options) == 2
-    assert "mlp_kernel='warp' cannot run here" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kernel", ["fused", "library"])
 def test_every_layer_has_the_kernel_that_was_asked_for(kernel):
     llm = LLM(TINY[0], mlp_kernel=kernel, device="cpu")
@@ -206,8 +179,3 @@ def test_the_time_of_building_the_extension_is_in_the_build_time(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead[0])
     monkeypatch.setattr(stage, "load_operators", load_for_long)
     assert LLM(TINY[0], device="cpu").build_time > 1000
-
-
-def test_an_option_that_there_is_not_is_refused():
-    with pytest.raises(TypeError, match="no_such_option"):
-        LLM(TINY[0], device="cpu", no_such_option=1)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +25,7 @@ from stage_e_batching.sampler.reference import cut_offs, penalised, sample_refer
 from stage_e_batching.sampler.rules import rules_of
 from stage_e_batching.step import BatchSequence
 
+pytestmark = pytest.mark.fast
 VOCAB = 40
 FEW = st.sampled_from([-3.0, 0.0, 0.5, 0.5, 4.0, 9.25])
 MANY = st.floats(-30, 30, width=32)
@@ -183,23 +180,6 @@ def test_logprobs_are_stage_as(batch):
         assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-40, 2e-38])
-@pytest.mark.parametrize("other", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 5e-324}, {"min_p": 5e-324}])
-def test_the_smallest_temperature_chooses_the_best_token(temperature, other):
-    logits = [(7.0 * i) % 19 for i in range(19)]
-    row = {"params": SamplingParams(temperature=temperature, **other), "prompt": [1], "output": [], "logits": logits}
-    batch = [row | {"seed": seed} for seed in range(8)]
-    assert chosen_for(batch) == choose_one_by_one(batch) == [logits.index(18.0)] * 8
-
-
-@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-45, 1e-38])
-def test_the_smallest_top_p_keeps_the_best_token(top_p):
-    logits = [(7.0 * i) % 19 / 100 for i in range(19)]
-    row = {"params": SamplingParams(top_p=top_p), "prompt": [1], "output": [], "logits": logits}
-    batch = [row | {"seed": seed} for seed in range(8)]
-    assert chosen_for(batch) == choose_one_by_one(batch) == [logits.index(0.18)] * 8
-
-
 @pytest.mark.parametrize(("top_p", "kept"), [(0.125, 2), (0.5, 2), (0.501, 3), (0.749, 3), (0.751, 6), (0.999, 6)])
 def test_top_p_stops_where_the_mass_reaches_it_and_equals_stay_together(top_p, kept):
     logits = [math.log(weight) for weight in (4.0, 4.0, 4.0 - 2**-20, 4 / 3, 4 / 3, 4 / 3)]  # 1/4 three times, 1/12
@@ -306,16 +286,6 @@ def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_rand
         assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
 
 
-@pytest.mark.parametrize("alone", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.8}])
-def test_each_filter_works_without_the_others(alone):
-    row = {"prompt": [1], "output": [], "logits": [7.0 * i % VOCAB / 20 for i in range(VOCAB)]}
-    free, filtered = (
-        [row | {"params": p, "seed": seed} for seed in range(20)]
-        for p in (SamplingParams(temperature=3.0), SamplingParams(temperature=3.0, **alone))
-    )
-    assert chosen_for(filtered) == choose_one_by_one(filtered) != chosen_for(free)
-
-
 def test_noise_keys_are_stage_as():
     sampler = make_sampler(3)
     seeds = [0, 2**64 - 1, 12345678901234567]
@@ -336,79 +306,3 @@ def test_draws_follow_the_distribution():
     keys = torch.tensor([noise_key(5, i) for i in range(rows)]).to(torch.int32)
     ids = sample_reference(probs.log().expand(rows, 4), torch.ones(rows), keys, mix32(torch.arange(4)))
     assert torch.bincount(ids, minlength=4).div(rows).tolist() == pytest.approx(probs.tolist(), abs=0.015)
-
-
-KERNEL_PARITY = """
-import random
-import numpy as np
-import torch
-from stage_a_naive.noise import mix32, noise_key
-from stage_a_naive.params import SamplingParams
-from stage_e_batching.sampler import SamplerInput
-from stage_e_batching.sampler.kernels import RowChooser
-from stage_e_batching.sampler.reference import choose_tokens, count_tokens
-from stage_e_batching.sampler.rules import rules_of
-device = "{device}"
-torch.manual_seed(0)
-choice = random.Random(0).choice
-for rows, vocab, dtype in {cases}:
-    logits = (torch.randn(rows, vocab) * 3).to(dtype)
-    logits[0, : vocab // 2] = float("-inf")
-    logits[1, [vocab * 2 // 3, vocab - 1]] = 60.0  # equals, in two stretches where there are several
-    params = [
-        SamplingParams(
-            temperature=choice((0.6, 0.0, 1.0, 1e-3, 5e-324, 1.5, 1e300)),
-            top_k=choice((0, 0, 1, 20, vocab // 2, vocab - 1)),
-            top_p=choice((1.0, 1.0, 0.9, 0.5, 1e-6, 5e-324)),
-            min_p=choice((0.0, 0.0, 0.1, 1.0)),
-            repetition_penalty=choice((1.0, 1.0, 1.1, 0.7)),
-            presence_penalty=choice((0.0, 0.0, 0.5)),
-            frequency_penalty=choice((0.0, 0.0, -0.7)),
-        )
-        for _ in range(rows)
-    ]
-    counts = (torch.randint(0, 9, (rows, vocab)) * (torch.rand(rows, vocab) < 0.1)).to(torch.int16)
-    smallest = np.finfo(np.float32).tiny
-    temperatures = torch.tensor([min(max(p.temperature, smallest), 1e30) if p.temperature else 0.0 for p in params])
-    keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
-    rules = torch.from_numpy(np.stack([rules_of(p, False, vocab, row) for row, p in enumerate(params)]))
-    asked = SamplerInput(temperatures, keys, rules, torch.zeros(rows, dtype=torch.int32))
-    expected = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
-    table = counts.to(device, copy=True)
-    chooser = RowChooser(rows, vocab, table)
-    on_device = SamplerInput(*(array.to(device) for array in asked))
-    ids = chooser(logits.to(device), on_device).cpu()
-    count_tokens(counts, rules, ids, torch.ones(rows, dtype=torch.bool))
-    assert torch.equal(ids, expected), [(i, params[i]) for i in (ids != expected).nonzero()[:, 0].tolist()]
-    assert torch.equal(table.cpu(), counts), "the tokens are counted"
-    table.copy_(counts)
-    again = [chooser(logits[first:last].to(device), SamplerInput(*(array[first:last] for array in on_device)))
-             for first, last in ((0, 1), (1, rows))]
-    fewer = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
-    assert torch.equal(torch.cat(again).cpu(), fewer), "divided among other numbers of programs"
-print("equal")
-"""
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
-    pytest.importorskip("triton")
-    cases = "[(4, 100, torch.float32), (3, 8192, torch.float32), (5, 20000, torch.bfloat16)]"
-    script = KERNEL_PARITY.format(device="cpu", cases=cases)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.split() == ["equal"], done.stderr[-2000:]
-
-
-@pytest.mark.gpu
-def test_the_kernel_draws_what_pytorch_draws_on_the_gpu(capsys):
-    cases = [(256, 151_936, torch.bfloat16), (64, 151_936, torch.float32), (7, 5000, torch.bfloat16)]
-    exec(KERNEL_PARITY.format(device="cuda", cases=cases), {})
-    assert capsys.readouterr().out.split() == ["equal"]

@@ -14,6 +14,8 @@ from stage_e_batching.scheduler import LOOKAHEAD, Scheduler
 from stage_e_batching.step import BatchSequence, State
 from stage_e_batching.waiting_order import LongestCachedPrefix, Priority, ShortestFirst
 
+pytestmark = pytest.mark.fast
+
 
 def waiting(*prompts: list[int]) -> deque[BatchSequence]:
     sequences = deque(BatchSequence(completion_of(prompt)) for prompt in prompts)

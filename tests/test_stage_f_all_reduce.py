@@ -102,6 +102,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     files = [tmp_path / f"mailbox {rank}" for rank in range(3)]
     for file in files:
@@ -127,34 +128,46 @@ def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
 
 
 class Peers(OneShotAllReduce):
-    """What the ranks say to one another, without GPUs."""
+    """What the ranks say to one another, without GPUs; the sums are right but for one fault of a rank.
 
-    def __init__(self, rank, fails=None):
-        self.rank, self.size, self.fails, self.mapped = rank, 3, fails, None
+    Args:
+        fails: the part that fails, or the number of the call whose last number is `wrong` or that is `endless`.
+    """
+
+    def __init__(self, rank: int, size: int = 3, **fails: object) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        self.fails, self.mapped, self.calls = fails, None, 0
 
     def _share(self):
-        if self.fails == "share":
+        if "share" in self.fails:
             raise RuntimeError("no such thing here")
         return ["handle", self.rank]
 
     def _map(self, shared):
-        if self.fails == "map":
+        if "map" in self.fails:
             raise RuntimeError("too far away")
         self.mapped = shared
 
-    def _test(self):
-        return "rank 1 got a wrong sum" if self.fails == "test" else ""
+    def __call__(self, x, residual):
+        self.calls += 1
+        x *= sum(range(1, self.size + 1)) / (self.rank + 1)  # ones of rank 0, twos of rank 1
+        x[-1] += self.calls == self.fails.get("wrong")
+
+    def _finishes(self):
+        return self.calls != self.fails.get("endless")
 
 
-def open_all(**fails):
+def open_all(size: int = 3, **fails: object) -> tuple[list[Peers], list[str | None]]:
+    """Open all ranks' all-reduces, of which rank 1's has a fault."""
     store = dist.HashStore()
-    ranks = [Peers(rank, fails.get(f"rank{rank}")) for rank in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        found = pool.map(
-            lambda rank: rank.open(lambda key, text: Rendezvous(store, rank.rank, 3).gather(key, text, lambda: None)),
-            ranks,
-        )
-        return ranks, list(found)
+    ranks = [Peers(rank, size, **fails if rank == 1 else {}) for rank in range(size)]
+
+    def open_one(rank: Peers) -> str | None:
+        rendezvous = Rendezvous(store, rank.rank, size)
+        return rank.open(lambda key, text: rendezvous.gather(key, text, lambda: None))
+
+    with ThreadPoolExecutor(size) as pool:
+        return ranks, list(pool.map(open_one, ranks))
 
 
 def test_every_rank_learns_where_the_others_memory_is():
@@ -165,40 +178,23 @@ def test_every_rank_learns_where_the_others_memory_is():
 
 
 @pytest.mark.parametrize(
-    "what, message",
+    "fails, message",
     [
-        ("share", "rank 1 cannot share"),
-        ("map", "rank 1 cannot map another"),
-        ("test", "rank 1 got a wrong sum"),
+        ({"share": True}, "rank 1 cannot share"),
+        ({"map": True}, "rank 1 cannot map another"),
+        *(({"wrong": call}, "rank 1 got a wrong sum of ") for call in range(1, 9)),
+        *(({"endless": call}, "rank 1 waited 30 s for a sum of ") for call in range(1, 9)),
     ],
+    ids=str,
 )
-def test_where_one_rank_cannot_no_rank_does(what, message):
-    _, reasons = open_all(rank1=what)
+def test_where_one_rank_cannot_no_rank_does(fails, message):
+    _, reasons = open_all(size=2, **fails)
     assert len(set(reasons)) == 1 and reasons[0].startswith(message)
 
 
-class Sums(OneShotAllReduce):
-    """Adds up without GPUs; the sum of call `wrong` has a wrong last number, call `endless` does not end."""
-
-    def __init__(self, wrong=None, endless=None):
-        self.rank, self.size, self.device = 1, 2, torch.device("cpu")
-        self.wrong, self.endless, self.calls = wrong, endless, 0
-
-    def __call__(self, x, residual):
-        self.calls += 1
-        x *= 1.5  # twice the numbers of rank 0 become three times
-        x[-1] += self.calls == self.wrong
-
-    def _finishes(self):
-        return self.calls != self.endless
-
-
 def test_sums_are_tested_before_they_are_used():
-    right = Sums()
-    assert right._test() == "" and right.calls == 8
-    for call in range(1, 9):
-        assert Sums(wrong=call)._test().startswith("rank 1 got a wrong sum of "), call
-        assert Sums(endless=call)._test().startswith("rank 1 waited 30 s for a sum of "), call
+    ranks, _ = open_all(size=2)
+    assert [rank.calls for rank in ranks] == [8, 8], "two dtypes, short and long, twice"
 
 
 def test_ranks_on_several_machines_do_not_try(monkeypatch):

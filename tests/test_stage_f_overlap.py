@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from contract.engines import GREEDY, MODEL, PROMPTS, ask
 from fake_model import answer_alone, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+from test_stage_e_fuzz import arrivals, run_and_compare
 
-import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
-from stage_f_graph_tp.overlap import OverlappedEngine, without_rows
+from stage_f_graph_tp.overlap import without_rows
 
-PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
-PROMPTS.append(PROMPTS[4][:40] + [7, 8, 9])
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-VARIANTS = {
-    "plain": {},
-    "small chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "tiny pool": {"num_kvcache_blocks": 32, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
-    "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
-    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
-}
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(requests, options):
-    run_and_compare(requests, options, partial(make_engine, late=True))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
-def test_and_so_it_is_with_whole_prompts(requests, options):
-    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, partial(make_engine, late=True))
+pytestmark = pytest.mark.fast
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,23 +48,8 @@ def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails)
     assert events[-1].output["token_ids"] == answer_alone(request, 4096)[0]
 
 
-def ids(outputs) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]
-
-
 def tiny(**options: object) -> stage_f_graph_tp.LLM:
-    return stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", **options)
-
-
-@pytest.fixture(scope="module")
-def waiting() -> stage_e_batching.LLM:
-    """Stage E, which waits for a step's tokens before it schedules the next."""
-    return stage_e_batching.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def llm() -> stage_f_graph_tp.LLM:
-    return tiny(num_kvcache_blocks=64, kvcache_block_size=4)
+    return stage_f_graph_tp.LLM(MODEL, device="cpu", **options)
 
 
 def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
@@ -104,7 +67,7 @@ def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
     assert outputs == [answer_alone(request, 4096)[0]]
 
 
-def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monkeypatch):
+def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched():
     for overlap, expected in ((True, "L LW LW LW LW W"), (False, "LW LW LW LW LW")):
         llm, log = tiny(overlap=overlap, num_kvcache_blocks=16), []
         launch = llm.runner.launch
@@ -125,99 +88,16 @@ def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched(monk
         assert "".join(log).strip() == expected
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_gives_the_waiting_engines_tokens(waiting, variant):
-    llm = tiny(**VARIANTS[variant])
-    if variant == "tiny pool":
-        llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
-    assert isinstance(llm.engine, OverlappedEngine)
-    expected = ids(waiting.generate(PROMPTS, GREEDY, False))
-    for _ in range(2):
-        assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
-        assert llm.engine.stats()["num_used_blocks"] == 0
-    if variant == "tiny pool":
-        assert llm.engine.counters.num_preemptions > 0
-    seeded = [
-        SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=14, ignore_eos=True, repetition_penalty=1.2)
-        for i in range(len(PROMPTS))
-    ]
-    assert ids(llm.generate(PROMPTS, seeded, False)) == ids(waiting.generate(PROMPTS, seeded, False))
-
-
-def test_every_way_to_end_gives_the_tutors_text():
-    prompts = ["什么是 KV cache？", "What is prefill?", "What is a KV cache?", "Who are you?"] * 2
-    params = [
-        SamplingParams(temperature=0, max_tokens=120),  # ends with its end-of-sequence token
-        SamplingParams(temperature=0, max_tokens=1),
-        SamplingParams(temperature=0, max_tokens=60, stop=(" the", "s a")),
-        SamplingParams(temperature=1.2, seed=3, max_tokens=30, presence_penalty=0.5, frequency_penalty=0.3),
-        SamplingParams(temperature=0, max_tokens=25, logprobs=2),
-        SamplingParams(temperature=1.0, seed=4, top_k=5, max_tokens=40, stop=("e",)),
-        SamplingParams(temperature=0.5, seed=5, min_p=0.05, max_tokens=33, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=7),
-    ]
-    options = {"device": "cpu", "max_num_batched_tokens": 16, "max_num_seqs": 5}
-    stages = (stage_e_batching, stage_f_graph_tp)
-    expected, found = (stage.LLM("tutor", **options).generate(prompts, params, False) for stage in stages)
-    for key in ("token_ids", "text", "finish_reason"):
-        assert [output[key] for output in found] == [output[key] for output in expected]
-    assert {output["finish_reason"] for output in found} == {"stop", "length"}
-    counts = [[o["metrics"][k] for k in ("num_generated_tokens", "num_prompt_tokens")] for o in found]
-    assert counts == [[len(o["token_ids"]), len(o["prompt_token_ids"])] for o in found]
-
-
-def test_the_counters_leave_the_surplus_out(llm, waiting):
-    end = ids(waiting.generate(PROMPTS[:1], GREEDY, False))[0][4]
-    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(end,), ignore_eos=True)
+def test_the_counters_leave_the_surplus_out():
+    llm = tiny(num_kvcache_blocks=64)
+    end = ask(llm, PROMPTS[:1])[0][4]
     before = llm.engine.counters.num_generated_tokens
+    params = replace(GREEDY, stop_token_ids=(end,), ignore_eos=True)
     outputs = [llm.generate(PROMPTS[:1], params, False)[0] for _ in range(3)]
-    llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), False)
+    ask(llm, PROMPTS[:1], replace(GREEDY, max_tokens=1))
     generated = sum(len(output["token_ids"]) for output in outputs)
-    assert generated < 36 and {output["finish_reason"] for output in outputs} == {"stop"}
+    assert generated < 3 * GREEDY.max_tokens and {output["finish_reason"] for output in outputs} == {"stop"}
     assert llm.engine.counters.num_generated_tokens - before == generated + 1
-
-
-def test_streams_and_aborts_between_steps_change_nobody_else(llm, waiting):
-    expected = ids(waiting.generate(PROMPTS, GREEDY, False))
-    stream = llm.stream(PROMPTS[:2], GREEDY)
-    next(stream)
-    assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
-    stream.close()
-    assert not llm.engine.has_unfinished() and llm.engine.stats()["num_used_blocks"] == 0
-    assert ids(llm.generate(PROMPTS, GREEDY, False)) == expected
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["listener", "sampler", "model", "wait"])
-def test_an_error_leaves_no_request_and_no_step_behind(llm, waiting, monkeypatch, error, where):
-    calls = 0
-
-    def fail(*args: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise error("stop here")
-        return args[0].argmax(-1) if where == "sampler" else None
-
-    with monkeypatch.context() as patch:
-        if where == "sampler":
-            patch.setattr(llm, "sampling_fn", fail)
-        elif where == "model":
-            forward = llm.runner.forward
-            patch.setattr(llm.runner, "forward", lambda *args: fail() or forward(*args))
-        elif where == "wait":
-            postprocess = llm.engine.postprocess
-            patch.setattr(llm.engine, "postprocess", lambda *args: fail() or postprocess(*args))
-        with pytest.raises(error, match="stop here"):
-            llm.generate(PROMPTS, GREEDY, False, fail if where == "listener" else None)
-    assert not llm.engine.has_unfinished()
-    assert llm.engine.stats()["num_used_blocks"] == 0
-    outputs = llm.generate(PROMPTS[:3], GREEDY, False)
-    assert ids(outputs) == ids(waiting.generate(PROMPTS[:3], GREEDY, False))
-
-
-def test_overlap_can_be_switched_off():
-    assert not isinstance(tiny(overlap=False, num_kvcache_blocks=16).engine, OverlappedEngine)
 
 
 def test_the_tokens_of_a_step_without_some_rows_keep_their_logprobs_and_errors():

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_model import completion_of
+from ranks import within_seconds
 from safetensors.torch import save_file
 
 import stage_f_graph_tp
@@ -31,10 +32,9 @@ from stage_d_paged.layers import Embedding
 from stage_d_paged.runtime import Runtime, build_model
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
-from stage_f_graph_tp import rank_runner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.rank_runner import Job
-from stage_f_graph_tp.tensor_parallel import rank_group
+from stage_f_graph_tp.rank_runner import Job, build_worker
+from stage_f_graph_tp.tensor_parallel import rank_group, start_ranks
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import (
     Rendezvous,
@@ -111,17 +111,26 @@ def test_the_three_collectives():
         assert told.tolist() == [5, 5]
 
 
-def test_a_rank_may_be_late_for_a_collective_and_none_begins_after_the_ranks_were_released():
+def test_a_rank_may_be_late_for_a_collective():
     def work(group: RankGroup) -> torch.Tensor:
         if group.rank == 1:
             time.sleep(2 * rank_group.CONNECT_TIMEOUT.total_seconds())
-        total = group.all_reduce(torch.ones(1))
-        group._released = True  # what an abort sets
-        with pytest.raises(RuntimeError, match="the other ranks have been released"):
-            group.broadcast(total)
-        return total
+        return group.all_reduce(torch.ones(1))
 
     assert on_ranks(2, work) == [torch.tensor([2.0])] * 2
+
+
+class ReleasedGroup(RankGroup):
+    """A group whose collectives an abort has ended, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(Rendezvous(dist.HashStore(), 0, 2), CPU)
+        self._released = True
+
+
+def test_no_collective_begins_after_the_ranks_were_released():
+    with pytest.raises(RuntimeError, match="the other ranks have been released"):
+        ReleasedGroup().broadcast(torch.ones(1))
 
 
 def test_ranks_that_execute_different_commands_notice_it_before_any_tensor_is_mixed_up():
@@ -297,43 +306,40 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(ranks, chan
         check_divisible(config_of("qwen2-tiny", **changes), ranks)
 
 
-def test_the_engine_refuses_them_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("stage_f_graph_tp.tensor_parallel.open_rendezvous", None)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
+def test_the_engine_refuses_them_and_more_ranks_than_gpus_before_anything_starts():
+    with within_seconds(), pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
         stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=3)
-    monkeypatch.setattr("stage_a_naive.frontend.pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2, but there are 1 GPUs"):
-        stage_f_graph_tp.LLM("random:qwen2-tiny", device="cuda", dtype="bfloat16", tensor_parallel_size=2)
+    gpus = torch.cuda.device_count()
+    with within_seconds(), pytest.raises(ValueError, match=f"^tensor_parallel_size=9, but there are {gpus} GPUs"):
+        start_ranks(gpus + 1, "tensor_parallel_size=9", torch.device("cuda"), build_worker)
 
 
-def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks(monkeypatch):
-    free = {0: 50, 1: 30}
-    choices = iter(free.values())
-    monkeypatch.setattr(rank_runner, "choose_num_blocks", lambda runtime, options: next(choices))
+def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks():
+    events, connecting, free = [], threading.Event(), ["50", "30"]
+
+    class UnequalMemory(Rendezvous):
+        def gather(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
+            return super().gather(key, free[self.rank] if key == "blocks" else value, check)
+
+        @property
+        def own_address(self) -> str:  # the first that connecting asks for
+            connecting.set()
+            events.append("connects")
+            return super().own_address
+
+    class SlowJob(Job):
+        def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
+            runtime = super().load(options, device, group)
+            if group.rank == 1:
+                connecting.wait(0.3)  # rank 0 would have gone on by then, but must not
+            events.append("loaded")
+            return runtime
+
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meetings = [
-        Rendezvous(dist.TCPStore("127.0.0.1", store.port, is_master=False) if rank else store, rank, 2)
-        for rank in range(2)
-    ]
-    job = Job.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))
-    events, connecting, load, connect = [], threading.Event(), Job.load, RankGroup.connect
-
-    def slow_load(job: Job, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
-        runtime = load(job, options, device, group)
-        if group.rank == 1:
-            connecting.wait(0.3)  # rank 0 would have gone on by then, but must not
-        events.append("loaded")
-        return runtime
-
-    def noted_connect(group: RankGroup) -> None:
-        connecting.set()
-        events.append("connects")
-        connect(group)
-
-    monkeypatch.setattr(Job, "load", slow_load)
-    monkeypatch.setattr(RankGroup, "connect", noted_connect)
+    stores = store, dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    job = SlowJob.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))
     with ThreadPoolExecutor(2) as pool:
+        meetings = [UnequalMemory(own, rank, 2) for rank, own in enumerate(stores)]
         runners = [runner for _, runner in pool.map(job.build, meetings)]
     assert events == ["loaded"] * 2 + ["connects"] * 2, "a collective is entered when all ranks will enter it"
     assert [runner.kv_cache.num_blocks for runner in runners] == [30, 30]

@@ -70,15 +70,16 @@ def test_two_ranks_give_one_gpus_tokens(preset):
         llm.close()
 
 
-def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill(monkeypatch):
+def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill_and_rank_0_alone_reports(capfd):
     llm = stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **SMALL)
     try:
         llm.generate([[5, 6, 7]], GREEDY, False)
         calls = []
         all_reduce = llm.runner.group.all_reduce
-        monkeypatch.setattr(llm.runner.group, "all_reduce", lambda *x: calls.append(x) or all_reduce(*x))
+        llm.runner.group.all_reduce = lambda *x: calls.append(x) or all_reduce(*x)
         llm.generate([[5, 6, 7]], GREEDY, False)
         assert not calls
+        assert capfd.readouterr().err.count(" for decode, ") == 1
     finally:
         llm.close()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 
 

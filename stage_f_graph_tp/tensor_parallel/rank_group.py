@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, WatchedStore
-from stage_f_graph_tp.tensor_parallel.workers import Workers, check_number
+from stage_f_graph_tp.tensor_parallel.workers import BrokenCollective, Workers, check_number
 
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
@@ -162,7 +162,10 @@ class RankGroup:
             while self._is_watching and not work.is_completed():  # gloo's own wait may outlast the ranks it waits for
                 self._check()
                 time.sleep(POLL_SECONDS)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise BrokenCollective(str(error)) from error
 
     def stop_waiting(self) -> None:
         """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.

@@ -29,7 +29,15 @@ from stage_f_graph_tp.tensor_parallel.rendezvous import (
     Rendezvous,
     connect_to_rank_0,
 )
-from stage_f_graph_tp.tensor_parallel.workers import CAUSE_SECONDS, NUMBER, Build, check_number
+from stage_f_graph_tp.tensor_parallel.workers import (
+    CAUSE,
+    CAUSE_SECONDS,
+    CONSEQUENCE,
+    NUMBER,
+    BrokenCollective,
+    Build,
+    check_number,
+)
 
 
 def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
@@ -82,7 +90,8 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
             execute(next_message())
     except BaseException as error:
         summary = traceback.format_exception_only(error)[0].splitlines()[0]  # the last line may be advice: CUDA's is
+        kind = CONSEQUENCE if isinstance(error, BrokenCollective) else CAUSE
         with contextlib.suppress(OSError):
-            connection.send_bytes(f"{summary}\n{traceback.format_exc().strip()}".encode())
+            connection.send_bytes(f"{kind}\n{summary}\n{traceback.format_exc().strip()}".encode())
         time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read it before the connections break
         os._exit(1)

@@ -53,10 +53,15 @@ ADVICE = "the engine cannot go on, close it and make a new one"
 Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
 
 NUMBER = struct.Struct("<q")  # what every message begins with: how many were sent before it
+CAUSE, CONSEQUENCE = "cause", "consequence"  # a report's first line: an error of the rank's own, or `BrokenCollective`
 
 
 class WorkerError(EngineBroken):
     """Another rank died or failed; the engine it belonged to cannot go on."""
+
+
+class BrokenCollective(RuntimeError):
+    """A collective ended without a result: another rank has ended, which this one only noticed."""
 
 
 def check_number(found: int, expected: int) -> None:
@@ -247,7 +252,11 @@ class Workers:
             self._failed.set()
 
     def _find_cause(self) -> str:
-        """Find what happened to which rank. After a death others may report broken connections before it is noticed."""
+        """Find what happened to which rank.
+
+        When one has died, others may report broken connections before it is noticed. A rank that raised reports that
+        before its connections break, so what it said can be read here when the others' reports of that can.
+        """
         ranks = {connection: rank for rank, connection in self._connections.items()}
         reports: dict[int, str] = {}
         died: list[int] = []
@@ -263,8 +272,8 @@ class Workers:
         silent = [rank for rank in died if rank not in reports]
         if silent:
             return f"rank {silent[0]} of {self._size} died{self._exit_status(silent[0])}; {ADVICE}"
-        rank, report = next(iter(reports.items()))
-        summary, _, trace = report.partition("\n")
+        rank, report = min(reports.items(), key=lambda item: item[1].startswith(CONSEQUENCE))
+        summary, _, trace = report.partition("\n")[2].partition("\n")
         return f"rank {rank} of {self._size} failed: {summary}; {ADVICE}\n{trace}"
 
     def _find_silent(self, seconds: float) -> str:

@@ -8,21 +8,11 @@ from dataclasses import fields
 
 import pytest
 
+from contract.engines import MODEL, PACKAGES, PAGED, options_class
 from stage_a_naive import SamplingParams
 
-MODEL = "random:qwen2-tiny"
-PAGED = [
-    "stage_d_paged",
-    "stage_e_batching",
-    "stage_f_graph_tp",
-    "beyond.quantization",
-    "beyond.speculation",
-    "beyond.scale_out",
-]
-EVERY_PACKAGE = ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", *PAGED]
 
-
-@pytest.mark.parametrize("package", EVERY_PACKAGE)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_options_are_by_name_and_an_unknown_one_is_a_type_error(package: str) -> None:
     llm_class = importlib.import_module(package).LLM
     signature = inspect.signature(llm_class)
@@ -82,12 +72,7 @@ def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
 
 @pytest.mark.parametrize("package", PAGED)
 def test_nano_vllms_options_have_its_defaults(package: str) -> None:
-    options_class = importlib.import_module(f"{package}.options")
-    [options] = [
-        found()
-        for found in vars(options_class).values()
-        if isinstance(found, type) and found.__module__ == options_class.__name__
-    ]
+    options = options_class(package)()
     wanted = {
         "max_num_batched_tokens": 16384,
         "max_num_seqs": 512,

@@ -11,16 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from contract.engines import PAGED
 from stage_a_naive.loading import TUTOR_PATH
 
-STAGES = (
-    "stage_d_paged",
-    "stage_e_batching",
-    "stage_f_graph_tp",
-    "beyond.quantization",
-    "beyond.speculation",
-    "beyond.scale_out",
-)
 OPTIONS = "enforce_eager=True, tensor_parallel_size=1, max_model_len=512, max_num_seqs=4, gpu_memory_utilization=0.8"
 
 OFFLINE = f"""
@@ -76,7 +69,7 @@ llm.exit()
 """
 
 
-@pytest.fixture(params=STAGES)
+@pytest.fixture(params=PAGED)
 def run(request: pytest.FixtureRequest) -> Callable[[str], dict]:
     def run_script(script: str) -> dict:
         names: dict = {"path": str(TUTOR_PATH)}

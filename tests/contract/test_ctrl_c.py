@@ -12,7 +12,7 @@ import pytest
 
 from stage_a_naive import interrupts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What Python imports when it starts: sends the signal when a module is looked for that only the command wants.
 SITECUSTOMIZE = """
 import os, signal, sys

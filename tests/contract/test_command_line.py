@@ -1,8 +1,9 @@
-"""The command line as a newcomer meets it."""
+"""The command line of every engine: one question in, streamed text and a summary out; errors are one line."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -10,26 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from stage_a_naive.cli import DEFAULT_PROMPTS, build_parser, default_prompt, run
+from contract.engines import PACKAGES, PAGED, options_class
+from stage_a_naive.cli import DEFAULT_PROMPTS, AddOptions, build_parser, default_prompt, run
 from stage_a_naive.presets import PRESETS
 from stage_a_naive.progress import progress_bar
 from stage_a_naive.tutor import is_known, nearest_questions, read_faq
-from stage_f_graph_tp.tensor_parallel import WorkerError
 
-ROOT = Path(__file__).resolve().parent.parent
-STAGES = [
-    "stage_a_naive",
-    "stage_b_decode_step",
-    "stage_c_fused_mlp",
-    "stage_d_paged",
-    "stage_e_batching",
-    "stage_f_graph_tp",
-]
-BEYOND = ["beyond.quantization", "beyond.speculation", "beyond.scale_out", "beyond.serving"]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]
 SLOW_MODULES = [
     "torch._dynamo",
@@ -41,6 +34,13 @@ SLOW_MODULES = [
 
 def ask(*argv: str) -> int:
     return run("stage_a_naive", "test", argv=["--device", "cpu", *argv])
+
+
+def options_of(package: str) -> AddOptions | None:
+    """What adds an engine's options to its command line; stage A has none."""
+    module = {"stage_a_naive": None, "stage_b_decode_step": "__main__", "stage_c_fused_mlp": "__main__"}
+    name = module.get(package, "options")
+    return importlib.import_module(f"{package}.{name}").add_options if name else None
 
 
 def modules_after(stages: str, *argv: str) -> set[str]:
@@ -96,7 +96,7 @@ def test_the_default_question_is_in_the_language_of_the_locale(
 @pytest.mark.parametrize(
     ("stage", "argument"),
     [
-        *((package, "--help") for package in STAGES + BEYOND),
+        *((package, "--help") for package in [*PACKAGES, "beyond.serving"]),
         ("stage_a_naive", "--no-such-option"),
         ("stage_d_paged", "--top-p=7"),
     ],
@@ -114,6 +114,46 @@ def test_help_shows_defaults_and_presets() -> None:
 def test_an_engine_with_a_model_of_its_own_does_not_import_that_of_transformers() -> None:
     modules = modules_after("stage_d_paged stage_f_graph_tp", *TINY)
     assert {"stage_d_paged.llm", "stage_f_graph_tp.llm"} < modules and not modules & set(SLOW_MODULES)
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "stage_c_fused_mlp"])
+def test_an_engine_answers_on_its_command_line_with_a_performance_summary(
+    package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(package, "", options_of(package), TINY) == 0
+    assert "[answer]" in (said := capsys.readouterr().out) and "[performance]" in said
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_option_of_an_engine_is_on_its_command_line_with_its_default(package: str) -> None:
+    if package in PAGED:
+        defaults = {field.name: field.default for field in fields(options_class(package))}
+    else:
+        parameters = inspect.signature(importlib.import_module(package).LLM).parameters.items()
+        defaults = {name: p.default for name, p in parameters if p.kind is p.KEYWORD_ONLY}
+    options = vars(build_parser(package, "", options_of(package)).parse_args([]))
+    missing = set(defaults) - set(options)
+    assert missing <= {"enforce_eager", "tensor_parallel_size"}, "of nano-vllm; they do nothing before stage F"
+    for name in set(defaults) - missing:
+        assert options[name] == defaults[name], name
+
+
+def test_a_switch_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    for switches, says in (
+        (["--compile", "--no-static-cache"], "compile=True needs static_cache=True"),
+        (["--sync-every", "4", "--no-async-eos"], "sync_every=4 needs async_eos=True"),
+    ):
+        assert run("stage_b_decode_step", "", options_of("stage_b_decode_step"), [*TINY, *switches]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {says}") and error.count("\n") == 1
+
+
+def test_a_trace_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    argv = [*TINY, "--ignore-eos", "--trace", str(trace)]
+    assert run("stage_e_batching", "", options_of("stage_e_batching"), argv) == 0
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert sum(entry["samples"] for record in records for entry in record["sequences"]) == 3
 
 
 def test_a_question_outside_the_tutors_faq_is_said_to_be_with_the_nearest_one(
@@ -171,6 +211,8 @@ def test_an_error_is_one_line_and_an_exit_code(argv: list[str], says: str, capsy
 @pytest.mark.parametrize(
     ("stage", "options", "error"),
     [
+        ("stage_b_decode_step", {"matmul_precision": "highest", "sync_every": 0}, "sync_every must be None or an"),
+        ("stage_c_fused_mlp", {"mlp_kernel": "warp"}, "mlp_kernel='warp' cannot run here"),
         ("stage_d_paged", {"num_kvcache_blocks": 10**9}, "a KV pool of 1000000000 blocks"),
         ("stage_e_batching", {"trace": "/nowhere/trace.jsonl"}, "[Errno 2] trace cannot be written"),
         ("stage_f_graph_tp", {"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
@@ -179,20 +221,20 @@ def test_an_error_is_one_line_and_an_exit_code(argv: list[str], says: str, capsy
 def test_what_an_engine_lacks_is_one_line_whatever_kind_of_error_it_is(
     stage: str, options: dict, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add_options = importlib.import_module(f"{stage}.options").add_options
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    assert run(stage, "", add_options, [*TINY, *arguments]) == 2
+    assert run(stage, "", options_of(stage), [*TINY, *arguments]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {error}")
 
 
 def test_a_part_of_an_engine_that_dies_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def dies(*_: object, **__: object) -> None:
-        raise WorkerError("rank 1 of 2 died")
-
-    monkeypatch.setattr("beyond.quantization.LLM", dies, raising=False)
-    assert run("beyond.quantization", "", argv=TINY) == 2
+    (tmp_path / "dying_engine.py").write_text(
+        "from stage_a_naive import SamplingParams\nfrom stage_f_graph_tp.tensor_parallel import WorkerError\n"
+        "def LLM(*_, **__):\n    raise WorkerError('rank 1 of 2 died')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("dying_engine", "", argv=TINY) == 2
     assert capsys.readouterr().err == "error: rank 1 of 2 died\n"
 
 

@@ -1,0 +1,198 @@
+"""The engines under test, one row each, and the prompts and parameters that all of them are asked with."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from stand_ins import EagerRecorder
+
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive import GenerationOutput, SamplingParams
+
+MODEL = "random:qwen2-tiny"
+VOCAB = 4096
+POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 48)]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+NOTHING = (0, 0)  # requests and blocks held
+SEEDED = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(5)]
+
+# What an engine can do, beyond what all can. `needs` names these.
+CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is refused from inside it
+POOLED = {"pool"}  # blocks, prefix cache, add_request/step
+BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
+# One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
+FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows"}
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """One way to make an `LLM`.
+
+    Attributes:
+        has: what it can do, out of `FEATURES`.
+        prepare: what is done with the `LLM` once it is made.
+    """
+
+    name: str
+    package: str
+    has: frozenset[str]
+    options: dict = field(default_factory=dict)
+    marks: tuple = ()
+    prepare: Callable[[NaiveLLM], object] = lambda llm: None
+
+    def make(self, model: str = MODEL, **options: object) -> NaiveLLM:
+        pool = POOL if "pool" in self.has else {}
+        llm = importlib.import_module(self.package).LLM(model, **{"device": "cpu"} | pool | self.options | options)
+        self.prepare(llm)
+        return llm
+
+    @contextmanager
+    def made(self, model: str = MODEL, **options: object) -> Iterator[NaiveLLM]:
+        """An `LLM` of its own for one test."""
+        llm = self.make(model, **options)
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+
+def row(
+    name: str,
+    package: str,
+    *has: set[str] | str,
+    marks: tuple = (),
+    prepare: Callable[[NaiveLLM], object] = Engine.prepare,
+    **options: object,
+) -> Engine:
+    parts = [{part} if isinstance(part, str) else part for part in has]
+    return Engine(name, package, frozenset().union(*parts), options, marks, prepare)
+
+
+def record(llm: NaiveLLM) -> None:
+    """Record steps of some sizes, as on a GPU."""
+    llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16, 64])
+
+
+ALONE = ("one process", "exact")  # most rows
+ENGINES = [
+    row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
+    row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
+    row("c", "stage_c_fused_mlp", CALLS_IN_TURN, *ALONE, marks=(pytest.mark.compiler,)),
+    row("d", "stage_d_paged", CALLS_IN_TURN, POOLED, *ALONE),
+    row("e", "stage_e_batching", BATCHING, *ALONE, "penalty rows"),
+    row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
+    row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, overlap=False),
+    row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, prepare=record),
+    row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
+    row("guesses", "beyond.speculation", BATCHING, *ALONE),
+    row("guesses, recorded", "beyond.speculation", BATCHING, *ALONE, prepare=record),
+    row("guesses, no overlap", "beyond.speculation", BATCHING, *ALONE, overlap=False),
+    row("guesses of a model", "beyond.speculation", BATCHING, *ALONE, speculation="model", draft_model=MODEL),
+    row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
+    row("two stages", "beyond.scale_out", BATCHING, "exact", pipeline_parallel_size=2),
+]
+PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
+PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))
+
+
+def options_class(package: str) -> type:
+    """The dataclass of an engine's options, from stage D on."""
+    module = importlib.import_module(f"{package}.options")
+    [found] = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    return found
+
+
+def ids(outputs: list[GenerationOutput]) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def ask(llm: NaiveLLM, prompts: object, params: object = GREEDY, on_text: Callable | None = None) -> list[list[int]]:
+    """The tokens of each answer."""
+    return ids(llm.generate(prompts, params, False, on_text))
+
+
+def one_by_one(llm: NaiveLLM, params: object = GREEDY, prompts: list = PROMPTS) -> list[list[int]]:
+    """The tokens of each answer, of requests that have the engine to themselves."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    return [ask(llm, [prompt], [own])[0] for prompt, own in zip(prompts, each, strict=True)]
+
+
+def finish(llm: NaiveLLM) -> dict[int, list[int]]:
+    """Step until nothing is left; the tokens of what was added, by request id."""
+    outputs: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        outputs.update(llm.step()[0])
+    return outputs
+
+
+@contextmanager
+def sampler(llm: NaiveLLM, function: Callable) -> Iterator[None]:
+    """Within the block the engine samples with `function`."""
+    llm.sampling_fn = function
+    try:
+        yield
+    finally:
+        llm.sampling_fn = None
+
+
+@contextmanager
+def forward_calls(llm: NaiveLLM, call: Callable[[int], None]) -> Iterator[None]:
+    """Within the block `call` is told the number of each forward pass of the model, from 1 on, before it begins."""
+    numbers = count(1)
+    layer = llm.runtime.model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda *_: call(next(numbers)))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
+    """The texts that a callback has been told, and the callback."""
+    heard = [""] * count
+    return heard, lambda index, piece: heard.__setitem__(index, heard[index] + piece)
+
+
+def held(llm: NaiveLLM) -> tuple[int, int]:
+    """What an engine with a pool still holds: requests that wait or run, and blocks."""
+    engine = llm.engine
+    if not hasattr(engine, "stats"):
+        return len(engine.unfinished), engine.block_manager.num_used
+    stats = engine.stats()
+    return stats["num_waiting"] + stats["num_running"], stats["num_used_blocks"]
+
+
+def mixture(seed: int, num_requests: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts in which tokens come again, and parameters of every kind."""
+    numbers = random.Random(seed)
+
+    def some(*values: float | None) -> float | None:
+        return numbers.choice(values)
+
+    prompts = [numbers.choices(range(1, 30), k=numbers.randint(1, 25)) for _ in range(num_requests)]
+    params = [
+        SamplingParams(
+            temperature=some(0.0, 0.3, 0.7, 1.0, 1.7, 1e300, 5e-324),
+            top_k=some(0, 0, 1, 5, 20, 400, 4095, 10**6),
+            top_p=some(1.0, 1.0, 0.95, 0.8, 0.3, 1e-6, 0.99999999),
+            min_p=some(0.0, 0.0, 0.02, 0.3, 1.0),
+            repetition_penalty=some(1.0, 1.0, 1.05, 1.3, 0.8),
+            presence_penalty=some(0.0, 0.0, 0.5, -0.3),
+            frequency_penalty=some(0.0, 0.0, 0.4, -0.2),
+            logprobs=some(None, None, 0, 3, 20),
+            seed=numbers.getrandbits(64),
+            max_tokens=numbers.randint(1, 10),
+            ignore_eos=True,
+        )
+        for _ in range(num_requests)
+    ]
+    return prompts, params

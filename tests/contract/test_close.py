@@ -1,0 +1,46 @@
+"""A closed engine refuses calls, in the same words everywhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from contract.engines import GREEDY, ask
+
+CLOSED = "^this engine is closed; make a new LLM$"
+
+
+def test_a_closed_engine_refuses_in_the_same_words_and_closes_twice(engine) -> None:
+    llm = engine.make()
+    llm.close()
+    llm.close()
+    others = [getattr(llm, name) for name in ("stream", "add_request") if hasattr(llm, name)]
+    for call in (llm.generate, llm.chat, lambda text: llm.chat([{"content": text}]), *others):
+        with pytest.raises(RuntimeError, match=CLOSED):
+            call("abc")
+    if hasattr(llm, "step"):
+        with pytest.raises(RuntimeError, match=CLOSED):
+            llm.step()
+
+
+@pytest.mark.needs("calls in turn")
+def test_a_call_that_waited_for_its_turn_while_the_engine_was_closed_is_refused(engine) -> None:
+    llm = engine.make()
+    running, waiting = threading.Event(), threading.Event()
+
+    def wait_and_close(*_: object) -> None:
+        running.set()
+        assert waiting.wait(60)
+        time.sleep(0.05)  # until the other call waits for this one; if it comes later still, it is refused as well
+        llm.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(ask, llm, "abc", GREEDY, wait_and_close)
+        assert running.wait(60)
+        waiting.set()
+        with pytest.raises(RuntimeError, match=CLOSED):
+            ask(llm, "abc")
+        assert len(first.result(60)[0]) == GREEDY.max_tokens

@@ -1,0 +1,113 @@
+"""What one request raises ends that request alone, and nothing of its call stays behind."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from interrupts import fail_at_token
+
+from contract.engines import GREEDY, PROMPTS, ask, finish, forward_calls, ids
+from stage_a_naive import SamplingParams
+
+READ_AS_IT_COMES = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop="zzz")
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_an_error_in_a_callback_leaves_nothing_of_its_call_behind(llm, expected, error: type) -> None:
+    def stop(index: int, piece: str) -> None:
+        raise error("stop here")
+
+    with pytest.raises(error, match="stop here"):
+        ask(llm, PROMPTS, GREEDY, stop)
+    told: set[int] = set()
+    assert ask(llm, PROMPTS[:2], GREEDY, lambda index, piece: told.add(index)) == expected[:2]
+    assert told == {0, 1}
+
+
+@pytest.mark.needs("pool")
+def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(llm, expected) -> None:
+    def stop(index: int, piece: str) -> None:
+        raise LookupError("stop here")
+
+    request = llm.add_request(PROMPTS[1], GREEDY)
+    with pytest.raises(LookupError, match="stop here"):
+        ask(llm, PROMPTS[2:4], GREEDY, stop)
+    assert finish(llm) == {request: expected[1]}
+
+
+@pytest.mark.needs("side by side")
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_an_error_in_a_callback_ends_its_own_call_alone(llm, expected, error: type) -> None:
+    def stop(index: int, piece: str) -> None:
+        raise error("stop here")
+
+    good = llm.stream([PROMPTS[1]], GREEDY)
+    pieces = [next(good)[1]]
+    with pytest.raises(error, match="stop here"):
+        ask(llm, PROMPTS[2:4], GREEDY, stop)
+    assert "".join(pieces + [piece for _, piece in good]) == llm.tokenizer.decode(expected[1])
+
+
+@pytest.mark.needs("pool")
+def test_an_error_in_one_requests_text_drops_that_request_alone(llm, expected, monkeypatch) -> None:
+    fail_at_token(monkeypatch, next(token for token in expected[1][3:] if token not in expected[0]))
+    kept, _ = (llm.add_request(prompt, READ_AS_IT_COMES) for prompt in PROMPTS[:2])
+    outputs, errors = {}, []
+    while not llm.is_finished():
+        try:
+            outputs.update(llm.step()[0])
+        except UnicodeError as error:
+            errors.append(str(error))
+    assert outputs == {kept: expected[0]}
+    assert len(errors) == 1 and "has no text" in errors[0]
+
+
+@pytest.mark.needs("side by side")
+def test_an_error_in_one_streams_text_ends_that_stream_alone(llm, expected, monkeypatch) -> None:
+    fail_at_token(monkeypatch, next(token for token in expected[2][3:] if token not in expected[1] + expected[3]))
+    good = llm.stream([PROMPTS[1]], GREEDY)
+    pieces = [next(good)[1]]
+    with pytest.raises(UnicodeError, match="has no text"):
+        list(llm.stream([PROMPTS[2]], GREEDY))  # runs the steps of both
+    assert "".join(pieces + [piece for _, piece in good]) == llm.tokenizer.decode(expected[1])
+    assert ask(llm, [PROMPTS[3]], GREEDY, lambda *_: None) == [expected[3]]
+
+
+@pytest.mark.needs("pool", "one process")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("num_prompts", [1, 2])
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(engine, error, num_prompts, fails_at) -> None:
+    prompts = [[*range(10, 27), 100 + i] for i in range(num_prompts)]
+
+    def fail(number: int) -> None:
+        if number == fails_at:
+            llm.kv_cache.tensor.fill_(7)  # what was there before is not what this run should have written
+            raise error("wrote nothing")
+
+    with engine.made(kvcache_block_size=4) as llm:
+        with forward_calls(llm, fail), pytest.raises(error, match="wrote nothing"):
+            ask(llm, prompts)
+        outputs = llm.generate(prompts, GREEDY, False)
+        assert outputs[0]["metrics"]["num_cached_tokens"] == 0
+    with engine.made(kvcache_block_size=4) as fresh:
+        assert ids(outputs) == ask(fresh, prompts)
+
+
+@pytest.mark.needs("pool", "one process")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_requests_that_were_added_outlive_steps_that_break_off(engine, expected, error: type) -> None:
+    def fail(number: int) -> None:
+        if number in (1, 5):
+            llm.kv_cache.tensor.fill_(7)  # what the pool holds after a step that broke off is not known
+            raise error("stop here")
+
+    outputs: dict[int, list[int]] = {}
+    with engine.made(kvcache_block_size=4) as llm:
+        added = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
+        with forward_calls(llm, fail):
+            while not llm.is_finished():
+                with suppress(error):
+                    outputs.update(llm.step()[0])
+        assert [outputs[request] for request in added] == expected[:3]

@@ -1,0 +1,256 @@
+"""Engines on the fake model that are a step ahead, guess, or have several batches in flight; guesses that are known."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from fake_model import EOS, VOCAB, FakeRunner, FakeTokenizer, LateTokens, next_token
+from fake_model import make_engine as make_plain
+from torch import Tensor
+
+from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_runner import AheadRunner
+from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.runner import DraftBatch
+from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
+from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.sampler import Sampler
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.options import GraphOptions
+
+DRAFT = 4  # guesses of the device
+ENDS = {"tokenizer": FakeTokenizer(), "eos_token_ids": frozenset({EOS})}
+
+
+def following(tokens: list[int], wrong: list[bool]) -> list[int]:
+    """As many of the fake model's next tokens, those that are to be `wrong` changed."""
+    tokens, known = list(tokens), len(tokens)
+    for is_wrong in wrong:
+        tokens.append((next_token([(t, i) for i, t in enumerate(tokens)]) + is_wrong) % VOCAB)
+    return tokens[known:]
+
+
+# ---- guesses of the host ---------------------------------------------------------------------------------------------
+
+
+class FinishedDrafts:
+    """Drafts that are complete when they are made."""
+
+    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+        assert all(sequence.draft for sequence in sequences)
+
+
+class HashDrafter(FinishedDrafts):
+    """Knows the fake model's next tokens, now and then, and is wrong about some."""
+
+    def __init__(self, seed: int, error_rate: float, num_tokens: int) -> None:
+        self._random = random.Random(seed)
+        self._error_rate, self._num_tokens = error_rate, num_tokens
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return self._random.random() < 0.7
+
+    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+        count = self._random.randint(0, self._num_tokens)
+        return following(sequence.token_ids, [self._random.random() < self._error_rate for _ in range(count)])
+
+
+class DraftRunner(FakeRunner):
+    """The fake model for steps with drafts: a step's tokens are all on the device, or are all sent."""
+
+    def __init__(self, scheduler: DraftScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
+        super().__init__(scheduler, fail_at)
+        self.batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
+
+    def run(self, step: ScheduledStep) -> Sampled:
+        return self.compute(step, self.check_input(step))
+
+    def known_tokens(self, sequence: SpeculativeSequence, start: int, end: int) -> list[int]:
+        return [*sequence.token_ids, *sequence.draft][start:end]
+
+    def check_table(self, table: list[int], blocks: list[int]) -> None:
+        assert table[: len(blocks)] == blocks  # behind them may be some that were given back
+
+
+def make_guessing(
+    *,
+    drafter: object,
+    overlap: bool = True,
+    draft_tokens: int = 6,
+    max_model_len: int = 4096,
+    fail_at: frozenset[int] = frozenset(),
+    **options: object,
+) -> SpeculativeEngine:
+    max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
+    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    runner = DraftRunner(scheduler, max_rows, fail_at)
+    return SpeculativeEngine(scheduler, runner, drafter=drafter, overlap=overlap, max_model_len=max_model_len, **ENDS)
+
+
+# ---- guesses of the device -------------------------------------------------------------------------------------------
+
+
+class HashModel:
+    """The fake model as a model: a row's scores say its next token, a hash of all that it sees through its blocks."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.pool: list[tuple[int, int] | None] = [None] * capacity
+        self._block_size = block_size
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, kv_cache: object, metadata: object) -> Tensor:
+        entries = zip(input_ids.tolist(), positions.tolist(), strict=True)
+        for slot, entry in zip(metadata.slot_mapping.tolist(), entries, strict=True):
+            if slot >= 0:
+                self.pool[slot] = entry
+        ends, tables = metadata.cu_seqlens_q.tolist(), metadata.block_tables.tolist()
+        hidden = torch.zeros(len(input_ids), 1)
+        for row, length in enumerate(metadata.context_lens.tolist()):
+            size = self._block_size
+            slots = [tables[row][i // size] * size + i % size for i in range(length)]
+            assert min(slots) >= 0, "a context beyond the blocks"
+            hidden[ends[row + 1] - 1] = next_token([self.pool[slot] for slot in slots])
+        return hidden
+
+    def compute_logits(self, hidden: Tensor, out: None) -> Tensor:
+        return 1e6 * torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
+
+
+class HashRunner(AheadRunner):
+    """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
+
+    def __init__(self, scheduler: DraftScheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
+        block_size = scheduler.block_manager.block_size
+        cpu, longest = torch.device("cpu"), scheduler.capacity + 1
+        runtime = SimpleNamespace(
+            model=HashModel(scheduler.capacity, block_size),
+            device=cpu,
+            dtype=torch.float32,
+            config=SimpleNamespace(vocab_size=VOCAB),
+            max_model_len=longest,
+            block_size=block_size,
+        )
+        options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
+        sampler = Sampler(max_rows, max_rows, VOCAB, longest, cpu)
+        super().__init__(runtime, None, sampler, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
+        self.table.guess = partial(guess, self.table)
+        self.steps: list[ScheduledStep] = []
+        self.launched: list[LateTokens] = []
+        self._fail_at = fail_at
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        self.steps.append(step)
+        fails = len(self.steps) in self._fail_at
+        launched = super().launch(step)
+        if fails and len(self.steps) % 2:
+            raise RuntimeError("the device failed")
+        self.launched.append(LateTokens(launched.wait(), fails))
+        return self.launched[-1]
+
+
+class Sometimes:
+    """Says by chance that there is a guess."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        return self._random.random() < 0.7
+
+
+def guess_hashes(error_rate: float, table: TokenTable, slots: Tensor) -> None:
+    """Guess the fake model's next tokens, some of them wrong."""
+    for slot in set(slots.tolist()):
+        first = table.last[slot].item() + 1
+        wrong = [random.Random(100 * slot + i).random() < error_rate for i in range(first, first + DRAFT)]
+        table.tokens[slot, first : first + DRAFT] = torch.tensor(following(table.tokens[slot, :first].tolist(), wrong))
+
+
+def make_ahead(
+    *,
+    drafter: object,
+    error_rate: float = 0.0,
+    max_model_len: int = 4096,
+    fail_at: frozenset[int] = frozenset(),
+    **options: object,
+) -> AheadEngine:
+    max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
+    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    runner = HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at)
+    return AheadEngine(scheduler, runner, drafter=drafter, draft_tokens=DRAFT, max_model_len=max_model_len, **ENDS)
+
+
+# ---- stages of a pipeline --------------------------------------------------------------------------------------------
+
+
+class Returning:
+    """A step on its way through the stages."""
+
+    def __init__(self, runner: StagesRunner, step: ScheduledStep, late: LateTokens, tokens: list[int]) -> None:
+        self.runner, self.late, self.done = runner, late, False
+        self.rows = [(e.sequence, e.sequence.batch_slot) for e in step if e.samples]
+        self.tokens = tokens
+
+    def sample(self) -> LateTokens:
+        self.done = True
+        for (sequence, slot), token in zip(self.rows, self.tokens, strict=True):
+            assert self.runner.occupants[slot] is sequence, "the sampler's row belongs to another request already"
+            self.runner.last_tokens[slot] = token
+        return self.late
+
+
+class StagesRunner(FakeRunner):
+    """The fake model on stages: a step's layers run when it is launched, its sampler when the engine asks for it."""
+
+    def __init__(self, scheduler: PipelineScheduler, fail_at: frozenset[int] = frozenset()) -> None:
+        super().__init__(scheduler, fail_at)
+        self.occupants = {}
+        self.in_flight: deque[Returning] = deque()
+
+    def launch(self, step: ScheduledStep) -> Returning:
+        assert not any(
+            not other.done and set(step.sequences[: step.num_decodes]) & {s for s, _ in other.rows}
+            for other in self.in_flight
+        ), "a sequence ran before its last token was sampled"
+        self.occupants |= {sequence.batch_slot: sequence for sequence in step.admitted}
+        known = list(self.last_tokens)
+        late = super().launch(step)
+        tokens = [self.last_tokens[e.sequence.batch_slot] for e in step if e.samples]
+        self.last_tokens = known
+        self.in_flight.append(Returning(self, step, late, tokens))
+        return self.in_flight[-1]
+
+    def discard_in_flight(self) -> None:
+        for step in self.in_flight:
+            if not step.done:
+                with suppress(RuntimeError):
+                    step.sample().wait()
+        self.in_flight.clear()
+
+
+def make_pipeline(
+    *, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, num_micro_batches: int = 3, **options: object
+) -> PipelineEngine:
+    scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
+    return PipelineEngine(scheduler, StagesRunner(scheduler, fail_at), max_model_len=max_model_len, **ENDS)
+
+
+Make = Callable[..., Engine]
+ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often guesses are wrong
+    "one step ahead": lambda seed, errors: partial(make_plain, late=True),
+    "guesses": lambda seed, errors: partial(make_guessing, drafter=HashDrafter(seed, errors, 6)),
+    "guesses, no overlap": lambda seed, errors: partial(
+        make_guessing, drafter=HashDrafter(seed, errors, 6), overlap=False
+    ),
+    "guesses of the device": lambda seed, errors: partial(make_ahead, drafter=Sometimes(seed), error_rate=errors),
+    "stages": lambda seed, errors: make_pipeline,
+}

@@ -1,0 +1,71 @@
+"""On a CPU, what stands in for CUDA graphs and for the megakernel; all that surrounds them is the same there."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+import stage_f_graph_tp
+from stage_a_naive.noise import mix32
+from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.attention import AttentionMetadata
+from stage_e_batching.sampler.reference import sample_reference
+from stage_f_graph_tp.cuda_graph import Body, Recorded
+from stage_f_graph_tp.megakernel import Megakernel
+
+
+class EagerRecorder:
+    """A replay runs the body again and puts its result where the first one's is stored; counts the replays by rows."""
+
+    def __init__(self, replays: Counter[int | str] | None = None) -> None:
+        self.replays = Counter() if replays is None else replays
+
+    def __call__(self, body: Body) -> Recorded:
+        kept = body()
+
+        def replay() -> None:
+            again = body()
+            if isinstance(kept, torch.Tensor):
+                self.replays[f"{len(kept)} tokens"] += 1
+                return kept.copy_(again)
+            for tensor, value in zip(vars(kept).values(), vars(again).values(), strict=True):
+                if tensor is not None:
+                    tensor.copy_(value)
+            self.replays[len(kept.ids)] += 1
+
+        return Recorded(replay, kept)
+
+
+class FakeMegakernel(Megakernel):
+    """The model's layers in place of the kernel; from step `gives_up` until the reset, NaN and a failure word."""
+
+    def __init__(self, llm: stage_f_graph_tp.LLM) -> None:
+        self.model, self.config = llm.runner.model, llm.runtime.config
+        self.kv_cache, self.longest = llm.runner.kv_cache, llm.max_model_len
+        self.workspace = torch.zeros(64, dtype=torch.uint8)
+        self.steps, self.gives_up = 0, 0
+        self.sizes: set[int] = set()
+
+    def step(self, last_tokens, batch_slots, positions, *others) -> None:
+        slot_mapping, block_tables, context_lens, temperatures, noise_keys, _, logits, result = others
+        rows, token_ids = len(batch_slots), last_tokens[batch_slots]
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        metadata = AttentionMetadata(starts, context_lens, slot_mapping, block_tables, 1, self.longest)
+        logits.copy_(self.model.compute_logits(self.model(token_ids, positions, self.kv_cache, metadata)))
+        self.steps += 1
+        self.sizes.add(rows)
+        if self.steps == self.gives_up:
+            self.failure.fill_(3 * 16 + 2 + 1)
+        result[-1] = self.failure[0]
+        if self.failure:
+            logits.fill_(float("nan"))
+        else:
+            mixed_ids = mix32(torch.arange(self.config.vocab_size))
+            result[:-1] = last_tokens[batch_slots] = sample_reference(logits, temperatures, noise_keys, mixed_ids)
+
+
+def countdown(most: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests whose batch shrinks by one each step: every size from `most` to 1."""
+    prompts = [[7 * i + 1, 3 * i + 2] for i in range(most)]
+    return prompts, [SamplingParams(temperature=0, max_tokens=i + 2, ignore_eos=True) for i in range(most)]

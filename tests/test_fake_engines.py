@@ -1,0 +1,74 @@
+"""Whatever arrives, is guessed, is aborted, fails or is interrupted: every answer is the one it would get alone.
+
+On the fake model, for every way in which an engine works ahead. Stage E's own such tests are in `test_stage_e_fuzz.py`
+and `test_stage_e_interrupts.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fake_engines import ROWS, Make
+from fake_model import check_books, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interrupts import answer_all
+from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
+
+from stage_e_batching.engine import Engine
+
+ROW_PARAMS = [pytest.param(row, marks=() if row == "guesses of the device" else pytest.mark.fast) for row in ROWS]
+
+requests = st.lists(arrivals, min_size=1, max_size=20)
+seeds, error_rates = st.integers(0, 2**16), st.sampled_from([0.0, 0.2, 0.6, 1.0])
+
+
+@pytest.mark.parametrize("row", ROW_PARAMS)
+@settings(max_examples=60, deadline=None)
+@given(requests, settings_of_engine(), seeds, error_rates)
+def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
+    row, requests, options, seed, rate
+):
+    run_and_compare(requests, options, ROWS[row](seed, rate))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", ["one step ahead", "guesses, no overlap", "stages"])  # the others wait with it
+@settings(max_examples=30, deadline=None)
+@given(requests, settings_of_engine(), seeds)
+def test_and_so_it_is_with_whole_prompts(row, requests, options, seed):
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
+    run_and_compare(requests, options | {"enable_chunked_prefill": False}, ROWS[row](seed, 0.2))
+
+
+LENGTHS = (5, 1, 9, 3, 7)  # of the prompts; together with the answers more than the pool holds
+REQUESTS = [make_request(i, [(7 * i + j) % 50 + 3 for j in range(n)], 8 + i, True) for i, n in enumerate(LENGTHS)]
+SMALL = {"num_blocks": 14, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+
+
+def small_engine(make: Make) -> Engine:
+    engine = make(**SMALL)
+    engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    return engine
+
+
+@pytest.fixture(scope="module", params=ROW_PARAMS[1:])  # of the first one: test_stage_e_interrupts.py
+def make_and_expected(request: pytest.FixtureRequest) -> tuple[Make, tuple[dict, int]]:
+    make = lambda **options: ROWS[request.param](0, 0.2)(**options)  # noqa: E731  # guesses begin anew
+    engine = small_engine(make)
+    expected = answer_all(engine, REQUESTS, 0)
+    assert engine.counters.num_preemptions > 0
+    assert getattr(engine.counters, "num_accepted_tokens", 6) > 5
+    return make, expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(part=st.floats(0, 1))
+def test_an_interrupt_at_any_line_costs_no_request_a_token(make_and_expected, part):
+    make, (expected, lines) = make_and_expected
+    engine = small_engine(make)
+    found, _ = answer_all(engine, REQUESTS, int(part * lines))
+    assert found.items() <= expected.items(), "what the interrupted call itself would have returned may be missing"
+    assert len(found) >= len(expected) - 1 and engine.counters.num_aborted == 0
+    assert engine.stats()["num_used_blocks"] == 0
+    check_books(engine)
+    assert sorted(engine.scheduler.free_slots_like(0)) == [0, 1, 2, 3]
