@@ -68,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     f"{PARALLEL}/worker_loop.py::_execute": COMMANDS,
 }
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-SECONDS = 60  # of processor time for a mutant's tests
+SECONDS = 45  # of processor time for a mutant's tests
 
 
 def drop_last_argument(node: cst.Call) -> Iterable[cst.Call]:
@@ -153,9 +153,9 @@ class Mutant:
 class Source:
     """A file, or some of its functions, and all that could be changed in it."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, tests: tuple[str, ...]) -> None:
         self.file, _, function = place.partition("::")
-        self.tests = TESTS[place]
+        self.tests = tests
         self.text = (ROOT / self.file).read_text(encoding="utf-8")
         [(start, end)] = spans_of(self.file, self.text, function)
         finder = Finder(range(self.text.count("\n", 0, start) + 1, self.text.count("\n", 0, end) + 1))
@@ -173,8 +173,9 @@ class Source:
 
 
 def sample(only: str, seed: int, count: int) -> list[Mutant]:
-    """Choose `count` mutants of the files whose name contains `only`, in the order of the files."""
-    every = [(source, i) for source in map(Source, TESTS) if only in source.file for i in range(len(source.found))]
+    """Choose `count` mutants of the places whose name contains `only`, in their order."""
+    sources = [Source(place, tests) for place, tests in TESTS.items() if only in place]
+    every = [(source, i) for source in sources for i in range(len(source.found))]
     chosen = sorted(random.Random(seed).sample(range(len(every)), min(count, len(every))))
     return [source.mutant(i) for source, i in (every[number] for number in chosen)]
 
@@ -204,8 +205,8 @@ def main() -> int:
     results = outcomes([mutant.change for mutant in real], options.jobs, SECONDS)
     for number, (mutant, outcome) in enumerate(zip(real, results, strict=True), 1):
         caught[mutant.file] += outcome != "passed"
-        if outcome == "passed":
-            print(f"survived ({number}/{len(real)}): {mutant}", flush=True)
+        told = f"survived: {mutant}" if outcome == "passed" else f"caught ({outcome}): {mutant.file}:{mutant.line}"
+        print(f"{number}/{len(real)} {told}", flush=True)
     tried, skipped = (Counter(mutant.file for mutant in some) for some in (real, mutants))
     for file in tried:
         print(f"{file}: {caught[file]} of {tried[file]} caught, {skipped[file] - tried[file]} equivalent")
