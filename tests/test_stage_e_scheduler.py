@@ -726,3 +726,12 @@ def test_a_sequence_alone_fills_the_pool_to_its_last_slot_and_is_never_preempted
     assert engine.counters.num_preemptions == 0
     step = engine.runner.steps[-1]
     assert step.starts == [15], "the last slot of the pool"
+
+
+def test_a_preemption_counts_once():
+    engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    for i in range(2):
+        add(engine, 12, 20, phrase=i + 1)
+    sequences = engine.scheduler.unfinished
+    run_all(engine)
+    assert [sequence.num_preemptions for sequence in sequences] == [0, 1]
