@@ -61,7 +61,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -139,6 +139,9 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 
 bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says how many minutes are left
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
+
+bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute
+	@$(PY) -m benchmarks.check $(ARGS)
 
 bench-gpu: $(READY) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)

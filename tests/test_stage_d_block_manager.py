@@ -268,3 +268,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManagerInAnyOrder = BlockManagerMachine.TestCase
 TestBlockManagerInAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_freed_block_without_content_goes_before_the_cached_ones_that_were_freed_earlier():
+    manager = BlockManager(3, 4)
+    manager.free(admit(manager, [1, 2, 3, 4]))  # a full block
+    manager.free(admit(manager, [5, 6]))  # a part of one, freed later
+    admit(manager, list(range(50, 58)))
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4

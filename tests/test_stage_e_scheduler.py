@@ -672,3 +672,23 @@ def test_the_time_of_the_first_step_is_not_that_of_a_return_from_preemption():
     engine.scheduler.preempt(request_id)
     [output] = run_all(engine).values()
     assert output["metrics"]["prefill_time"] > 0, "from the first step to the first token"
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_sequence_alone_fills_the_pool_to_its_last_slot_and_is_never_preempted(block_size):
+    engine = make_engine(**ROOMY | {"num_blocks": 16 // block_size, "block_size": block_size})
+    add(engine, 7, 100)
+    [output] = run_all(engine).values()
+    assert len(output["token_ids"]) == 16 + 1 - 7
+    assert engine.counters.num_preemptions == 0
+    step = engine.runner.steps[-1]
+    assert step.starts == [15], "the last slot of the pool"
+
+
+def test_a_preemption_counts_once():
+    engine = make_engine(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    for i in range(2):
+        add(engine, 12, 20, phrase=i + 1)
+    sequences = engine.scheduler.unfinished
+    run_all(engine)
+    assert [sequence.num_preemptions for sequence in sequences] == [0, 1]

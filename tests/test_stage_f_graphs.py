@@ -264,3 +264,19 @@ def test_tokens_that_have_not_been_read_are_not_written_over(monkeypatch: pytest
     runner = SimpleNamespace(device=torch.device("cuda"), _host_ids=host_ids)
     steps = [AsyncModelRunner.fetch(runner, SampledTokens(torch.tensor(ids))) for ids in ([1, 2], [3, 4, 5])]
     assert [step.wait().token_ids for step in steps] == [[1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("shape", [StepShape(3, 2, 2, 4, 1, 2, 9), StepShape(5, 3, 1, 1, 0, 3, 3)])
+def test_the_arrays_of_a_steps_input_are_aligned_side_by_side_and_as_long_as_their_shape_says(shape):
+    buffer = torch.zeros(shape.num_bytes + 64, dtype=torch.uint8).numpy()
+    *arrays, sampling, block_tables = step_input.host_views(buffer, shape)
+    offset = 0
+    for array in (*arrays, *sampling, block_tables):
+        assert array.ctypes.data - buffer.ctypes.data == offset
+        offset += array.nbytes + -array.nbytes % (4 * array.itemsize)  # the next one begins at a multiple of 16 bytes
+    assert shape.num_bytes == offset
+    tokens, seqs, samples, width = shape[:4]
+    assert [len(array) for array in arrays] == [*[tokens] * 3, seqs, samples, samples, seqs + 1, seqs]
+    assert [array.shape for array in sampling] == [(samples,), (samples,), (samples, 8), (samples,)]
+    assert block_tables.shape == (seqs, width)
+    assert step_input.largest_input(tokens, seqs, width) == shape._replace(num_samples=seqs).num_bytes

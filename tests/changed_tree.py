@@ -1,0 +1,218 @@
+"""Copies of the tree with one change in them, and whether tests notice: for `faults/run.py` and `mutants/run.py`.
+
+The tests of each change run in a process of their own. It is forked from one that has imported PyTorch and pytest, and
+nothing of this project: a change costs its tests, and not five seconds of imports as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+MEMORY = 8 * 2**30  # bytes of address space of a test run: a change may make a loop endless
+PRELOADED = [  # what imports for longest in most runs, and the program itself, which a process would import again
+    "__main__",
+    "torch",
+    "transformers.tokenization_utils_base",
+    "transformers.video_utils",
+    "matplotlib.figure",
+    "pytest",
+    "hypothesis.stateful",
+]
+# Before these are imported. A copy's bytecode is never written: two changes of a second might have the same.
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed file, and the tests that should notice: arguments of pytest."""
+
+    file: str
+    text: str  # all of it
+    tests: tuple[str, ...]
+
+
+def outcomes(changes: Iterable[Change], jobs: int, seconds: int, baseline: bool = True) -> Iterator[str]:
+    """Run each change's tests: yields "failed", "passed" or "timeout", in the order of the changes.
+
+    Args:
+        changes: iterated over once.
+        jobs: test runs at the same time, each on its own copy of the tree.
+        seconds: of processor time that a run may take. Where it waits for something else, it has five times as long.
+        baseline: whether to run all tests on an unchanged copy first: one that always fails notices nothing.
+
+    Raises:
+        RuntimeError: the tests do not pass without a change, or pytest could not run them.
+    """
+    changes = list(changes)
+    os.environ |= ENVIRONMENT
+    with tempfile.TemporaryDirectory(prefix="changed-") as folder, ThreadPoolExecutor(jobs) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for i in range(jobs):
+            trees.put(copy_tree(Path(folder) / str(i)))
+
+        def run(change: Change | None, tests: tuple[str, ...]) -> str:
+            tree = trees.get()
+            try:
+                if change is None:
+                    return run_tests(tree, tests, seconds)
+                path = tree / change.file
+                text = path.read_text(encoding="utf-8")
+                try:
+                    path.write_text(change.text, encoding="utf-8")
+                    return run_tests(tree, tests, seconds)
+                finally:
+                    path.write_text(text, encoding="utf-8")
+            finally:
+                trees.put(tree)
+
+        if baseline:
+            groups = sorted({change.tests for change in changes})
+            for tests, outcome in zip(groups, pool.map(lambda tests: run(None, tests), groups), strict=True):
+                if outcome != "passed":
+                    raise RuntimeError(f"without any change: {' '.join(tests)} {outcome}")
+            print(f"the tests pass without a change ({len(groups)} runs)", flush=True)
+        yield from pool.map(lambda change: run(change, change.tests), changes)
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy what git knows of or would add; what was built is linked."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    if (ROOT / "build").exists() and not (target / "build").exists():
+        (target / "build").symlink_to(ROOT / "build")
+    return target
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
+    """Run pytest in `tree`: "passed", "failed", or "timeout"."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOADED)
+    process = forks.Process(target=_run_pytest, args=(tree, tests, seconds))
+    process.start()
+    process.join(5 * seconds)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return "timeout"
+    if process.exitcode == -signal.SIGXCPU:
+        return "timeout"
+    if process.exitcode > 2:  # neither a test that failed nor one that could not be collected
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{_log(tree).read_text()[-2000:]}")
+    return "failed" if process.exitcode else "passed"
+
+
+def _log(tree: Path) -> Path:
+    return tree.with_name(f"{tree.name}.log")
+
+
+def _run_pytest(tree: Path, tests: tuple[str, ...], seconds: int) -> None:
+    """In the forked process: run the tests, and exit with pytest's status."""
+    import pytest
+
+    os.setsid()  # with all that the tests start, so that it can be ended together
+    os.chdir(tree)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    with _log(tree).open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    own = Path(__file__).parent
+    sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if Path(p) not in (ROOT, own))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no_shrinking"]
+    sys.exit(int(pytest.main([*options, *tests])))
+
+
+# ---- where a function is -------------------------------------------------------------------------------------------
+
+
+def spans_of(file: str, text: str, function: str) -> list[tuple[int, int]]:
+    """Return where in a file's `text` a function, method or class begins and where it ends, its decorators included.
+
+    Args:
+        file: its name tells the language: Python, or C++ and CUDA.
+        function: `name` or `Class.method`, as deep as needed; "" is the whole file. In C++ a name alone, for all
+            functions that have it.
+
+    Raises:
+        ValueError: the file has no such function.
+    """
+    if not function:
+        return [(0, len(text))]
+    spans = _python_spans(text, function) if file.endswith(".py") else _c_spans(text, function)
+    if not spans:
+        raise ValueError(f"{file} has no function {function}")
+    return spans
+
+
+def _python_spans(text: str, function: str) -> list[tuple[int, int]]:
+    found: list[ast.AST] = [ast.parse(text)]
+    for name in function.split("."):
+        named = (child for parent in found for child in ast.walk(parent) if isinstance(child, DEFINITIONS))
+        found = [child for child in named if child.name == name]
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    first_lines = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in found]
+    return [(starts[first - 1], starts[node.end_lineno]) for first, node in zip(first_lines, found, strict=True)]
+
+
+def _c_spans(text: str, function: str) -> list[tuple[int, int]]:
+    spans = []
+    for match in re.finditer(rf"^[^\n;#/]*\b{function}\b", text, re.MULTILINE):
+        end = match.end()
+        if text[end : end + 1] == "(":
+            end = _closed(text, end, "()")
+        body = re.compile(r"[^;(){}]*\{").match(text, end)  # a call or a declaration has none
+        if body:
+            spans.append((match.start(), _closed(text, body.end() - 1, "{}")))
+    return spans
+
+
+def _closed(text: str, start: int, pair: str) -> int:
+    """Return where the bracket at `start` ends, one of a `pair`."""
+    depth = 0
+    for bracket in re.compile(f"[{re.escape(pair)}]").finditer(text, start):
+        depth += 1 if bracket[0] == pair[0] else -1
+        if depth == 0:
+            return bracket.end()
+    return len(text)
+
+
+def function_at(text: str, line: int) -> str:
+    """Return the qualified name of the innermost function or class of a Python file at `line`, "" outside of all."""
+    names: list[str] = []
+    nodes = list(ast.parse(text).body)
+    while nodes:
+        node = nodes.pop()
+        if not node.lineno <= line <= node.end_lineno:
+            continue
+        if isinstance(node, DEFINITIONS):
+            names.append(node.name)
+        nodes = [child for child in ast.iter_child_nodes(node) if hasattr(child, "lineno")]
+    return ".".join(names)
