@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -67,7 +68,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self._calls = calls
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         self._calls.count("operators")
         return func(*args, **(kwargs or {}))
 
@@ -79,7 +80,7 @@ class Copies(TorchFunctionMode):
         super().__init__()
         self._calls = calls
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         name = getattr(func, "__name__", "")
         if name in ("tensor", "copy_") or name == "to" and any(isinstance(a, torch.device) for a in args):
             self._calls.count("copies")

@@ -2,7 +2,7 @@
 
 Four tokens arrive one after another. Each attends with its query to the keys and values of all tokens so far. Computed
 anew for every token, these are 1 + 2 + 3 + 4 rows of keys, and as many of values. A row depends on its own token alone
-and never changes, so it can be kept: then every token adds one row of each. (Its query is used once and not kept.)
+(in deeper layers on earlier tokens too, never on later ones), so it can be kept, and every token adds one row of each.
 """
 
 import torch
@@ -41,7 +41,7 @@ def attend_cached(x: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     rows.clear()
     x = torch.randn(4, HEAD_DIM)
-    torch.testing.assert_close(attend_uncached(x), attend_cached(x))
+    torch.testing.assert_close(attend_uncached(x), attend_cached(x))  # four calls each
     print(f"rows of keys and values, token by token: {rows[:4]} without a cache, {rows[4:]} with one")
     print(f"rows of four tokens' keys and values: {sum(rows[:4])} → {sum(rows[4:])} [H200: the same, it is a count]")
 

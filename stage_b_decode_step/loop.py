@@ -2,7 +2,7 @@
 
 Stage A's cache grows by one token per step, so every step has other shapes at other addresses: it is another program,
 for which Python calls PyTorch hundreds of times. Here the cache has 256 positions from the start. A step writes one of
-them, reads them all, and masks those that are still empty:
+them, reads them all, and transformers masks those that are still empty:
 
     stage A    step 1: [k k k k k]          step 2: [k k k k k k]          a new tensor each time
     stage B    step 1: [k k k k k · · ·]    step 2: [k k k k k k · · ·]    the same tensor
@@ -41,7 +41,7 @@ def decode_step(model: PreTrainedModel, token: Tensor, cache: StaticCache) -> No
     token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
 
-compiled_step = torch.compile(decode_step, fullgraph=True, dynamic=False)  # compiles when it is first called
+compiled_step = torch.compile(decode_step, fullgraph=True, dynamic=False)  # one program for these shapes, when called
 
 
 @torch.inference_mode()
@@ -58,7 +58,7 @@ def generate(step: Callable, model: PreTrainedModel, prompt_ids: list[int], eos_
 class Calls(TorchDispatchMode):
     """Inside `with Calls(note):`, every call that reaches PyTorch is told to `note(name, result)`."""
 
-    ignore_compile_internals = classmethod(lambda cls: True)  # of a compiled program, those that it makes when it runs
+    ignore_compile_internals = classmethod(lambda cls: True)  # of a compiled program, note what runs, not the compiling
 
     def __init__(self, note: Callable[[str, object], None]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def main() -> None:
         with torch.inference_mode(), Calls(lambda operator, result: calls[-1].update([operator])):
             step(model, token, cache)
         print(f"{name}:", ", ".join(f"{count} {operator}" for operator, count in calls[-1].most_common(8)))
-    print(f"and kernels that the compiler has generated of the rest: {metrics.generated_kernel_count}")
+    print(f"and kernels that the compiler has generated for the rest: {metrics.generated_kernel_count}")
     print(f"calls of PyTorch per step: {calls[0].total()} → {calls[1].total()} [H200: 1,036 → 6 launches per step]")
 
 

@@ -32,13 +32,13 @@ def fused_mlp(layer: nn.Module, x: Tensor) -> Tensor:
     """Run the same as one operation."""
     norm, down = layer.post_attention_layernorm, layer.mlp.down_proj
     operator = torch.ops.six_engines.fused_swiglu_mlp
-    return operator(x, norm.weight, layer.gate_up, down.weight, x, norm.variance_epsilon, "auto")
+    return operator(x, norm.weight, layer.gate_up, down.weight, x, norm.variance_epsilon, "auto")  # + x, the residual
 
 
 def forward(layer: nn.Module, x: Tensor, **others: object) -> Tensor:
     """Run a decoder layer, `[1, tokens, hidden]` -> the same shape: attention as it was, then the kernel."""
     attended, _ = layer.self_attn(layer.input_layernorm(x), **others)
-    return fused_mlp(layer, (x + attended)[0])[None]
+    return fused_mlp(layer, (x + attended)[0])[None]  # the kernel knows no batch dimension
 
 
 def replace_mlp(model: PreTrainedModel) -> None:
@@ -64,6 +64,7 @@ def main() -> None:
             calls.clear()
             with Calls(lambda *call: calls.append(call)):
                 function(layer, x)
+            # Of every memory that was written, once: views share it. x was there before.
             written = {result.data_ptr(): result.nbytes for _, result in calls[:-1]} | {x.data_ptr(): 0}
             timer = Timer("function(layer, x)", globals={"function": function, "layer": layer, "x": x})
             print(f"{function.__name__:11}", " ".join(operator for operator, _ in calls))

@@ -23,7 +23,7 @@ from stage_d_paged.weights import SafetensorsDirectory, WeightLoader
 
 LONGEST = 512  # tokens that a sequence may have, prompt and answer
 BLOCK_SIZE = 16  # tokens
-Step = namedtuple("Step", ["chunks", "slot_mapping"])  # what runs: positions of sequences, and each token's slot
+Step = namedtuple("Step", ["chunks", "slot_mapping"])  # what runs: [(sequence, positions), …], and each token's slot
 
 
 class Sequence:
@@ -63,7 +63,7 @@ class PagedAttention:
 
     def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
         """Write the new keys and values, `[tokens, kv_heads, head_dim]`, to their slots in this layer's pool."""
-        keys.flatten(0, 1)[slot_mapping] = key
+        keys.flatten(0, 1)[slot_mapping] = key  # a view: this writes to the pool
         values.flatten(0, 1)[slot_mapping] = value
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
@@ -71,7 +71,7 @@ class PagedAttention:
         outputs = []
         for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
             k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))
-            mask = torch.ones(len(span), span.stop, dtype=torch.bool).tril(span.start)
+            mask = torch.ones(len(span), span.stop, dtype=torch.bool).tril(span.start)  # row i: up to span.start + i
             out = scaled_dot_product_attention(q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True)
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)

@@ -52,7 +52,7 @@ def schedule(pool: Pool, waiting: deque[Sequence], running: list[Sequence]) -> l
         take_blocks(pool, running[-1], len(running[-1].ids))
 
     chunks, budget = [], TOKENS_PER_STEP
-    for sequence in running:  # each runs what it has left, as far as the budget goes
+    for sequence in running:  # each runs what it has left; only the last to join can have more than the budget
         count = min(num_left(sequence), budget)
         chunks.append((sequence, range(sequence.num_computed, sequence.num_computed + count)))
         budget -= count

@@ -1,9 +1,9 @@
 """A decode step in one call: record the calls of a step once, and replay them for every token.
 
-A kernel of a small decode step runs for a few microseconds, and Python takes as long to launch it: a GPU mostly waits.
+A kernel of a small decode step runs for a few microseconds, and Python takes longer to launch it: the GPU waits.
 But every step makes the same calls, as stage B's works on fixed memory. So note them once, with all arguments, and let
 one call make them all again: on a GPU, a CUDA graph. No Python is in it: an `if` took one branch for good. What changes
-must be in memory, as the token is, which a replay leaves for the next. The answers are those of stage B's loop.
+must be in memory, as the token is: a replay writes it where the next one reads it. The answers are stage B's loop's.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def replay(calls: list[tuple]) -> None:
     for function, args, kwargs, results in calls:
         for old, new in zip(tree_leaves(results), tree_leaves(function(*args, **kwargs)), strict=True):
             if old.data_ptr() != new.data_ptr():
-                old.copy_(new)  # where the calls behind this one look for it
-    made.clear()  # with a graph, the GPU makes these calls and Python does not
+                old.copy_(new)  # where the calls after this one look for it
+    made.clear()  # this stand-in has made them all; with a graph, none of them would come from Python
 
 
 def replayed_step(model: PreTrainedModel, token: torch.Tensor, cache: StaticCache) -> None:

@@ -2,7 +2,7 @@
 
 With a graph a step is one call, and still the GPU waits in every step: Python fetches the token, looks whether the
 answer has ended, and calls for the next step only then. But the next step reads the token where this one leaves it, and
-only Python does not know it yet. So launch first, and fetch the token while the step behind it runs:
+only Python does not know it yet. So launch first, and fetch the token while the step after it runs:
 
     IN_TURN   Python  [launch 1]         [fetch 1][launch 2]         [fetch 2][launch 3]
               GPU               [ run 1 ]                   [ run 2 ]                   [ run 3 ]
@@ -10,7 +10,7 @@ only Python does not know it yet. So launch first, and fetch the token while the
     AHEAD     Python  [launch 1][launch 2] [fetch 1][launch 3] [fetch 2][launch 4]
               GPU               [ run 1         ][ run 2           ][ run 3           ]
 
-The price: an end is seen one step late. The step behind it was for nothing, and its token is dropped.
+The price: an end is seen one step late. The step after it was for nothing, and its token is dropped.
 `python -m stage_f_graph_tp.overlap_loop` counts the steps launched ahead. The answers are those of the loop of graphs.
 On a CPU a thread with a queue stands in for the GPU and its stream; the order is the same, and no time is gained.
 """
@@ -45,7 +45,7 @@ def launch(model: PreTrainedModel, token: torch.Tensor, cache: StaticCache) -> C
     fetched, arrived = torch.empty(1, 1, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
     fetched.copy_(token, non_blocking=True)  # in the queue too, in front of the next step
     arrived.record()
-    return lambda: arrived.synchronize() or int(fetched)
+    return lambda: arrived.synchronize() or int(fetched)  # synchronize returns None
 
 
 @torch.inference_mode()

@@ -4,8 +4,8 @@ A decode step takes as long as reading its weights: with half of the bytes, half
 number of a row is stored as 127, so the *scale* of the row is `largest / 127`, and each other number as the nearest
 multiple of it. The row 0.31, -1.27, 0.02, 0.95 has the scale 0.01 and becomes 31, -127, 2, 95. No number is off by more
 than half a scale. And a product needs a scale only once per output: y = Σ (s q) x = s Σ q x.
-`python -m beyond.quantization.loop` prints the bytes of the matrices, and the first token that is not stage D's. With 8
-bits there is none, so it rounds to 3 bits, too (7 of the 255 values). (A CPU converts a matrix before each product.)
+`python -m beyond.quantization.loop` prints the bytes of the matrices (the tutor's are float32: a quarter is left) and
+the first token that is not stage D's. With 8 bits there is none; 3 bits (7 values) show that rounding can change one.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round a matrix to whole numbers, int8 `[rows, columns]`, and scales `[rows]`."""
     scales = weight.abs().amax(dim=1) / (2 ** (bits - 1) - 1)
     rounded = (weight / scales[:, None]).round().to(torch.int8)
-    assert ((rounded * scales[:, None] - weight).abs() < 0.501 * scales[:, None]).all()
+    assert ((rounded * scales[:, None] - weight).abs() < 0.501 * scales[:, None]).all()  # half, and float32's rounding
     return rounded, scales
 
 

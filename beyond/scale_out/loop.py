@@ -52,7 +52,7 @@ def generate(most_in_flight: int, pool: Pool, prompts: list[list[int]], eos_id: 
     ready, sent, schedule = [("A", sequences[::2]), ("B", sequences[1::2])], None, []
     while ready or sent:
         arrived, sent = sent, None
-        if ready and most_in_flight > (arrived is not None):
+        if ready and most_in_flight > (arrived is not None):  # what has arrived is in flight until it has run
             name, batch = ready.pop(0)
             sent = name, batch, run_first(first, batch)
         if arrived:

@@ -1,11 +1,11 @@
 """Speculation: guess the next tokens with a small model, and let the large one check all guesses in one pass.
 
 A pass for five tokens reads the weights once, as a pass for one does. So if the next four tokens were known, one pass
-would do for five. A model of one layer guesses them: *KV cache is*, behind a text that ends with *A*. A pass over *A KV
-cache is* says what follows each: *KV cache keeps …*. Two guesses are right, so there are three new tokens. A guess does
-not decide which token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. In
-other cases there is the standard rule (Leviathan et al., 2023): keep a guess with probability p / q, else sample from
-what p has more than q. Its answers differ, and are as probable. The program prints the passes per token for all three.
+would do for five. A model of one layer guesses them: after *A*, *KV cache is*. A pass over *A KV cache is* says what
+follows each: *KV cache keeps …*. Two guesses are right, so there are three new tokens. A guess does not decide which
+token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. In other cases there
+is the standard rule (Leviathan et al., 2023): keep a guess with probability p / q, else sample from what p has more
+than q. Its answers differ, distributed alike. Printed: the large model's passes per token.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ QUESTION, TEMPERATURE, SEED, NO_GUESSES, GUESSES = "What is a block table?", 1.5
 
 
 class Text(Sequence):
-    """A text with its keys and values in one model, all in one block: the slot of a token is its position."""
+    """A text with its keys and values in one model, in one block: slot = position. From `num_computed` on, none counts."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__([])
@@ -30,7 +30,7 @@ class Text(Sequence):
         take_blocks(self.pool, self, LONGEST)
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Run the tokens that have not run yet in one pass; returns the logits behind each, `[tokens, vocab]`."""
+        """Run the tokens that have not run yet in one pass; returns the logits after each, `[tokens, vocab]`."""
         span, self.ids, self.passes = range(self.num_computed, len(ids)), ids, self.passes + 1
         self.num_computed, positions = span.stop, torch.tensor(span)
         hidden = self.model(torch.tensor(ids[span.start :]), positions, self.pool, Step([(self, span)], positions))

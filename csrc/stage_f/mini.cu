@@ -19,7 +19,9 @@
 // `python -m stage_f_graph_tp.megakernel.mini` runs all three; by hand, in the repository's folder:
 //     nvcc -O3 -arch=sm_90 -DVERSION=3 -Icsrc -o mini csrc/stage_f/mini.cu && ./mini
 // Without a GPU it is a small model on the emulator (csrc/emulator/gpu.h), in which a wait that is missing shows.
-#include "stage_f/primitives.cuh"  // Word, flagged, publish, peek2; barriers, bulk copies; warp_sum, silu
+// A Word is 8 bytes, a value and a flag: `flagged` makes one, `publish` stores it for all blocks, `peek2` loads two
+// without waiting, `payload` is the value.
+#include "stage_f/primitives.cuh"  // and barriers, bulk copies, warp_sum, silu
 
 using namespace six_engines;
 using T = __nv_bfloat16;
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1) mlps_kernel(const Mlps m) {
     }
   }
 
-  // Where one copy of each vector is enough: a block publishes its part of an activation when it has received all of x,
+  // Why one copy of each vector is enough: a block publishes its part of an activation when it has received all of x,
   // and its part of x when it has received all of the activation. So who has received one of them knows that everyone
   // has read the other, and may overwrite it. (A block without a neuron or a row would break this.)
   uint32_t flag = m.launch * (kLayers + 1) + 1;  // never 0: that is what an unused word has

@@ -24,8 +24,9 @@ def generate_ahead(
 ) -> tuple[list[int], int]:
     """Generate with up to `most_ahead` steps in flight when another is launched.
 
-    `launch()` puts the next step into the device's queue and returns a function that waits for its token. No step is
-    launched whose token `max_tokens` rules out. When this returns, no step is in flight any more.
+    `first` is the token that the prefill chose. `launch()` puts the next step into the device's queue and returns a
+    function that waits for its token. No step is launched for a token beyond `max_tokens`. When this returns, no step
+    is in flight any more.
 
     Returns:
         The answer, from `first` to `eos_id` with it, and the number of steps that were launched and not needed.

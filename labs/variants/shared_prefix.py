@@ -1,9 +1,9 @@
 """A shared beginning: prompts that begin alike hold the same blocks for it, and run it once.
 
 Chats of one product all begin with the same system prompt. Its keys and values are the same in each of them, because a
-token's keys depend on nothing but the tokens before it. So a block table may name blocks that another sequence has
-filled. `python -m labs.variants.shared_prefix` answers five questions behind one system prompt, each with blocks of its
-own and with shared ones, and prints the blocks that were taken and the tokens that ran.
+token's keys depend on itself and the tokens before it, on nothing later. So a block table may name blocks that another
+sequence has filled. `python -m labs.variants.shared_prefix` answers five questions after one system prompt, each with
+blocks of its own and with shared ones, and prints the blocks that were taken and the tokens that ran.
 """
 
 from collections.abc import Callable

@@ -28,11 +28,11 @@ def by_arrival(waiting: deque[Sequence]) -> None:
 def by_length(waiting: deque[Sequence]) -> None:
     """Put those that wait into the order in which they shall join.
 
-    First those that have waited for `PATIENCE` steps or more (`sequence.waited`), the longest wait first; then the
-    others, the fewest tokens left to run first. Of equals, the one that was further in front stays in front. The deque
-    itself is changed: the scheduler keeps its name for it.
+    First those that have waited for `PATIENCE` steps or more in all (`sequence.waited`), the longest wait first; then
+    the others, the fewest tokens left to run first. Of equals, the one that was further in front stays in front. The
+    deque itself is changed: the scheduler keeps its name for it.
     """
-    in_order = sorted(waiting, key=lambda s: (-s.waited if s.waited >= PATIENCE else 0, num_left(s)))
+    in_order = sorted(waiting, key=lambda s: (0, -s.waited) if s.waited >= PATIENCE else (1, num_left(s)))
     waiting.clear()
     waiting.extend(in_order)
 

@@ -44,7 +44,7 @@ def main() -> None:
     layer = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval().model.layers[0]
     x = torch.randn(4, layer.mlp.gate_proj.in_features)
     torch.testing.assert_close(sliced_mlp(layer, x, 100), unfused_mlp(layer, x))
-    print(f"activations of a token at any time: {widest(layer, x, 10**6)} → {widest(layer, x, 100)}")
+    print(f"columns of the widest tensor: {widest(layer, x, 10**6)} → {widest(layer, x, 100)}")
 
 
 if __name__ == "__main__":

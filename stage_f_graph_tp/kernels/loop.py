@@ -57,8 +57,8 @@ def nine(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tupl
 
 
 def seven(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tuple) -> torch.Tensor:
-    attn, mlp, bias, x = layer.self_attn, layer.mlp, layer.self_attn.qkv_proj.bias, x + branch
-    raw = elementwise.Rows(x, layer.input_layernorm.eps)  # from these the kernel behind a product finds its scale
+    attn, mlp, bias, x = layer.self_attn, layer.mlp, layer.self_attn.qkv_proj.bias, x + branch  # added before
+    raw = elementwise.Rows(x, layer.input_layernorm.eps)  # from these the kernel after a product finds its scale
     qkv = launch("QKV", F.linear, x, attn.qkv_proj.weight).view(len(x), -1, attn.head_dim)
     query = launch("norm + rotate + store", elementwise.rotate_and_store, qkv, attn.num_heads, *place, None, raw, bias)
     x = launch("output + add", attn.o_proj, launch("attention", attend, query, *place[2]), x)

@@ -56,7 +56,7 @@ def keep_half(model: DecoderModel, rank: int) -> None:
         keep_rows(attention.qkv_proj, rank)
         keep_rows(mlp.gate_up_proj, rank)
         attention.o_proj, mlp.down_proj = SummedLinear(attention.o_proj, rank), SummedLinear(mlp.down_proj, rank)
-    model.config = replace(model.config, num_kv_heads=model.config.num_kv_heads // 2)
+    model.config = replace(model.config, num_kv_heads=model.config.num_kv_heads // 2)  # of which the pool is made
 
 
 def in_this_process(prompts: list[list[int]], eos_id: int, rank: int | None = None) -> Result:
