@@ -22,7 +22,7 @@ QUESTION, TEMPERATURE, SEED, NO_GUESSES, GUESSES = "What is a block table?", 1.5
 
 
 class Text(Sequence):
-    """A text with its keys and values in one model, in one block: slot = position. From `num_computed` on, none counts."""
+    """A text with its keys and values in one model, in one block: slot = position. Only `num_computed` count."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__([])
