@@ -37,7 +37,7 @@ RANKS = ("tests/test_stage_f_parallel.py", "tests/test_stage_f_workers.py")
 COMMANDS = (
     *RANKS,
     "-k",
-    "command or collective or started_again or travels or before_its_end or reports_it or one_rank",
+    "command or collective or starts_again or travels or before_its_end or reports_it or one_rank",
 )
 F, PARALLEL = "stage_f_graph_tp", "stage_f_graph_tp/tensor_parallel"
 # What is mutated, a file or one of its functions or classes, and the tests that should notice: arguments of pytest.
