@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -26,15 +27,13 @@ from stage_a_naive.loop import encode
 from stage_a_naive.tutor import TUTOR_PATH, read_faq
 
 MOST_TOKENS = 150
-Answers = Callable[[ModuleType, list[list[int]], int], list[list[int]]]  # (loop, prompts, eos_id) -> answers
 
 
-def one_by_one(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
-    return [loop.generate(hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
-
-
-def with_a_static_cache(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
-    return [loop.generate(loop.decode_step, hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
+def one_by_one(loop: ModuleType, prompts: list[list[int]], eos_id: int, *steps: str) -> list[list[int]]:
+    """Answers of a `generate` with transformers' model, which may take a step, and may return more than tokens."""
+    first = [getattr(loop, step) for step in steps]
+    found = [loop.generate(*first, hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
+    return [answer[0] if isinstance(answer, tuple) else answer for answer in found]
 
 
 def with_the_kernel(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
@@ -47,14 +46,6 @@ def with_the_kernel(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> 
 def in_blocks(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
     model = loop.load(loop.PagedAttention())
     return loop.generate(model, loop.Pool(model.config, 64, loop.BLOCK_SIZE), prompts, eos_id)
-
-
-def replayed(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
-    return [loop.generate(loop.replayed_step, hf_model(), prompt, eos_id, MOST_TOKENS) for prompt in prompts]
-
-
-def launched_ahead(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
-    return [loop.generate(loop.AHEAD, hf_model(), prompt, eos_id, MOST_TOKENS)[0] for prompt in prompts]
 
 
 def on_two_ranks(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
@@ -100,7 +91,8 @@ class Loop:
         path: of the program.
         most_lines: it has no more.
         idea, before: names in it. With the idea replaced by what was before, the number that it prints returns.
-        answers: runs it on prompts of token ids; None where it generates no tokens.
+        answers: the function above that runs it on prompts of token ids; "" where it generates no tokens.
+        steps: names in it that its `generate` takes first.
         own: modules that it may import beside those that every program may.
         compiles: it needs a C++ compiler.
         counts_calls: it prints how often PyTorch is called, which is not the same in every version.
@@ -113,7 +105,8 @@ class Loop:
     most_lines: int
     idea: str
     before: str
-    answers: Answers | None = None
+    answers: str = ""
+    steps: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     compiles: bool = False
     counts_calls: bool = False
@@ -122,63 +115,8 @@ class Loop:
     interpreted: bool = False
 
 
-KERNELS = ("elementwise", "fused_layers", "skinny_gemm")
 IN_CPP = "stage_f_graph_tp/megakernel/mini.py"  # runs csrc/stage_f/mini.cu; test_stage_f_mini.py reads its lesson
-LOOPS = [
-    Loop("stage_a_naive/cache.py", 50, "attend_cached", "attend_uncached"),
-    Loop("stage_a_naive/loop.py", 60, "generate", "generate_uncached", one_by_one),
-    Loop(
-        "stage_b_decode_step/loop.py",
-        90,
-        "compiled_step",
-        "decode_step",
-        with_a_static_cache,
-        compiles=True,
-        counts_calls=True,
-    ),
-    Loop(
-        "stage_c_fused_mlp/loop.py",
-        80,
-        "fused_mlp",
-        "unfused_mlp",
-        with_the_kernel,
-        own=("stage_c_fused_mlp.extension",),
-        compiles=True,
-        counts_calls=True,
-    ),
-    Loop("stage_d_paged/loop.py", 130, "BLOCK_SIZE", "LONGEST", in_blocks),
-    Loop("stage_e_batching/loop.py", 110, "generate", "generate_static", in_blocks),
-    Loop("stage_f_graph_tp/graphs_loop.py", 80, "replayed_step", "decode_step", replayed, counts_calls=True),
-    Loop("stage_f_graph_tp/overlap_loop.py", 80, "AHEAD", "IN_TURN", launched_ahead, grows=True),
-    Loop(
-        "stage_f_graph_tp/kernels/loop.py",
-        100,
-        "five",
-        "nine",
-        own=("triton", "triton.language", *(f"stage_f_graph_tp.kernels.{name}" for name in KERNELS)),
-        interpreted=True,
-    ),
-    Loop(
-        IN_CPP,
-        95,
-        "barriers_of_version_3",
-        "barriers_of_version_1",
-        own=("stage_c_fused_mlp.extension", "stage_c_fused_mlp.toolchain"),
-        compiles=True,
-    ),
-    Loop(
-        "stage_f_graph_tp/tensor_parallel/loop.py",
-        100,
-        "in_two_processes",
-        "in_this_process",
-        on_two_ranks,
-        engine="stage_f_graph_tp",
-    ),
-    Loop("beyond/quantization/loop.py", 70, "quantize", "keep"),
-    Loop("beyond/speculation/loop.py", 90, "GUESSES", "NO_GUESSES", with_guesses),
-    Loop("beyond/scale_out/loop.py", 80, "TWO_IN_FLIGHT", "ONE_IN_FLIGHT", in_two_stages),
-    Loop("beyond/serving/loop.py", 80, "AT_ONCE", "IN_TURN", streamed, engine="stage_e_batching", grows=True),
-]
+LOOPS = [Loop(**row) for row in tomllib.loads(Path(__file__).with_name("loops.toml").read_text("utf-8"))["loop"]]
 EVERY_LOOP = {*sys.stdlib_module_names, "torch", "transformers"}
 MODEL = {"stage_a_naive.tutor", *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights"))}
 each_loop = pytest.mark.parametrize(
@@ -200,21 +138,29 @@ def load(loop: Loop) -> ModuleType:
     return importlib.import_module(module_name(loop.path))
 
 
-@pytest.fixture(autouse=True)
-def once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that serves asks itself, and ends."""
-    monkeypatch.setattr(sys, "argv", ["loop.py", "--once"])
+@pytest.fixture
+def last_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Run a program, on request without its idea and on less work, and return the last line that it prints."""
 
+    def run(loop: Loop, is_without_idea: bool = False) -> str:
+        if loop.interpreted:
+            pytest.importorskip("triton")
+            change = f"loop.{loop.idea} = loop.{loop.before}" if is_without_idea else "pass"
+            code = f"import {module_name(loop.path)} as loop; {change}; loop.main()"
+            program = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+            return program.stdout.splitlines()[-1]
+        module = load(loop)
+        changes = {(sys, "argv"): ["loop.py", "--once"]}  # the program that serves asks itself, and ends
+        if is_without_idea:
+            changes[module, loop.idea] = getattr(module, loop.before)
+            if hasattr(module, "read_faq"):
+                changes[module, "read_faq"] = lambda: read_faq()[:6]
+        for (owner, name), value in changes.items():
+            monkeypatch.setattr(owner, name, value)
+        module.main()
+        return capsys.readouterr().out.splitlines()[-1]
 
-def last_line(loop: Loop, capsys: pytest.CaptureFixture, change: str = "pass") -> str:
-    """Run a program, if it needs a process of its own with a `change` of its module `loop`, and return its result."""
-    if loop.interpreted:
-        pytest.importorskip("triton")
-        code = f"import {module_name(loop.path)} as loop; {change}; loop.main()"
-        program = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        return program.stdout.splitlines()[-1]
-    load(loop).main()
-    return capsys.readouterr().out.splitlines()[-1]
+    return run
 
 
 def imported_modules(program: str) -> set[str]:
@@ -248,8 +194,8 @@ def test_a_program_fits_on_its_screens(loop: Loop) -> None:
 
 
 @each_loop
-def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, capsys: pytest.CaptureFixture) -> None:
-    line = last_line(loop, capsys)
+def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, last_line: Callable[..., str]) -> None:
+    line = last_line(loop)
     found = result(line)
     before, after = (float(re.match(r"[\d,.]+", found[way])[0].replace(",", "")) for way in ("before", "after"))
     assert before < after if loop.grows else 0 <= after < before
@@ -258,15 +204,8 @@ def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, capsys: pyte
 
 
 @each_loop
-def test_without_the_idea_the_number_is_what_it_was_before(
-    loop: Loop, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not loop.interpreted:
-        module = load(loop)
-        if hasattr(module, "read_faq"):  # on less work: what is compared is two runs of this program
-            monkeypatch.setattr(module, "read_faq", lambda: read_faq()[:6])
-        monkeypatch.setattr(module, loop.idea, getattr(module, loop.before))
-    found = result(last_line(loop, capsys, f"loop.{loop.idea} = loop.{loop.before}"))
+def test_without_the_idea_the_number_is_what_it_was_before(loop: Loop, last_line: Callable[..., str]) -> None:
+    found = result(last_line(loop, is_without_idea=True))
     assert found["after"] == found["before"]
 
 
@@ -278,7 +217,7 @@ def test_a_program_chooses_the_tokens_of_its_stage(loop: Loop) -> None:
     engine = importlib.import_module(package).LLM("tutor", device="cpu")
     params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
     expected = [output["token_ids"] for output in engine.generate(prompts, params, use_tqdm=False)]
-    assert loop.answers(load(loop), prompts, tokenizer.eos_token_id) == expected
+    assert globals()[loop.answers](load(loop), prompts, tokenizer.eos_token_id, *loop.steps) == expected
 
 
 def test_the_standard_rule_of_speculation_samples_by_the_probabilities_of_the_large_model() -> None:
