@@ -93,20 +93,21 @@ for name in sys.argv[1:]:
 """
 
 
-def test_their_imports_are_found_by_a_kernel_that_starts_in_their_folder():
+@each_notebook
+def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path):
     """As in JupyterLab, wherever it was started, and in VS Code: nothing but the stages is installed."""
-    modules: set[str] = set()
-    for path in run.notebooks():
-        for node in ast.walk(ast.parse("\n".join(cell.source for cell in code_cells(run.read(path))))):
+    modules: list[str] = []
+    for cell in code_cells(run.read(path)):
+        for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.ImportFrom):
-                modules.add(node.module.partition(".")[0])
+                modules.append(node.module.partition(".")[0])
             elif isinstance(node, ast.Import):
-                modules |= {alias.name.partition(".")[0] for alias in node.names}
-    others = sorted(name for name in modules if not name.startswith("stage_"))
+                modules += [alias.name.partition(".")[0] for alias in node.names]
+    others = [name for name in modules if not name.startswith("stage_")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command = [sys.executable, "-c", FIND, *others]
-    done = subprocess.run(command, cwd=run.FOLDER, env=environment, capture_output=True, text=True, check=False)
-    assert "try_it" in others and done.returncode == 0, done.stderr
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("folder", ["labs/notebooks", "labs", "."])
