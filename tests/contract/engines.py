@@ -14,6 +14,8 @@ from stand_ins import EagerRecorder
 
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
+from stage_f_graph_tp.cuda_graph import capture_sizes
+from stage_f_graph_tp.prefill_graphs import prefill_sizes
 
 MODEL = "random:qwen2-tiny"
 VOCAB = 4096
@@ -78,8 +80,9 @@ def row(
 
 
 def record(llm: NaiveLLM) -> None:
-    """Record steps of some sizes, as on a GPU."""
-    llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16, 64])
+    """Record steps of up to 8 sequences or 64 tokens, as on a GPU."""
+    seqs, tokens = min(8, llm.options.max_num_seqs), min(64, llm.options.max_num_batched_tokens)
+    llm.runner.capture(EagerRecorder(), capture_sizes(seqs), prefill_sizes(tokens))
 
 
 ALONE = ("one process", "exact")  # most rows
