@@ -46,7 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stage_d_paged/block_manager.py": ("tests/test_stage_d_block_manager.py", FUZZ),
     "stage_e_batching/scheduler.py": SCHEDULING,
     "stage_e_batching/queues.py": (*SCHEDULING, "tests/test_stage_e_interrupts.py"),
-    "stage_e_batching/engine.py": (*SCHEDULING, "tests/test_stage_e_calls.py", "tests/test_stage_e_engine.py"),
+    "stage_e_batching/engine.py": (*SCHEDULING, "tests/test_stage_e_calls.py", "tests/test_stage_e_interrupts.py"),
     "stage_e_batching/sampler/reference.py": (
         "tests/test_stage_e_sampler.py",
         "-k",
