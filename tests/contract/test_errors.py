@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from interrupts import fail_at_token
 
-from contract.engines import GREEDY, PROMPTS, ask, finish, forward_calls, ids
+from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids
 from stage_a_naive import SamplingParams
 
 READ_AS_IT_COMES = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop="zzz")
@@ -87,8 +87,9 @@ def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(engine, error, 
             raise error("wrote nothing")
 
     with engine.made(kvcache_block_size=4) as llm:
-        with forward_calls(llm, fail), pytest.raises(error, match="wrote nothing"):
+        with forward_calls(llm, fail), pytest.raises(error, match="wrote nothing") as caught:
             ask(llm, prompts)
+        assert held(llm) == NOTHING, f"although {caught.value!r} keeps the frames of the call alive"
         outputs = llm.generate(prompts, GREEDY, False)
         assert outputs[0]["metrics"]["num_cached_tokens"] == 0
     with engine.made(kvcache_block_size=4) as fresh:
