@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from os import PathLike
 from typing import Any
@@ -92,8 +92,8 @@ class LLM(Frontend):
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
         return runtime, ModelRunner(runtime, kv_cache, sampler)
 
-    def _scheduler(self) -> Scheduler:
-        return self.scheduler_class(
+    def _scheduler(self, make: Callable[..., Scheduler] | None = None) -> Scheduler:
+        return (make or self.scheduler_class)(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
             max_num_seqs=self.options.max_num_seqs,

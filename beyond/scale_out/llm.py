@@ -14,6 +14,8 @@ does with a step (`pipeline_runner.py`), and several batches in flight (`pipelin
 
 from __future__ import annotations
 
+from functools import partial
+
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
@@ -66,12 +68,4 @@ class LLM(stage_f.LLM):
         options = self.options
         if options.pipeline_parallel_size == 1:
             return super()._scheduler()
-        return PipelineScheduler(
-            num_micro_batches=options.batches_in_flight,
-            num_blocks=self.kv_cache.num_blocks,
-            block_size=self.kv_cache.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            enable_prefix_caching=options.enable_prefix_caching,
-            enable_chunked_prefill=options.enable_chunked_prefill,
-        )
+        return super()._scheduler(partial(PipelineScheduler, num_micro_batches=options.batches_in_flight))

@@ -28,6 +28,7 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine
 from stage_e_batching.llm import make_sampler
+from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.model_runner import GraphModelRunner
@@ -166,14 +167,5 @@ class LLM(stage_f.LLM):
             self._draft_with(drafting, drafting.make_pool(runner.kv_cache.num_blocks))
         return runtime, runner
 
-    def _scheduler(self) -> DraftScheduler:
-        options = self.options
-        return DraftScheduler(
-            max_rows=options.max_rows,
-            num_blocks=self.kv_cache.num_blocks,
-            block_size=self.kv_cache.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            enable_prefix_caching=options.enable_prefix_caching,
-            enable_chunked_prefill=options.enable_chunked_prefill,
-        )
+    def _scheduler(self) -> Scheduler:
+        return super()._scheduler(partial(DraftScheduler, max_rows=self.options.max_rows))
