@@ -147,3 +147,8 @@ def load_labs() -> dict[str, Lab]:
 
 def all_exercises() -> list[Exercise]:
     return [exercise for lab in load_labs().values() for exercise in lab.exercises]
+
+
+def exercise_of(identity: str) -> Exercise:
+    """The exercise with this id, in capitals or not."""
+    return next(exercise for exercise in all_exercises() if exercise.id == identity.upper())

@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 
 from labs import bodies
-from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, all_exercises, load_labs
+from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, exercise_of, load_labs
 from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
 from stage_a_naive.interrupts import run_command
@@ -59,7 +59,7 @@ def start(letter: str) -> None:
 
 def answer(exercise_id: str, source: str) -> None:
     """Put the function's body from a cell into the copy in `labs/work/`."""
-    exercise = _exercise(exercise_id)
+    exercise = exercise_of(exercise_id)
     file = exercise.copy_in(WORK)
     text, name = file.read_text(encoding="utf-8"), exercise.name.split(".")[-1]
     source = textwrap.dedent(source).strip("\n") + "\n"
@@ -93,10 +93,6 @@ def _python(*arguments: str, path: tuple[Path, ...] | list[Path] = (ROOT,)) -> N
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     print(done.stdout + done.stderr)
-
-
-def _exercise(exercise_id: str) -> Exercise:
-    return next(exercise for exercise in all_exercises() if exercise.id == exercise_id.upper())
 
 
 def cells_of(lab: Lab) -> list[tuple[str, str]]:

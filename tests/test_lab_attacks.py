@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from labs import batch, bodies, grade, sandbox
-from labs.exercises import load_labs
+from labs.exercises import exercise_of, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.report import Mark
 from tests.test_labs import ATTACKS as BODIES
@@ -74,7 +74,7 @@ def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path
 
 
 def test_what_an_answer_changed_is_named_and_put_back_for_the_next_test(tmp_path):
-    exercise = load_labs()["a"].exercises[3]
+    exercise = exercise_of("A.4")
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     once = f"""

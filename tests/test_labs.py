@@ -18,7 +18,7 @@ import pytest
 
 from labs import batch, bodies, grade, hint, native, pack, progress, recorder, sandbox, similarity, starter
 from labs.audit import find_forbidden
-from labs.exercises import LABS, ROOT, all_exercises, load_labs
+from labs.exercises import LABS, ROOT, all_exercises, exercise_of, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
@@ -172,7 +172,7 @@ def answers(kind: str, letter: str) -> list[dict[str, str]]:
 
 def write_answer(answer: dict[str, str], work: Path) -> None:
     """A submission of one file, in which the reference's function is changed."""
-    exercise = next(e for e in all_exercises() if e.id == answer["exercise"])
+    exercise = exercise_of(answer["exercise"])
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     body, file = text[span.start : span.end], exercise.copy_in(work)
@@ -354,7 +354,7 @@ def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
 @pytest.mark.parametrize("body", ATTACKS["right"])
 def test_the_audit_leaves_right_answers_alone(body):
     source = "def f(x, name):\n" + textwrap.indent(body, "    ")
-    assert find_forbidden(source, load_labs()["a"].exercises[1]) is None
+    assert find_forbidden(source, exercise_of("A.2")) is None
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_the_audit_leaves_right_answers_alone(body):
     ],
 )
 def test_a_module_that_the_file_has_imported_is_for_the_public_names_in_it(expression, said):
-    what, line = find_forbidden(f"def f(x):\n    return {expression}\n", load_labs()["a"].exercises[1])
+    what, line = find_forbidden(f"def f(x):\n    return {expression}\n", exercise_of("A.2"))
     assert what.startswith(said) and line == 2
 
 
@@ -447,11 +447,11 @@ def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path
 def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(done):
     program = """
 from labs import judge
-from labs.exercises import load_labs
+from labs.exercises import exercise_of
 from labs.submission import read_answer
 from stage_a_naive import penalties, sampling
 reference = sampling.apply_penalties
-judge.install(read_answer(load_labs()["a"].exercises[3], judge.Path(sys.argv[1])))
+judge.install(read_answer(exercise_of("A.4"), judge.Path(sys.argv[1])))
 assert sampling.apply_penalties is penalties.apply_penalties is not reference
 print(penalties.apply_penalties.__code__.co_filename)
 """
@@ -461,7 +461,7 @@ print(penalties.apply_penalties.__code__.co_filename)
 
 
 def test_hints_come_one_after_another(tmp_path):
-    exercise = load_labs()["d"].exercises[2]
+    exercise = exercise_of("D.3")
     assert hint.next_hints("d.3", tmp_path) == [exercise.hints[0]]
     for _ in exercise.hints:
         found = hint.next_hints("D.3", tmp_path)
@@ -532,9 +532,9 @@ def test_what_was_kept_aside_is_no_intruder(tmp_path):
 
 
 def test_progress_names_the_next_exercise_of_a_lab_that_was_begun(tmp_path):
-    assert "next: A.1" in progress.table(tmp_path)
+    assert "next: A.0" in progress.table(tmp_path)
     starter.write_starter(load_labs()["d"], tmp_path)
-    assert "next: D.1" in progress.table(tmp_path)
+    assert "next: D.0" in progress.table(tmp_path)
 
 
 @pytest.mark.parametrize("call", ['system("ls")', "#include <fstream>"])
@@ -548,7 +548,7 @@ def test_what_is_forbidden_in_cuda_is_named_with_its_line(call):
 @pytest.mark.parametrize("indent", ["", "    "])
 def test_what_is_forbidden_is_named_with_its_line(indent):
     source = "".join(f"{indent}{line}\n" for line in ("def f():", "    x = 1", "    import os"))
-    exercise = load_labs()["a"].exercises[0]
+    exercise = exercise_of("A.1")
     assert find_forbidden(source, exercise) == ("import of os", 3)
 
 
