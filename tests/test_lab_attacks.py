@@ -22,7 +22,8 @@ from tests.test_labs import ATTACKS as BODIES
 from tests.test_labs import submission
 
 WRONG = {  # lab A with nothing right in it
-    name: "return 0" for name in ("sample", "cut_off", "apply_penalties", "overlap", "generate", "_generate_one")
+    name: "return 0"
+    for name in ("generate_in_parts", "sample", "cut_off", "apply_penalties", "overlap", "generate", "_generate_one")
 }
 
 

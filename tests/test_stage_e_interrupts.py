@@ -29,8 +29,8 @@ LENGTHS = (5, 1, 9, 3, 7)  # of the prompts; together with the answers more than
 class ScoringRunner(FakeRunner):
     """The fake model, with log-probabilities that tell each position from every other."""
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        sampled = super().run(step)
+    def compute(self, step: ScheduledStep, on_device: int) -> Sampled:
+        sampled = super().compute(step, on_device)
         ends = [e.start + e.num_tokens for e in step if e.samples]
         logprobs = [{token: -float(end)} for token, end in zip(sampled.token_ids, ends, strict=True)]
         return Sampled(sampled.token_ids, logprobs)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -425,8 +426,11 @@ class Looks:
 
     def __init__(self) -> None:
         self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
+        self.others = set(threading.enumerate())  # other tests' engines are watched, too
 
     def __call__(self, connections: object, seconds: float) -> list:
+        if threading.current_thread() in self.others:
+            return wait(connections, seconds)
         self.begun.release()  # and the look before has ended
         self.allowed.acquire(timeout=SECONDS)
         return []
@@ -648,11 +652,12 @@ def test_ranks_of_one_machine_listen_on_the_loopback_address_only(two_ranks):
 
 
 def test_one_rank_has_no_group_no_process_and_no_port():
+    gc.collect()  # what other tests left
     before = children(), listening()
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
     ask(llm, [[1, 2, 3]])
     assert type(llm.runner) is GraphModelRunner
-    assert not dist.is_initialized() and (children(), listening()) == before
+    assert not dist.is_initialized() and children() == before[0] and listening() <= before[1]
     llm.close()
     llm.close()
 

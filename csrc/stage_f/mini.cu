@@ -19,9 +19,7 @@
 // `python -m stage_f_graph_tp.megakernel.mini` runs all three; by hand, in the repository's folder:
 //     nvcc -O3 -arch=sm_90 -DVERSION=3 -Icsrc -o mini csrc/stage_f/mini.cu && ./mini
 // Without a GPU it is a small model on the emulator (csrc/emulator/gpu.h), in which a wait that is missing shows.
-// A Word is 8 bytes, a value and a flag: `flagged` makes one, `publish` stores it for all blocks, `peek2` loads two
-// without waiting, `payload` is the value.
-#include "stage_f/primitives.cuh"  // and barriers, bulk copies, warp_sum, silu
+#include "stage_f/primitives.cuh"  // Word: 8 bytes, a value (payload) and its flag; publish stores one, peek2 loads two
 
 using namespace six_engines;
 using T = __nv_bfloat16;
