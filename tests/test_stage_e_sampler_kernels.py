@@ -39,6 +39,8 @@ for rows, vocab, dtype in {cases}:
         )
         for _ in range(rows)
     ]
+    params[0] = SamplingParams(temperature=1.5, top_p=0.95)  # flat: a nucleus of thousands, longer than the short list
+    params[2] = SamplingParams(temperature=1.0)  # without filters: chosen while the row is read, stretch by stretch
     counts = (torch.randint(0, 9, (rows, vocab)) * (torch.rand(rows, vocab) < 0.1)).to(torch.int16)
     smallest = np.finfo(np.float32).tiny
     temperatures = torch.tensor([min(max(p.temperature, smallest), 1e30) if p.temperature else 0.0 for p in params])
@@ -65,7 +67,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
     pytest.importorskip("triton")
-    cases = "[(4, 100, torch.float32), (3, 8192, torch.float32), (5, 20000, torch.bfloat16)]"
+    cases = "[(5, 100, torch.float32), (4, 8192, torch.float32), (6, 20000, torch.bfloat16)]"
     script = KERNEL_PARITY.format(device="cpu", cases=cases)
     done = subprocess.run(
         [sys.executable, "-c", script],
