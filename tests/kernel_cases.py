@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from stage_a_naive.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import QKNorm, RotaryEmbedding
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 F32, HALVES = torch.float32, (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, F32)
@@ -31,6 +36,20 @@ def interpreted(*cases: object) -> list:
 def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:
     """Run each case on a GPU, in each dtype."""
     return [case(values, CUDA, dtype, [pytest.mark.gpu]) for values in cases for dtype in dtypes]
+
+
+def assert_equal_in_the_interpreter(program: str) -> None:
+    """Run a program in Triton's interpreter, in a process of its own; it compares kernels and prints "equal"."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.split() == ["equal"], done.stderr[-2000:]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from kernel_cases import assert_equal_in_the_interpreter
 
 KERNEL_PARITY = """
 import random
@@ -62,23 +58,12 @@ for rows, vocab, dtype in {cases}:
     assert torch.equal(torch.cat(again).cpu(), fewer), "divided among other numbers of programs"
 print("equal")
 """
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
     pytest.importorskip("triton")
     cases = "[(5, 100, torch.float32), (4, 8192, torch.float32), (6, 20000, torch.bfloat16)]"
-    script = KERNEL_PARITY.format(device="cpu", cases=cases)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.split() == ["equal"], done.stderr[-2000:]
+    assert_equal_in_the_interpreter(KERNEL_PARITY.format(device="cpu", cases=cases))
 
 
 @pytest.mark.gpu

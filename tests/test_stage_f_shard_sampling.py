@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import assert_equal_in_the_interpreter
 from test_stage_f_parallel import CPU, F32, on_ranks
 
 from stage_a_naive.filters import SMALLEST
@@ -18,8 +14,6 @@ from stage_d_paged.layers import Embedding
 from stage_e_batching.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel import RankGroup, ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(("vocab", "ranks"), [(1000, 2), (1003, 4), (5, 4)])
@@ -108,17 +102,8 @@ print("equal")
 
 def test_the_kernels_choose_the_same_tokens_in_the_interpreter():
     pytest.importorskip("triton")
-    script = KERNEL_PARITY.format(device="cpu", cases="[(3, 8200, 2, torch.bfloat16), (6, 300, 3, torch.float32)]")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.split() == ["equal"], done.stderr[-2000:]
+    cases = "[(3, 8200, 2, torch.bfloat16), (6, 300, 3, torch.float32)]"
+    assert_equal_in_the_interpreter(KERNEL_PARITY.format(device="cpu", cases=cases))
 
 
 @pytest.mark.gpu

@@ -55,10 +55,8 @@ def generate(
             sequence.ids.append(token)
         for sequence in others:
             share(sequence, first, pool.block_size)
-        others, running = (
-            [],
-            [s for s, prompt in zip(sequences, prompts, strict=True) if goes_on(s, len(prompt), eos_id)],
-        )
+        others = []  # they have shared by now
+        running = [s for s, prompt in zip(sequences, prompts, strict=True) if goes_on(s, len(prompt), eos_id)]
     return [sequence.ids[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
