@@ -71,7 +71,7 @@ class PagedAttention:
         outputs = []
         for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
             k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))
-            mask = torch.ones(len(span), span.stop, dtype=torch.bool).tril(span.start)  # row i: up to span.start + i
+            mask = q.new_ones(len(span), span.stop, dtype=torch.bool).tril(span.start)  # row i: up to span.start + i
             out = scaled_dot_product_attention(q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True)
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
