@@ -5,7 +5,9 @@ It looks and changes nothing, and it works on a machine where half of everything
 
 from __future__ import annotations
 
-from stage_a_naive.interrupts import run_command  # before all other imports: from here on, Ctrl-C ends it quietly
+from stage_a_naive.entrypoints.interrupts import (
+    run_command,  # before all other imports: from here on, Ctrl-C ends it quietly
+)
 
 # isort: split
 import os

@@ -5,4 +5,4 @@ python -m benchmarks.micro              # list the studies of single kernels and
 python -m benchmarks.report             # the READMEs' tables and pictures, from the committed results files
 """
 
-import stage_a_naive.interrupts  # noqa: F401 (before all other imports: from here on, Ctrl-C ends a command)
+import stage_a_naive.entrypoints.interrupts  # noqa: F401 (before all other imports: from here on, Ctrl-C ends a command)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engines import ENGINES
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.layers import Embedding
 
 STAGES = {engine.name: engine for engine in ENGINES if engine.name in tuple("ABCDEF")}

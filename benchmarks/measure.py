@@ -20,8 +20,8 @@ from benchmarks.results import environment
 from benchmarks.timing import launch_seconds, launches_per_step, measure_ceilings
 from benchmarks.workloads import Call, Workload
 from stage_a_naive.chat import render_chat
-from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.outputs import synchronized_time
+from stage_a_naive.checkpoints.loading import load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.contract.outputs import synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
 PARITY_QUESTIONS = (

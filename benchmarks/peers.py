@@ -15,8 +15,15 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from stage_a_naive.checkpoints.loading import (
+    eos_token_ids,
+    load_hf_model,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    resolve,
+)
 from stage_a_naive.llm import LLM
-from stage_a_naive.loading import eos_token_ids, load_hf_model, load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.sampling import SamplingParams
 
 Prompts = Sequence[Sequence[int]]

@@ -24,7 +24,7 @@ from benchmarks.numbers import Numbers
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m benchmarks.micro` say how."]

@@ -28,8 +28,8 @@ from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, wr
 from benchmarks.tables import overview
 from benchmarks.worker import run_job
 from benchmarks.workloads import SIZES, make_workload, workload_names
-from stage_a_naive.interrupts import run_command
-from stage_a_naive.loading import DTYPES, resolve
+from stage_a_naive.checkpoints.loading import DTYPES, resolve
+from stage_a_naive.entrypoints.interrupts import run_command
 
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
 ROUND_SECONDS = {"cpu": 1.0, "gpu": 3.0, "tiny": 0.0}  # no further round of a workload begins after this long

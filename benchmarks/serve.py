@@ -34,7 +34,7 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 FIRST_ID, LAST_ID = 10, 1000  # token ids that every model has

@@ -9,8 +9,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.floor import Ceilings
+from stage_a_naive.contract.outputs import synchronized_time
 from stage_a_naive.floor import measure_copy_bandwidth
-from stage_a_naive.outputs import synchronized_time
 from stage_a_naive.sampling import SamplingParams
 
 Work = Callable[[], object]

@@ -4,4 +4,4 @@ Nothing is kept twice. `exercises.toml` lists functions of the stages; the start
 these bodies are missing, and the grader runs tests on what a learner put in their place.
 """
 
-import stage_a_naive.interrupts  # noqa: F401 (before all other imports: from here on, Ctrl-C ends a command)
+import stage_a_naive.entrypoints.interrupts  # noqa: F401 (before all other imports: from here on, Ctrl-C ends a command)

@@ -31,8 +31,8 @@ from labs import sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
-from stage_a_naive.errors import one_line
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.contract.errors import one_line
+from stage_a_naive.entrypoints.interrupts import run_command
 
 STUDENT_SECONDS = 1800.0
 UNPACKED_BYTES = 256 << 20  # that an archive may hold

@@ -31,7 +31,7 @@ from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
 from labs.starter import link_models
 from labs.submission import Unusable, changes_in_given_code, intruders, read_answer
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 PUBLIC_TESTS = LABS / "tests"
 SILENCE = 300.0  # seconds that the judge may need for its imports, and beyond a test's time

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from labs.exercises import WORK, all_exercises, load_labs
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 FILE = "hints.json"  # how many were given, by exercise
 

@@ -20,7 +20,7 @@ from labs import bodies
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, exercise_of, load_labs
 from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 FOLDER = LABS / "notebooks"
 SETUP = """REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it

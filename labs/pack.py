@@ -14,7 +14,7 @@ from pathlib import Path
 from labs import bodies
 from labs.exercises import LABS, Exercise, Lab, load_labs
 from labs.mutants import load_mutations
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 PACK, TEMPLATES = LABS / "pack", LABS / "templates"  # the templates are copied as they are
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from labs.exercises import WORK, load_labs
 from labs.report import Report
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 FILE = "progress.json"
 BAR = 20  # characters

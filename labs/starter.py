@@ -18,7 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 

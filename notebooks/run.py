@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 sys.path.insert(0, str(ROOT))
 
-from stage_a_naive.interrupts import end_at_once, run_command
+from stage_a_naive.entrypoints.interrupts import end_at_once, run_command
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, end_at_once)  # while the rest is imported

@@ -4,16 +4,16 @@ The words that every stage shares live here: sampling parameters, outputs, model
 and the command line.
 """
 
-from stage_a_naive.interrupts import end_at_once_if_a_command
+from stage_a_naive.entrypoints.interrupts import end_at_once_if_a_command
 
 end_at_once_if_a_command()  # before all other imports
 
-from stage_a_naive.lazy import import_when_used  # noqa: E402
+from stage_a_naive.entrypoints.lazy import import_when_used  # noqa: E402
 
 DEFINED_IN = {
     "LLM": "stage_a_naive.llm",
-    "GenerationOutput": "stage_a_naive.outputs",
-    "SamplingParams": "stage_a_naive.params",
+    "GenerationOutput": "stage_a_naive.contract.outputs",
+    "SamplingParams": "stage_a_naive.contract.params",
 }
 __all__ = list(DEFINED_IN)
 __getattr__ = import_when_used(__name__, DEFINED_IN)

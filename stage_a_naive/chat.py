@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.errors import one_line, shown
+from stage_a_naive.contract.errors import one_line, shown
 
 Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from stage_a_naive.outputs import Metrics, synchronized_time
+from stage_a_naive.contract.outputs import Metrics, synchronized_time
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage_a_naive.frontend import Frontend, OnText
-from stage_a_naive.loading import load_hf_model
-from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.progress import progress_bar
+from stage_a_naive.checkpoints.loading import load_hf_model
+from stage_a_naive.contract.logprobs import top_logprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
 

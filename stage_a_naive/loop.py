@@ -8,7 +8,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 QUESTION = "How do I build a mini vLLM inference loop from scratch? Answer in bullet points."
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stage_a_naive.errors import shown
-from stage_a_naive.filters import filter_logits
-from stage_a_naive.noise import gumbel_noise
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.contract.errors import shown
+from stage_a_naive.contract.filters import filter_logits
+from stage_a_naive.contract.noise import gumbel_noise
+from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.contract.penalties import apply_penalties
 
 if TYPE_CHECKING:
-    from stage_a_naive.outputs import Completion
+    from stage_a_naive.contract.outputs import Completion
 
 
 def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequence[int] | None = None) -> Tensor:

@@ -4,12 +4,12 @@ Static KV cache, buffers allocated once, pinned copies, end of sequence found la
 has a switch of its own.
 """
 
-from stage_a_naive.lazy import import_when_used
+from stage_a_naive.entrypoints.lazy import import_when_used
 
 DEFINED_IN = {
     "LLM": "stage_b_decode_step.llm",
-    "GenerationOutput": "stage_a_naive.outputs",
-    "SamplingParams": "stage_a_naive.params",
+    "GenerationOutput": "stage_a_naive.contract.outputs",
+    "SamplingParams": "stage_a_naive.contract.params",
 }
 __all__ = list(DEFINED_IN)
 __getattr__ = import_when_used(__name__, DEFINED_IN)

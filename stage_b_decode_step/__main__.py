@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import BooleanOptionalAction, _ArgumentGroup
 
-from stage_a_naive.cli import run
+from stage_a_naive.entrypoints.cli import run
 
 
 def add_options(group: _ArgumentGroup) -> None:

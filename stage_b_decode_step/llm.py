@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from stage_a_naive.frontend import OnText
+from stage_a_naive.contract.logprobs import top_logprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.contract.params import as_boolean, as_integer, check_field
+from stage_a_naive.entrypoints.frontend import OnText
+from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.llm import LLM as NaiveLLM
-from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.params import as_boolean, as_integer, check_field
-from stage_a_naive.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 from stage_b_decode_step.attention import ATTENTION_NAME, PREFILL_NAME, attention_and_matmul_settings
 from stage_b_decode_step.decode_step import DecodeStep, Step, compiled

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
 
 from stage_a_naive import loop as growing
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 POSITIONS = 256  # of the cache: enough for a prompt and its answer
 

@@ -4,12 +4,12 @@ C++ and CUDA sources in `csrc/stage_c/`, built once by `extension.py`, called th
 by `patch.py`. `layernorm_mlp.py` is the small first kernel.
 """
 
-from stage_a_naive.lazy import import_when_used
+from stage_a_naive.entrypoints.lazy import import_when_used
 
 DEFINED_IN = {
     "LLM": "stage_c_fused_mlp.llm",
-    "GenerationOutput": "stage_a_naive.outputs",
-    "SamplingParams": "stage_a_naive.params",
+    "GenerationOutput": "stage_a_naive.contract.outputs",
+    "SamplingParams": "stage_a_naive.contract.params",
     "FusedLayerNormMLP": "stage_c_fused_mlp.layernorm_mlp",
     "fused_ln_mlp": "stage_c_fused_mlp.layernorm_mlp",
     "fused_swiglu_mlp": "stage_c_fused_mlp.fused_mlp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import _ArgumentGroup
 
-from stage_a_naive.cli import run
+from stage_a_naive.entrypoints.cli import run
 from stage_b_decode_step.__main__ import add_options as add_stage_b_options
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 from stage_c_fused_mlp.toolchain import (
     STILL_WORKS,
     ExtensionError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.loading import pick_device, resolve
+from stage_a_naive.checkpoints.loading import pick_device, resolve
 from stage_b_decode_step.llm import LLM as DecodeStepLLM
 from stage_c_fused_mlp.fused_mlp import KERNELS, load_operators, why_unsupported
 from stage_c_fused_mlp.patch import PatchReport, replace_mlp_in_qwen

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import QUESTION, encode, generate
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_b_decode_step.loop import Calls
 from stage_c_fused_mlp.extension import load_extension
 

@@ -1,6 +1,6 @@
 """`python -m stage_d_paged`: run the paged engine from the command line."""
 
-from stage_a_naive.cli import run
+from stage_a_naive.entrypoints.cli import run
 from stage_d_paged.options import add_options
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from stage_a_naive.errors import ModelError
-from stage_a_naive.model_config import check_config, check_rope_type
+from stage_a_naive.checkpoints.model_config import check_config, check_rope_type
+from stage_a_naive.contract.errors import ModelError
 
 
 @dataclass(frozen=True)

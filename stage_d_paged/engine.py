@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from stage_a_naive.logprobs import top_logprobs
+from stage_a_naive.contract.logprobs import top_logprobs
 from stage_a_naive.sampling import choose_tokens
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stage_a_naive.memory import free_memory
+from stage_a_naive.checkpoints.memory import free_memory
 
 CPU_POOL_BYTES = 512 * 2**20
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.frontend import Frontend, OnText
-from stage_a_naive.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.progress import progress_bar
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.entrypoints.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.engine import News, StaticEngine
 from stage_d_paged.kv_cache import MemoryReport

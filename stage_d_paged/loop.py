@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stage_a_naive import loop as one_by_one
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import SafetensorsDirectory, WeightLoader

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self
 
-from stage_a_naive.params import as_boolean, as_integer, as_number, check_field
+from stage_a_naive.contract.params import as_boolean, as_integer, as_number, check_field
 
 OTHER_NAMES = {"use_cuda_graph": "CUDA graphs are on where there are any, and enforce_eager=True switches them off"}
 

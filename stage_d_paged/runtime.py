@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.loading import ModelSource
-from stage_a_naive.memory import check_room
+from stage_a_naive.checkpoints.loading import ModelSource
+from stage_a_naive.checkpoints.memory import check_room
 from stage_d_paged.attention import AttentionBackend, pick_backend
 from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig

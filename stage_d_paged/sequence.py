@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.contract.outputs import Completion, Request
 
 
 @dataclass(slots=True, eq=False)

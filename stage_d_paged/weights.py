@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage_a_naive.checkpoint import SafetensorsDirectory, TensorSource, WeightLoader
-from stage_a_naive.loading import ModelSource, random_tensor
+from stage_a_naive.checkpoints.checkpoint import SafetensorsDirectory, TensorSource, WeightLoader
+from stage_a_naive.checkpoints.loading import ModelSource, random_tensor
 
 __all__ = ["RandomWeights", "SafetensorsDirectory", "TensorSource", "WeightLoader", "tensor_source"]
 

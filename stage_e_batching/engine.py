@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.contract.outputs import Completion, Request
 from stage_e_batching.live_requests import LiveRequests
 from stage_e_batching.mailbox import Event, Mailbox
 from stage_e_batching.scheduler import Scheduler

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.frontend import Frontend, OnText, Prompts
-from stage_a_naive.outputs import GenerationOutput, Request
-from stage_a_naive.progress import progress_bar
+from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.entrypoints.frontend import Frontend, OnText, Prompts
+from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.engine import Engine

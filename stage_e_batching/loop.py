@@ -16,8 +16,8 @@ from collections import deque
 
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged import loop as static
 from stage_d_paged.loop import BLOCK_SIZE, LONGEST, PagedAttention, Pool, Sequence, load, release, run, take_blocks
 from stage_d_paged.model import DecoderModel

@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from stage_a_naive.outputs import GenerationOutput
+from stage_a_naive.contract.outputs import GenerationOutput
 from stage_e_batching.step import BatchSequence
 
 

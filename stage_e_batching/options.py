@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from stage_a_naive.params import as_integer, check_field
+from stage_a_naive.contract.params import as_integer, check_field
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.options import add_options as add_paged_options
 

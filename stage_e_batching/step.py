@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from stage_a_naive.outputs import GenerationOutput
+from stage_a_naive.contract.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
 
 

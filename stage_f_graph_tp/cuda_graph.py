@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.progress import progress_bar
+from stage_a_naive.entrypoints.progress import progress_bar
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import QUESTION, encode
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_b_decode_step.loop import decode_step, generate, prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import QUESTION, encode
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_b_decode_step import loop as one_by_one
 from stage_f_graph_tp.graphs_loop import DEVICE, replayed_step
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime

@@ -184,7 +184,7 @@ def pretended_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend
 @pytest.fixture
 def tutor_copy(tmp_path: Path) -> Path:
     """The embedded model in a directory that a test may break."""
-    from stage_a_naive.tutor import TUTOR_PATH  # here: most tests can do without it
+    from stage_a_naive.checkpoints.tutor import TUTOR_PATH  # here: most tests can do without it
 
     return Path(shutil.copytree(TUTOR_PATH, tmp_path / "model"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from stage_a_naive.noise import mix32
+from stage_a_naive.contract.noise import mix32
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_e_batching.sampler import SamplerInput

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler

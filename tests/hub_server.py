@@ -12,7 +12,7 @@ import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = (

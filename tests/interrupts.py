@@ -10,15 +10,15 @@ from types import FrameType
 
 import pytest
 
-from stage_a_naive.detokenize import IncrementalDecoder
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.detokenize import IncrementalDecoder
+from stage_a_naive.contract.outputs import Request
 from stage_e_batching.engine import Engine
 
 TRACED = (
     "stage_e_batching/",
     "stage_f_graph_tp/overlap.py",
     "stage_d_paged/",
-    "stage_a_naive/outputs.py",
+    "stage_a_naive/contract/outputs.py",
     "stage_a_naive/llm.py",
     "stage_b_decode_step/",
     "beyond/scale_out/",

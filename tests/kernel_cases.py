@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import QKNorm, RotaryEmbedding
 

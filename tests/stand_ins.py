@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 import stage_f_graph_tp
-from stage_a_naive.noise import mix32
+from stage_a_naive.contract.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.sampler.reference import sample_reference

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.floor import Ceilings, ModelCost, floors
 from benchmarks.workloads import SIZES, Call, make_workload, workload_names
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 
 pytestmark = pytest.mark.fast
 H200 = Ceilings(copy_bytes_per_s=4.28e12, matmul_operations_per_s=710e12)

@@ -13,7 +13,7 @@ from torch import Tensor
 from beyond.scale_out.links import Position
 from beyond.scale_out.pipeline_ranks import build_stage
 from beyond.scale_out.stages import replace_ends
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache

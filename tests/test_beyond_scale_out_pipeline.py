@@ -27,8 +27,8 @@ from beyond.scale_out.pipeline_ranks import PipelineJob, build_stage, build_stag
 from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
-from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.contract.errors import ModelError
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import pick_backend
 from stage_d_paged.config import ModelConfig

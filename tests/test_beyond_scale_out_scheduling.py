@@ -12,7 +12,7 @@ from fake_model import VOCAB, answer_alone, completion_of, make_request, run_all
 
 from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineSequence
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.waiting_order import Priority
 

@@ -15,7 +15,7 @@ from beyond.serving.async_llm import Stream
 from beyond.serving.defaults import in_words, sampling_defaults
 from beyond.serving.event_stream import EventStream
 from beyond.serving.protocol import Limits, parse_chat, parse_completion
-from stage_a_naive.errors import ModelError
+from stage_a_naive.contract.errors import ModelError
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.mailbox import Event, Token
 

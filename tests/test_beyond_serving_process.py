@@ -24,8 +24,8 @@ from beyond.serving.engine_process import EngineProcess
 from beyond.serving.metrics import engine_numbers
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
-from stage_a_naive.errors import EngineBroken
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.errors import EngineBroken
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.mailbox import Event, Token
 
@@ -236,7 +236,7 @@ def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):
     ("module", "argument", "code"),
     [
         ("beyond.serving.engine_process", "__import__('threading').ExceptHookArgs((ValueError, None, None, None))", 1),
-        ("stage_a_naive.interrupts", "2, None", 130),
+        ("stage_a_naive.entrypoints.interrupts", "2, None", 130),
     ],
 )
 def test_what_must_end_at_once_ends_although_nobody_reads_what_it_says(module, argument, code):

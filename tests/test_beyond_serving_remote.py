@@ -19,8 +19,8 @@ from beyond.serving.engine_loop import Call, EngineClosed, News
 from beyond.serving.metrics import engine_numbers
 from beyond.serving.piped_loop import PipedLoop, PipeInbox
 from beyond.serving.remote_engine import EngineDied, RemoteLoop
-from stage_a_naive.errors import EngineBroken
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.errors import EngineBroken
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event, Token

@@ -32,8 +32,8 @@ from beyond.speculation.runner import verification_sizes
 from beyond.speculation.scheduler import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
-from stage_a_naive.cli import performance_summary
-from stage_a_naive.presets import PRESETS
+from stage_a_naive.checkpoints.presets import PRESETS
+from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, load_runtime
 from stage_e_batching.engine import Sampled

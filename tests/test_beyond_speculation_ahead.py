@@ -25,7 +25,7 @@ from beyond.speculation.ahead_runner import AheadShape, is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.step_input import StepShape
 

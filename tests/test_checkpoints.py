@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stage_a_naive.loading import TUTOR_PATH, load_hf_model, random_tensor, resolve
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.loading import TUTOR_PATH, load_hf_model, random_tensor, resolve
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_a_naive.sampling import SamplingParams
 from stage_c_fused_mlp.patch import replace_mlp_in_qwen
 

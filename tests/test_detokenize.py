@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.detokenize import IncrementalDecoder, placeholder
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import decode_all
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.outputs import decode_all
 
 pytestmark = pytest.mark.fast
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ASK = ["-m", "stage_d_paged", "--device", "cpu", "--prompt", "What is prefill?", "--max-tokens", "8"]
 RESOLVE = """
 import json, sys
-from stage_a_naive.loading import ModelError, resolve
+from stage_a_naive.checkpoints.loading import ModelError, resolve
 for name in sys.argv[1:]:
     try:
         print(json.dumps([name, str(resolve(name).path)]))

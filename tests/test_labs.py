@@ -316,7 +316,7 @@ def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     mark = mark_of("A.5", work)
     line = text[: text.index("def overlap(")].count("\n") + 1
     assert mark.state == "failed" and mark.reason.startswith("the signature must stay as it is given: expected `def ")
-    assert mark.reason.endswith(f" (stage_a_naive/stop_strings.py:{line})")
+    assert mark.reason.endswith(f" (stage_a_naive/contract/stop_strings.py:{line})")
 
 
 def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path):
@@ -399,7 +399,9 @@ def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
 def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
     starter.write_starter(load_labs()["a"], tmp_path / "new")
     assert grade.main(["a", "--work", str(tmp_path / "new"), "--only", "A.5", "--show"]) == 1
-    assert capfd.readouterr().out == "A.5 not started: write overlap in labs/work/stage_a_naive/stop_strings.py\n"
+    assert (
+        capfd.readouterr().out == "A.5 not started: write overlap in labs/work/stage_a_naive/contract/stop_strings.py\n"
+    )
     work = submission(tmp_path / "wrong", "a", overlap="return (")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
     printed = capfd.readouterr()
@@ -449,7 +451,8 @@ def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(d
 from labs import judge
 from labs.exercises import exercise_of
 from labs.submission import read_answer
-from stage_a_naive import penalties, sampling
+from stage_a_naive import sampling
+from stage_a_naive.contract import penalties
 reference = sampling.apply_penalties
 judge.install(read_answer(exercise_of("A.4"), judge.Path(sys.argv[1])))
 assert sampling.apply_penalties is penalties.apply_penalties is not reference

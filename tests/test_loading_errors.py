@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
-from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import ModelSource, load_hf_model, resolve
+from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
+from stage_a_naive.contract.errors import ModelError
 from stage_b_decode_step.attention import ATTENTION_NAME
 from stage_d_paged import LLM as PagedLLM
 from stage_d_paged.options import EngineOptions

@@ -23,8 +23,8 @@ from benchmarks.excerpts import EXCERPT, excerpt
 from benchmarks.loops import PROGRAMS, idea, module_name, result
 from benchmarks.results import ROOT
 from stage_a_naive import SamplingParams
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 
 MOST_TOKENS = 150
 
@@ -118,7 +118,10 @@ class Loop:
 IN_CPP = "stage_f_graph_tp/megakernel/mini.py"  # runs csrc/stage_f/mini.cu; test_stage_f_mini.py reads its lesson
 LOOPS = [Loop(**row) for row in tomllib.loads(Path(__file__).with_name("loops.toml").read_text("utf-8"))["loop"]]
 EVERY_LOOP = {*sys.stdlib_module_names, "torch", "transformers"}
-MODEL = {"stage_a_naive.tutor", *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights"))}
+MODEL = {
+    "stage_a_naive.checkpoints.tutor",
+    *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights")),
+}
 each_loop = pytest.mark.parametrize(
     "loop",
     [pytest.param(loop, id=loop.path, marks=[pytest.mark.compiler] if loop.compiles else []) for loop in LOOPS],

@@ -14,8 +14,8 @@ import torch
 
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive import memory
-from stage_a_naive.loading import load_hf_model, resolve
+from stage_a_naive.checkpoints import memory
+from stage_a_naive.checkpoints.loading import load_hf_model, resolve
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import load_runtime
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
@@ -62,7 +62,7 @@ def test_a_model_is_loaded_where_its_weights_fit_exactly_and_refused_with_one_by
     free(needed)
     assert num_bytes(load(name, torch.bfloat16)) == needed
     free(needed - 1)
-    for source in ("stage_a_naive.loading.random_tensor", "stage_d_paged.weights.random_tensor"):
+    for source in ("stage_a_naive.checkpoints.loading.random_tensor", "stage_d_paged.weights.random_tensor"):
         monkeypatch.setattr(source, lambda *_: pytest.fail("a weight was made"))
     says = rf"the weights take {needed} bytes \(.* GiB, in .*\), and cpu has {needed - 1} bytes .* free; take a smaller"
     with pytest.raises(MemoryError, match=says):

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import render_chat
-from stage_a_naive.errors import PromptTooLong
-from stage_a_naive.prompts import check_text_length
+from stage_a_naive.contract.errors import PromptTooLong
+from stage_a_naive.contract.prompts import check_text_length
 
 pytestmark = pytest.mark.fast
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import beyond.quantization
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import quantize_matrix
-from stage_a_naive.errors import ModelError
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract.errors import ModelError
 
 CHAT = [{"role": "user", "content": "What is a KV cache?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -18,8 +18,8 @@ from beyond.quantization.layers import QuantizedPackedLinear, empty_model
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.ranks import QuantizedRowParallelLinear, build_quantized_shard
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.loading import resolve
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import choose_num_blocks
 

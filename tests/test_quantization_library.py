@@ -8,7 +8,7 @@ import torch
 import beyond.quantization
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import FORMATS, quantize_matrix
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install -e .[compare]")
 

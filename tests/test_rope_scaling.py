@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stage_a_naive import SamplingParams
-from stage_a_naive.errors import ModelError
+from stage_a_naive.contract.errors import ModelError
 
 PROMPT = [(i * 37 + 5) % 4000 + 1 for i in range(20)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stage_a_naive import LLM, SamplingParams, floor
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.contract.outputs import make_metrics
 from stage_a_naive.floor import ModelBytes, against_floor, cache_file, copy_bandwidth
-from stage_a_naive.outputs import make_metrics
-from stage_a_naive.presets import preset_config
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_a_copy_takes_time_and_so_has_a_bandwidth() -> None:
 
 
 def test_a_stage_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from stage_a_naive.cli import performance_summary
+    from stage_a_naive.entrypoints.cli import performance_summary
 
     llm = LLM("random:qwen2-tiny", device="cpu")
     [output] = llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), use_tqdm=False)

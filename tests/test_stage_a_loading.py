@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader
-from stage_a_naive.loading import (
+from stage_a_naive.checkpoints.checkpoint import SafetensorsDirectory, WeightLoader
+from stage_a_naive.checkpoints.loading import (
     TUTOR_PATH,
     ModelError,
     eos_token_ids,
@@ -25,7 +25,7 @@ from stage_a_naive.loading import (
     random_tensor,
     resolve,
 )
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
@@ -230,6 +230,6 @@ def test_a_gpu_on_which_no_kernel_would_run_is_refused(monkeypatch: pytest.Monke
 def test_without_the_tutors_files_a_clone_is_asked_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stage_a_naive.tutor.TUTOR_PATH", tmp_path / "models" / "tutor")
+    monkeypatch.setattr("stage_a_naive.checkpoints.tutor.TUTOR_PATH", tmp_path / "models" / "tutor")
     with pytest.raises(ModelError, match="need a clone of the repository"):
         resolve(name)

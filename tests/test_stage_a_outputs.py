@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from stage_a_naive.detokenize import placeholder
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.detokenize import placeholder
+from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 
 pytestmark = pytest.mark.fast

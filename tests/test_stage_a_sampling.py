@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stage_a_naive.filters import STEPS, cut_off, filter_logits, weights
-from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.noise import gumbel_from_bits, gumbel_noise
-from stage_a_naive.params import RULES, SamplingParams
-from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.contract.filters import STEPS, cut_off, filter_logits, weights
+from stage_a_naive.contract.logprobs import top_logprobs
+from stage_a_naive.contract.noise import gumbel_from_bits, gumbel_noise
+from stage_a_naive.contract.params import RULES, SamplingParams
+from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import sample
 
 pytestmark = pytest.mark.fast

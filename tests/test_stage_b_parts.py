@@ -9,7 +9,7 @@ from no_gpu import H200, PretendedDevice
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_b_decode_step.attention import attention_and_matmul_settings, grouped_sdpa, grouped_sdpa_for_prefill
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import stage_c_fused_mlp.llm as stage
-from stage_a_naive.loading import load_hf_model, resolve
+from stage_a_naive.checkpoints.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
 from stage_c_fused_mlp.patch import PatchError, parameter_bytes

@@ -11,7 +11,7 @@ from contract.engines import GREEDY, MODEL, NOTHING, PROMPTS, ask, held, listene
 from interrupts import interrupt_after
 
 from stage_a_naive import LLM as NaiveLLM
-from stage_a_naive.loading import TUTOR_PATH
+from stage_a_naive.checkpoints.loading import TUTOR_PATH
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
 from stage_d_paged.attention.flash import FlashAttention

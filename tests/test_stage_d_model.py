@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from stage_a_naive.loading import ModelSource, load_hf_model, resolve
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig

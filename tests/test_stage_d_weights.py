@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from stage_a_naive.loading import ModelError, ModelSource
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.loading import ModelError, ModelSource
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.options import EngineOptions

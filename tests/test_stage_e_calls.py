@@ -13,9 +13,9 @@ from contract.engines import ENGINES, GREEDY, Engine
 from fake_model import CountingRunner, make_engine, make_request
 
 import stage_e_batching
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Completion, Request
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.outputs import Completion, Request
+from stage_a_naive.contract.params import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_e_batching.mailbox import Mailbox, unread
 from stage_e_batching.step import BatchSequence, ScheduledStep

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupt_after
 
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Request
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.llm import serve

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupt_after
 
-from stage_a_naive.filters import cut_off, distances, weights
-from stage_a_naive.logprobs import top_logprobs
-from stage_a_naive.noise import mix32, noise_key
-from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.contract.filters import cut_off, distances, weights
+from stage_a_naive.contract.logprobs import top_logprobs
+from stage_a_naive.contract.noise import mix32, noise_key
+from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.sampler import logprobs as row_logprobs

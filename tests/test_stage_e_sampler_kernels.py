@@ -10,8 +10,8 @@ KERNEL_PARITY = """
 import random
 import numpy as np
 import torch
-from stage_a_naive.noise import mix32, noise_key
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.noise import mix32, noise_key
+from stage_a_naive.contract.params import SamplingParams
 from stage_e_batching.sampler import SamplerInput
 from stage_e_batching.sampler.kernels import RowChooser
 from stage_e_batching.sampler.reference import choose_tokens, count_tokens

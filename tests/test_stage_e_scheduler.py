@@ -12,7 +12,7 @@ import pytest
 from fake_model import CountingRunner, answer_alone, completion_of, make_engine, make_request, run_all
 
 from benchmarks.pictures import timeline
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import block_manager
 from stage_e_batching.llm import serve

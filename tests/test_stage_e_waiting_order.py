@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 from fake_model import completion_of
 
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
 from stage_e_batching.scheduler import LOOKAHEAD, Scheduler

@@ -17,7 +17,7 @@ BEGINNING = """
 import os, signal, sys, threading, time
 import stage_f_graph_tp
 from beyond import scale_out
-from stage_a_naive.errors import EngineBroken
+from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.sampling import SamplingParams
 
 OPTIONS = {"device": sys.argv[1], "num_kvcache_blocks": 64, "max_num_seqs": 4}

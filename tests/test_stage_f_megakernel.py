@@ -20,7 +20,7 @@ from decode_steps import (
     run,
 )
 
-from stage_a_naive.filters import SMALLEST
+from stage_a_naive.contract.filters import SMALLEST
 from stage_f_graph_tp.megakernel import Megakernel
 
 DEVICE = torch.device("cuda")

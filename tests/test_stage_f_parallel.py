@@ -23,7 +23,7 @@ from ranks import within_seconds
 from safetensors.torch import save_file
 
 import stage_f_graph_tp
-from stage_a_naive.loading import random_tensor, resolve
+from stage_a_naive.checkpoints.loading import random_tensor, resolve
 from stage_d_paged.attention import pick_backend
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.config import ModelConfig

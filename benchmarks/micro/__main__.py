@@ -13,7 +13,7 @@ from benchmarks import micro
 from benchmarks.engines import read_option
 from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
 from benchmarks.timing import measure_ceilings
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from benchmarks.micro import caption
 from benchmarks.text import grid, medians
 from benchmarks.timing import graph_seconds
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import time
 from benchmarks.micro import caption, one_thread
 from benchmarks.text import markdown, medians, number, times
 from benchmarks.workloads import Call, make_workload
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import LLM as StageD
 from stage_e_batching import LLM as StageE
 from stage_e_batching.scheduler import Scheduler

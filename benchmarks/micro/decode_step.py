@@ -19,7 +19,7 @@ from benchmarks.floor import ModelCost
 from benchmarks.micro import caption, timed
 from benchmarks.text import grid, markdown, medians, sections
 from benchmarks.timing import graph_seconds
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel

@@ -33,7 +33,7 @@ from benchmarks.serve import Answer, make_prompts, offer
 from benchmarks.text import markdown, number
 from beyond.serving.__main__ import STAGES
 from beyond.serving.engine_process import load_class
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_e_batching import LLM
 
 SERVERS = {"HTTP, one process": "benchmarks.one_process", "HTTP": "beyond.serving"}

@@ -15,7 +15,7 @@ from benchmarks.pictures.picture import Picture
 from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.text import markdown
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF

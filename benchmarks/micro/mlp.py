@@ -18,7 +18,7 @@ from benchmarks.micro import caption, device_name, timed
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Line, Picture, draw_lines, finish, new_panel
 from benchmarks.text import grid, medians, number
 from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators
 
 NEEDS_GPU = True

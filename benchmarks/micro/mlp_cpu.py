@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.micro import caption, one_thread, timed
 from benchmarks.micro.mlp import EPS, random_layer
 from benchmarks.text import grid
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
 
 MODELS = ("qwen2-tiny", "qwen2.5-0.5b", "qwen3-0.6b")

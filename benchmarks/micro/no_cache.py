@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator
 from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
 from stage_a_naive import LLM, SamplingParams
-from stage_a_naive.outputs import synchronized_time
+from stage_a_naive.contract.outputs import synchronized_time
 
 STEPS = 8  # decode steps per sample of `draw_phases`
 

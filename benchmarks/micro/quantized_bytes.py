@@ -15,8 +15,8 @@ from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.layers import empty_model
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.loading import resolve
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.kv_cache import blocks_that_fit
 from stage_d_paged.runtime import Runtime
 

@@ -16,7 +16,7 @@ from benchmarks.micro import caption
 from benchmarks.micro.quantized_quality import compare, load, logits_of, read_texts
 from benchmarks.text import markdown
 from beyond.quantization.formats import FORMATS, quantize_matrix
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 FORMAT_OF = {"int8": ("int8", None), "int8 / 128": ("int8", 128), "fp8": ("fp8", None)}  # name, group size
 

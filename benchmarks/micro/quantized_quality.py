@@ -20,8 +20,8 @@ from benchmarks.text import markdown, sections
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
 from stage_a_naive.chat import render_chat
-from stage_a_naive.loading import load_tokenizer, pick_device, pick_dtype, resolve
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
+from stage_a_naive.checkpoints.loading import load_tokenizer, pick_device, pick_dtype, resolve
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.runtime import Runtime
 

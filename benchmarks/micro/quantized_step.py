@@ -20,7 +20,7 @@ from beyond.quantization.kv_cache import QuantizedKVCache
 from beyond.quantization.layers import QuantizedMatrix
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.runtime import Runtime
 from stage_f_graph_tp.megakernel import choose_decode_step, most_rows
 

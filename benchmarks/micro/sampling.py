@@ -17,7 +17,7 @@ from benchmarks.micro import caption, with_engine
 from benchmarks.text import markdown, medians, number, times
 from benchmarks.timing import call_seconds
 from benchmarks.workloads import CHAT, make_workload
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 

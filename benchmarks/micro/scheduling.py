@@ -16,7 +16,7 @@ from benchmarks.micro.step_cost import null_engine
 from benchmarks.pictures import timeline
 from benchmarks.pictures.picture import Picture
 from benchmarks.text import markdown, times
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import scheduler as rules
 from stage_e_batching.step import BatchSequence

@@ -17,9 +17,9 @@ from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelL
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, Picture, finish, new_panels
 from benchmarks.text import markdown, medians, number
 from beyond.speculation import LLM
-from stage_a_naive.presets import preset_config
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.checkpoints.tutor import read_faq
 from stage_a_naive.sampling import SamplingParams
-from stage_a_naive.tutor import read_faq
 
 PAIR = ("random:qwen2.5-7b", "random:qwen2.5-0.5b")  # a large and a small model of one tokenizer
 DRAFTED, HALF = 4, 0.5  # tokens of the small model, and the share of them that is right, beside `RATE`

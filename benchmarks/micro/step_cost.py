@@ -16,8 +16,8 @@ import torch
 from benchmarks.micro import caption
 from benchmarks.text import markdown
 from benchmarks.timing import call_seconds
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Request
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Engine
 from stage_e_batching.sampler import SampledTokens, Sampler

@@ -10,7 +10,7 @@ import argparse
 from benchmarks.micro import coalescing
 from benchmarks.pictures import pages, quantization, shards, stage_d
 from benchmarks.results import ROOT
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 FIGURES = {
     "stage_c_fused_mlp/reads.png": coalescing.draw_reads,

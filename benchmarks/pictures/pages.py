@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas
 from stage_a_naive import SamplingParams
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.contract.outputs import Completion, Request
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
 

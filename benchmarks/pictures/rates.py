@@ -14,7 +14,7 @@ from benchmarks.pictures.picture import GREY, STAGES, Picture, finish, new_figur
 from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows
 from benchmarks.text import number, times
 from benchmarks.workloads import make_workload
-from stage_a_naive.loading import DTYPES, resolve
+from stage_a_naive.checkpoints.loading import DTYPES, resolve
 
 PEER_COLOUR = GREY  # engines of other projects
 PANELS = ((STEP, "one request", "for one request"), (LOAD, "many requests of all lengths", "under load"))

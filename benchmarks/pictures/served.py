@@ -15,7 +15,7 @@ from benchmarks.local_server import local_server
 from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_panel
 from benchmarks.results import ROOT
 from benchmarks.serve import Answer
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome") if find_spec("playwright") else ()
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: there is no page to be seen here

@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, draw_box, finish, new_figure, plain
-from stage_a_naive.checkpoint import TensorSource
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.checkpoint import TensorSource
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.tensor_parallel.sharding import ShardedWeightLoader, shard_config

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.pictures.picture import PALETTE, Picture, draw_bars, draw_box, finish, new_canvas, new_panels
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged import LLM
 from stage_d_paged.attention.decode_plan import plan_decode
 from stage_d_paged.config import ModelConfig

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from beyond.quantization.options import GROUP_SIZE, QuantizationOptions
-from stage_a_naive.checkpoint import LazyTensor, SafetensorsDirectory
-from stage_a_naive.config_classes import CONFIG_CLASSES
-from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import ModelSource, resolve
-from stage_a_naive.model_config import check_config, read_json_object
+from stage_a_naive.checkpoints.checkpoint import LazyTensor, SafetensorsDirectory
+from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
+from stage_a_naive.checkpoints.loading import ModelSource, resolve
+from stage_a_naive.checkpoints.model_config import check_config, read_json_object
+from stage_a_naive.contract.errors import ModelError
 
 STORAGE = ("int-quantized", "pack-quantized")
 # What is `weight` and `weight_scale` here, and what is not needed: the shape of a packed matrix follows from the file.

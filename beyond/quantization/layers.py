@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from beyond.quantization.formats import FORMATS, Quantized, dequantize_matrix, quantize_matrix
 from beyond.quantization.options import QuantizationOptions
-from stage_a_naive.checkpoint import check_finite
-from stage_a_naive.errors import ModelError
-from stage_a_naive.memory import check_room
+from stage_a_naive.checkpoints.checkpoint import check_finite
+from stage_a_naive.checkpoints.memory import check_room
+from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding, PackedLinear, ResidualLinear, RotaryEmbedding

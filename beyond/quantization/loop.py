@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.layers import PackedLinear, ResidualLinear
 from stage_d_paged.loop import BLOCK_SIZE, LONGEST, PagedAttention, Pool, generate, load
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from beyond.quantization.layers import QuantizedResidualLinear, empty_model
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel

@@ -13,7 +13,7 @@ from beyond.quantization.formats import FORMATS
 from beyond.quantization.kv_cache import QuantizedRuntime
 from beyond.quantization.layers import build_quantized_model
 from beyond.quantization.options import QuantizationOptions
-from stage_a_naive.loading import ModelSource
+from stage_a_naive.checkpoints.loading import ModelSource
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.fused_mlp import use_fused_mlp

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged import loop as whole
 from stage_d_paged.loop import LONGEST, PagedAttention, Pool, Sequence, Step, load, take_blocks
 

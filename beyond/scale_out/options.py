@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from stage_a_naive.params import as_integer, check_field
+from stage_a_naive.contract.params import as_integer, check_field
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 

@@ -19,8 +19,8 @@ from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
 from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
-from stage_a_naive.errors import ModelError
-from stage_a_naive.loading import resolve
+from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from beyond.serving.__main__ import STAGES, parse
 from beyond.serving.address import listen
-from stage_a_naive.errors import one_line
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.contract.errors import one_line
+from stage_a_naive.entrypoints.interrupts import run_command
 
 DEFAULTS_SECONDS = 60  # for the router's answer, which it has at once unless a machine is very busy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.outputs import Request
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep

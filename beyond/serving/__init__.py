@@ -1,6 +1,6 @@
 """Serving: an engine behind the API that every client knows, with metrics and a live view of its work."""
 
-from stage_a_naive.lazy import import_when_used
+from stage_a_naive.entrypoints.lazy import import_when_used
 
 DEFINED_IN = {"AsyncLLM": "beyond.serving.async_llm"}
 __all__ = list(DEFINED_IN)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from beyond.serving.address import listen
 from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
-from stage_a_naive.errors import one_line
-from stage_a_naive.interrupts import end_at_once
-from stage_a_naive.names import check_names
+from stage_a_naive.checkpoints.names import check_names
+from stage_a_naive.contract.errors import one_line
+from stage_a_naive.entrypoints.interrupts import end_at_once
 
 if TYPE_CHECKING:
     from beyond.serving.remote_engine import RemoteLLM

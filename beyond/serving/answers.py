@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
-from stage_a_naive.detokenize import IncrementalDecoder, placeholder
-from stage_a_naive.outputs import GenerationOutput
+from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.outputs import GenerationOutput
 from stage_e_batching.mailbox import Token
 
 MARK = "\0"  # where the text goes

@@ -21,8 +21,8 @@ from typing import cast
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
 from beyond.serving.metrics import RequestMetrics
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
-from stage_a_naive.frontend import Prompts
-from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.llm import LLM
 from stage_e_batching.mailbox import Event

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stage_a_naive.errors import ModelError
-from stage_a_naive.model_config import read_json_object
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.checkpoints.model_config import read_json_object
+from stage_a_naive.contract.errors import ModelError
+from stage_a_naive.contract.params import SamplingParams
 
 if TYPE_CHECKING:
-    from stage_a_naive.loading import ModelSource
+    from stage_a_naive.checkpoints.loading import ModelSource
 
 FILE = "generation_config.json"
 FIELDS = {  # of the file -> of `SamplingParams`

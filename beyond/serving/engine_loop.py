@@ -22,7 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event
 

@@ -83,7 +83,7 @@ def serve_engine(commands: Connection, news: Connection, ready: threading.Event)
     engine, options = commands.recv()
     from beyond.serving.piped_loop import PipedLoop  # here: PyTorch takes seconds, in which the other process may end
     from beyond.serving.wire import READY, REFUSED, About
-    from stage_a_naive.errors import one_line
+    from stage_a_naive.contract.errors import one_line
 
     try:
         llm = load_class(engine)(**options)

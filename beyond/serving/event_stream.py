@@ -19,7 +19,7 @@ from beyond.serving.answers import Answer, as_json
 from beyond.serving.async_llm import Stream
 from beyond.serving.http_errors import error_body
 from beyond.serving.sse import DONE, START, frame
-from stage_a_naive.outputs import GenerationOutput, Request
+from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_e_batching.mailbox import Event
 
 SEND_SECONDS = 60  # a client that takes in nothing for this long is treated as gone

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
-from stage_a_naive.errors import PromptTooLong
+from stage_a_naive.contract.errors import PromptTooLong
 
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
 

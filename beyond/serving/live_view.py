@@ -28,7 +28,7 @@ from beyond.serving.event_stream import ClientGone, unless_gone
 from beyond.serving.protocol import RequestError, check_fields
 from beyond.serving.sse import START, frame
 from beyond.serving.step_log import describe, watch
-from stage_a_naive.errors import shown
+from stage_a_naive.contract.errors import shown
 
 PAGE = Path(__file__).parent / "page"
 MEDIA_TYPES = {".svg": "image/svg+xml", ".html": "text/html", ".css": "text/css", ".js": "text/javascript"}

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from beyond.serving.engine_loop import Call
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event
 

@@ -21,7 +21,7 @@ import torch
 
 from beyond.serving.engine_loop import Call, EngineLoop, News
 from beyond.serving.wire import pack_news, pack_result
-from stage_a_naive.errors import EngineBroken
+from stage_a_naive.contract.errors import EngineBroken
 from stage_e_batching.engine import Engine
 
 

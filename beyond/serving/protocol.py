@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
-from stage_a_naive.errors import shown
-from stage_a_naive.params import SamplingParams, as_integer
+from stage_a_naive.contract.errors import shown
+from stage_a_naive.contract.params import SamplingParams, as_integer
 
 
 class RequestError(Exception):

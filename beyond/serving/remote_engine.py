@@ -22,9 +22,9 @@ from typing import Any
 from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_future
 from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
 from beyond.serving.wire import READY, RESULT, pack_commands, take_messages, unpack_event
-from stage_a_naive.errors import PromptTooLong, one_line
-from stage_a_naive.frontend import Frontend
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.errors import PromptTooLong, one_line
+from stage_a_naive.contract.outputs import Request
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_e_batching.engine import Engine
 from stage_e_batching.mailbox import Event
 

@@ -3,7 +3,7 @@
 import sys
 
 from beyond.speculation.options import add_options
-from stage_a_naive.cli import run
+from stage_a_naive.entrypoints.cli import run
 
 if __name__ == "__main__":
     sys.exit(run("beyond.speculation", "Beyond: speculative decoding on stage F's engine.", add_options))

@@ -20,9 +20,9 @@ from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, SpeculativeRunner
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.token_table import TokenTable
-from stage_a_naive.loading import ModelSource, resolve
-from stage_a_naive.outputs import Metrics
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.loading import ModelSource, resolve
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime

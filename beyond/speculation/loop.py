@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_d_paged.loop import LONGEST, PagedAttention, Pool, Sequence, Step, load, take_blocks
 from stage_d_paged.model import DecoderModel
 

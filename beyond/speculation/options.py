@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stage_a_naive.params import as_integer, check_field
+from stage_a_naive.contract.params import as_integer, check_field
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 

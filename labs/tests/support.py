@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.noise import gumbel_noise
-from stage_a_naive.outputs import Completion, Request
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.noise import gumbel_noise
+from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
 
 SEED_VARIABLE = "SIX_ENGINES_LAB_SEED"  # the environment variable with a student's seed for hidden tests

@@ -22,9 +22,10 @@ from labs.tests.support import (
     request_of,
 )
 from labs.variants import parts
-from stage_a_naive import chat, filters, loop, penalties, sampling, stop_strings
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive import chat, loop, sampling
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract import filters, penalties, stop_strings
+from stage_a_naive.contract.params import SamplingParams
 
 NEG = -math.inf
 

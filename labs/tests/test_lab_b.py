@@ -15,9 +15,9 @@ import stage_b_decode_step.static_cache as static_cache
 import stage_b_decode_step.token_log as token_log
 from labs.tests.support import check_whole_stage, completion_of, noisy_argmax, one_hot, student_random
 from labs.variants import one_cache
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.presets import preset_config
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract.params import SamplingParams
 from stage_b_decode_step import loop
 from stage_b_decode_step.decode_step import DecodeStep
 

@@ -22,7 +22,7 @@ from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of, student_random
 from labs.variants import shared_prefix
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import batch, block_manager, kv_cache, layers, model
 from stage_d_paged import loop as stage_loop
 from stage_d_paged.attention import AttentionMetadata

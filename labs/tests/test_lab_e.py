@@ -20,9 +20,9 @@ from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of
 from labs.variants import shortest_first
-from stage_a_naive.filters import cut_off, distances
-from stage_a_naive.loading import load_tokenizer, resolve
-from stage_a_naive.penalties import apply_penalties
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
+from stage_a_naive.contract.filters import cut_off, distances
+from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import loop as stage_loop
 from stage_e_batching.engine import Engine

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stage_b_decode_step.token_log as token_log
 import stage_f_graph_tp.llm as stage
 from labs.tests.support import check_whole_stage, completion_of
-from stage_a_naive.loading import resolve
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import block_manager, runtime
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.sequence import Sequence

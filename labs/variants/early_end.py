@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import QUESTION, encode
-from stage_a_naive.tutor import TUTOR_PATH
 from stage_b_decode_step import loop as one_by_one
 from stage_f_graph_tp.overlap_loop import DEVICE
 from stage_f_graph_tp.overlap_loop import launch as launch_step

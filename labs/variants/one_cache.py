@@ -8,8 +8,8 @@ first, with a cache each and with one cache, and says whether the answers are th
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_b_decode_step import loop
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stage_a_naive import loop
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 
 @torch.inference_mode()

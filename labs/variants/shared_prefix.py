@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from transformers import AutoTokenizer
 
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.loop import BLOCK_SIZE, PagedAttention, Pool, Sequence, load, run, take_blocks
 from stage_d_paged.model import DecoderModel
 

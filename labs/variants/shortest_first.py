@@ -12,8 +12,8 @@ from statistics import mean
 
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.loop import BLOCK_SIZE, PagedAttention, Pool, Sequence, load
 from stage_d_paged.model import DecoderModel
 from stage_e_batching.loop import NUM_BLOCKS, num_left, step

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_b_decode_step.loop import Calls
 from stage_c_fused_mlp.loop import unfused_mlp
 

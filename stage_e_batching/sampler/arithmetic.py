@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import stage_e_batching.sampler.rules as rules
-from stage_a_naive import filters
+from stage_a_naive.contract import filters
 
 WORDS = tl.constexpr(rules.WORDS)
 FLAGS, TOP_K, TOP_P, FARTHEST = (tl.constexpr(word) for word in (rules.FLAGS, rules.TOP_K, rules.TOP_P, rules.FARTHEST))

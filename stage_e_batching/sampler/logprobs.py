@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stage_a_naive.logprobs import likeliest
+from stage_a_naive.contract.logprobs import likeliest
 
 GROUP = 2**22  # logits at a time: as float32, as 64-bit keys and sorted they take some thirty bytes each
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage_a_naive.filters import distances, weights
-from stage_a_naive.noise import gumbel_from_bits, mix32
+from stage_a_naive.contract.filters import distances, weights
+from stage_a_naive.contract.noise import gumbel_from_bits, mix32
 from stage_e_batching.sampler.rules import (
     FARTHEST,
     FILTERED,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import checked_ids
 
 

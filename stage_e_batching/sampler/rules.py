@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from stage_a_naive import filters
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract import filters
+from stage_a_naive.contract.params import SamplingParams
 
 # What a row needs, the word FLAGS; 0 is greedy.
 RANDOM, FILTERED, PENALISED, LOGPROBS, REPLACED = 1, 2, 4, 8, 16

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.filters import HOTTEST, SMALLEST
-from stage_a_naive.noise import mix32
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.filters import HOTTEST, SMALLEST
+from stage_a_naive.contract.noise import mix32
+from stage_a_naive.contract.outputs import Request
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
 from stage_e_batching.sampler.reference import choose_tokens, count_tokens, penalised
 from stage_e_batching.sampler.replaced import choose_replaced

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_a_naive.tutor import TUTOR_PATH, read_faq
 from stage_d_paged.loop import BLOCK_SIZE, LONGEST, PagedAttention, Pool, generate, load
 from stage_d_paged.model import DecoderModel
 

@@ -23,8 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from stage_a_naive.filters import HOTTEST
-from stage_a_naive.noise import gumbel_from_bits, mix32
+from stage_a_naive.contract.filters import HOTTEST
+from stage_a_naive.contract.noise import gumbel_from_bits, mix32
 from stage_e_batching.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 

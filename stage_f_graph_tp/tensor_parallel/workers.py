@@ -40,7 +40,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed import TCPStore
 
-from stage_a_naive.errors import EngineBroken
+from stage_a_naive.contract.errors import EngineBroken
 from stage_f_graph_tp.tensor_parallel.rendezvous import START_SECONDS, Rendezvous, accept_workers
 
 SCRIPT = Path(__file__).with_name("worker_process.py")

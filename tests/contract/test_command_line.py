@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from contract.engines import PACKAGES, PAGED, options_class
-from stage_a_naive.cli import DEFAULT_PROMPTS, AddOptions, build_parser, default_prompt, run
-from stage_a_naive.presets import PRESETS
-from stage_a_naive.progress import progress_bar
-from stage_a_naive.tutor import is_known, nearest_questions, read_faq
+from stage_a_naive.checkpoints.presets import PRESETS
+from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq
+from stage_a_naive.entrypoints.cli import DEFAULT_PROMPTS, AddOptions, build_parser, default_prompt, run
+from stage_a_naive.entrypoints.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model", "random:qwen2-tiny", "--device", "cpu", "--raw", "--prompt", "abc", "--max-tokens", "3"]

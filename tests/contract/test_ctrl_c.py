@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stage_a_naive import interrupts
+from stage_a_naive.entrypoints import interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 # What Python imports when it starts: sends the signal when a module is looked for that only the command wants.

@@ -13,7 +13,7 @@ from interrupts import interrupt_after
 
 from contract.engines import NOTHING, PROMPTS, held
 from stage_a_naive import SamplingParams
-from stage_a_naive.errors import EngineBroken
+from stage_a_naive.contract.errors import EngineBroken
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from contract.engines import PAGED
-from stage_a_naive.loading import TUTOR_PATH
+from stage_a_naive.checkpoints.loading import TUTOR_PATH
 
 OPTIONS = "enforce_eager=True, tensor_parallel_size=1, max_model_len=512, max_num_seqs=4, gpu_memory_utilization=0.8"
 

@@ -6,7 +6,7 @@ import pytest
 
 from contract.engines import CHATS, GREEDY, PROMPTS, ask
 from stage_a_naive import SamplingParams
-from stage_a_naive.outputs import Metrics
+from stage_a_naive.contract.outputs import Metrics
 
 
 def test_an_output_has_every_field_and_its_metrics_agree(llm) -> None:

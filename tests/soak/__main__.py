@@ -21,7 +21,7 @@ from dataclasses import asdict
 
 from benchmarks.local_server import local_server
 from benchmarks.results import LOCAL, RESULTS, environment, write
-from stage_a_naive.interrupts import run_command
+from stage_a_naive.entrypoints.interrupts import run_command
 from stage_e_batching import LLM
 
 from .engine import Soak

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from stage_a_naive.outputs import Request
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM
 

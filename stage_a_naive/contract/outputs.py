@@ -15,9 +15,9 @@ from typing import Literal, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.detokenize import IncrementalDecoder, placeholder
-from stage_a_naive.params import SamplingParams
-from stage_a_naive.stop_strings import first_stop, num_held_back
+from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 
 FinishReason = Literal["stop", "length"]
 SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]

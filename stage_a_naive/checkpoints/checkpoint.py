@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stage_a_naive.errors import ModelError, one_line
-from stage_a_naive.model_config import read_json_object
+from stage_a_naive.checkpoints.model_config import read_json_object
+from stage_a_naive.contract.errors import ModelError, one_line
 
 FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 
 
 def apply_penalties(

@@ -145,7 +145,9 @@ PRESETS: dict[str, dict] = {
 
 def preset_config(preset: str) -> PretrainedConfig:
     """Build the configuration of a preset, a new one at each call, because configurations can be changed."""
-    from stage_a_naive.config_classes import CONFIG_CLASSES  # here: `--help` lists the presets before slow imports
+    from stage_a_naive.checkpoints.config_classes import (
+        CONFIG_CLASSES,  # here: `--help` lists the presets before slow imports
+    )
 
     values = deepcopy(PRESETS[preset])
     return CONFIG_CLASSES[values.pop("model_type")](**values)

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.errors import PromptTooLong, shown
-from stage_a_naive.params import as_integer
+from stage_a_naive.contract.errors import PromptTooLong, shown
+from stage_a_naive.contract.params import as_integer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = Prompt | Sequence[Prompt]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stage_a_naive.errors import ModelError, shown
-from stage_a_naive.presets import PRESETS
-from stage_a_naive.tutor import require_tutor
+from stage_a_naive.checkpoints.presets import PRESETS
+from stage_a_naive.checkpoints.tutor import require_tutor
+from stage_a_naive.contract.errors import ModelError, shown
 
 MODELS = "a model is 'tutor', 'random:<preset>', a directory, or a hub id 'owner/name'"
 DEVICES = ("auto", "cpu", "cuda")

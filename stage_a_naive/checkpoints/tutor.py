@@ -12,9 +12,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from stage_a_naive.errors import ModelError
+from stage_a_naive.contract.errors import ModelError
 
-TUTOR_PATH = Path(__file__).resolve().parent.parent / "models" / "tutor"
+TUTOR_PATH = Path(__file__).resolve().parents[2] / "models" / "tutor"
 SMALL_WORDS = re.compile(r"\b(a|an|the|is|are|of|do|does|what|please)\b|请|的|是|吗|呢")
 
 

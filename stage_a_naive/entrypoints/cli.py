@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stage_a_naive.errors import EngineBroken, one_line
-from stage_a_naive.interrupts import interrupts_end_the_process
-from stage_a_naive.names import check_names
-from stage_a_naive.presets import PRESETS
-from stage_a_naive.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
+from stage_a_naive.checkpoints.names import check_names
+from stage_a_naive.checkpoints.presets import PRESETS
+from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
+from stage_a_naive.contract.errors import EngineBroken, one_line
+from stage_a_naive.entrypoints.interrupts import interrupts_end_the_process
 
 if TYPE_CHECKING:
-    from stage_a_naive.frontend import Frontend
-    from stage_a_naive.outputs import GenerationOutput
+    from stage_a_naive.contract.outputs import GenerationOutput
+    from stage_a_naive.entrypoints.frontend import Frontend
 
 # The course's own question. The tutor knows both.
 DEFAULT_PROMPTS = {

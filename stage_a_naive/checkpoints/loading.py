@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from stage_a_naive import names
-from stage_a_naive.checkpoint import SafetensorsDirectory, WeightLoader, check_finite
-from stage_a_naive.errors import ModelError, one_line, shown
-from stage_a_naive.memory import check_room
-from stage_a_naive.model_config import read_config, read_json_object
-from stage_a_naive.params import as_integer
-from stage_a_naive.presets import preset_config
-from stage_a_naive.tutor import TUTOR_PATH
+from stage_a_naive.checkpoints import names
+from stage_a_naive.checkpoints.checkpoint import SafetensorsDirectory, WeightLoader, check_finite
+from stage_a_naive.checkpoints.memory import check_room
+from stage_a_naive.checkpoints.model_config import read_config, read_json_object
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract.errors import ModelError, one_line, shown
+from stage_a_naive.contract.params import as_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

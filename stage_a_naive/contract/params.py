@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stage_a_naive.errors import shown
+from stage_a_naive.contract.errors import shown
 
 
 @dataclass(frozen=True)

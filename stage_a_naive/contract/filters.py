@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from stage_a_naive.params import SamplingParams
+from stage_a_naive.contract.params import SamplingParams
 
 SMALLEST = torch.finfo(torch.float32).tiny  # a temperature that float32 cannot hold would be 0, and 0 / 0 no number
 HOTTEST = 1e30  # hotter, the noise alone decides, as it does here; but -inf / inf is no number

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from stage_a_naive.config_classes import CONFIG_CLASSES
-from stage_a_naive.errors import ModelError, one_line, shown
-from stage_a_naive.params import as_number
+from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
+from stage_a_naive.contract.errors import ModelError, one_line, shown
+from stage_a_naive.contract.params import as_number
 
 # The ways to stretch rotary embeddings that transformers has for these architectures, and the numbers that each needs.
 # Stages D to F have a model of their own, which knows fewer: see `stage_d_paged/config.py`.

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stage_a_naive.chat import Message, render_chats
-from stage_a_naive.errors import PromptTooLong, shown
-from stage_a_naive.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
-from stage_a_naive.outputs import GenerationOutput, Metrics, Request, SamplingFunction
-from stage_a_naive.params import SamplingParams, as_integer, as_number
-from stage_a_naive.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
+from stage_a_naive.contract.errors import PromptTooLong, shown
+from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
+from stage_a_naive.contract.params import SamplingParams, as_integer, as_number
+from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes

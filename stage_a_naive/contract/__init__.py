@@ -1,0 +1,1 @@
+"""What all six stages promise: prompts, parameters, outputs, errors, and how a token is chosen and becomes text."""
