@@ -9,6 +9,7 @@ The step's input travels in one copy (`step_input.py`), built with no loop over 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
-from stage_e_batching.engine import Sampled
 from stage_e_batching.model_runner import ModelRunner
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
@@ -83,17 +84,22 @@ class AsyncModelRunner(ModelRunner):
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=runtime.device)
         # Where recorded steps leave their logits, all of them at the same address; made when steps are recorded.
         self.logits = torch.empty(0, runtime.config.vocab_size, dtype=runtime.dtype, device=runtime.device)
+        self._last = InFlight(None)  # the step that was launched last
         pinned = runtime.device.type == "cuda"
         self._host_ids = [torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Run a step and wait for its tokens."""
-        return self.launch(step).wait()
 
     def launch(self, step: ScheduledStep) -> InFlight:
         """Launch a step's work and the copy of its tokens to the host."""
         self.admit(step)
-        return self.execute_step(*self.prepare(step)) if step.sequences else InFlight(None)
+        if not step.sequences:
+            return InFlight(None)
+        self._last = self.execute_step(*self.prepare(step))
+        return self._last
+
+    def forget(self) -> None:
+        """Wait for the step that was launched last, and drop it. If it fails as well, that was reported before."""
+        with suppress(Exception):
+            self._last.wait()
 
     def admit(self, step: ScheduledStep) -> None:
         """Record the admitted sequences and the block tables that have grown."""

@@ -27,7 +27,7 @@ from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.spans import Spans
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
-from stage_e_batching.engine import Sampled
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.async_runner import InFlight
@@ -165,7 +165,7 @@ class PipelineRunner(RankRunner):
             sampled = self._sample(self._unsampled.popleft())  # in here: an interrupt must not take a step away
         return self.watched(sampled)
 
-    def discard_in_flight(self) -> None:
+    def forget(self) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
         for _ in range(len(self._unsampled)):
             with suppress(Exception):  # what fails here was reported before, or will be at the next step
