@@ -24,7 +24,7 @@ from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage
 from labs.variants import early_end
-from stage_d_paged.layers import Embedding, ResidualLinear
+from stage_d_paged.layers import Embedding, Linear
 from stage_f_graph_tp import cuda_graph
 from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.kernels import rank_sum, skinny_gemm
@@ -225,7 +225,7 @@ class TestRowParallel:
 
         def work(group: ThreadGroup) -> Tensor:
             own = slice(group.rank * 8 // size, (group.rank + 1) * 8 // size)
-            columns = ResidualLinear(8 // size, 6, torch.float32, CPU)
+            columns = Linear(8 // size, {"o_proj": 6}, False, torch.float32, CPU)
             columns.weight.copy_(weight[:, own])
             return sharding.RowParallelLinear(columns, group)(x[:, own].contiguous(), residual.clone())
 
