@@ -16,9 +16,9 @@ from torch import Tensor
 
 from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.ahead_runner import AheadRunner
-from beyond.speculation.device_drafts import DeviceDrafts
-from beyond.speculation.host_drafts import HostDrafts, SpeculationCounters
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.runner import DraftBatch
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence

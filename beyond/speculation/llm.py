@@ -1,19 +1,19 @@
 """Stage F's engine with speculative decoding.
 
-    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (host_drafts.py)
+    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (drafts.py)
 
 Guesses come from earlier text (ngram.py) or from a small model (draft_model.py). Those from earlier text are made and
-checked on the device, a step ahead of the host (device_drafts.py, token_table.py).
+checked on the device, a step ahead of the host (ahead_drafts.py, token_table.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.ahead_runner import AheadRunner
-from beyond.speculation.device_drafts import DeviceDrafts
 from beyond.speculation.draft_model import ModelDrafter
-from beyond.speculation.host_drafts import HostDrafts, SpeculationCounters
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.runner import DraftBatch, SpeculativeRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from beyond.speculation.host_drafts import HostDrafts
+from beyond.speculation.drafts import HostDrafts
 from beyond.speculation.llm import LLM
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import ShrinkingBlockManager

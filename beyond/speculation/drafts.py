@@ -6,7 +6,7 @@ Guessing needs the last token, and stage F is a step ahead of it. So there are t
     a draft             stage E's: fetch what is in flight, guess, run the step, take in the tokens that were right
 
 The second kind leaves the GPU idle while the CPU works. On text that repeats nothing there are none of them. Where the
-device guesses there are none at all (`device_drafts.py`).
+device guesses there are none at all (`ahead_drafts.py`).
 
 A step verifies guesses g1, g2, … behind the last token t with rows t, g1, g2, …. Each row samples the token that
 follows it, by the same noise as ever. The token sampled in row t is certain; if it equals g1, then row g1 was computed

@@ -13,7 +13,7 @@ Who guesses is the host's decision, from the tokens that it knows: one token les
 
 from __future__ import annotations
 
-from beyond.speculation.host_drafts import Drafter, SpeculationCounters, promising, without_rows
+from beyond.speculation.drafts import Drafter, SpeculationCounters, promising, without_rows
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from stage_e_batching.parts import Sampled
