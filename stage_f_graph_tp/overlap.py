@@ -32,7 +32,8 @@ from typing import cast
 from stage_e_batching.engine import Engine, Sampled
 from stage_e_batching.queues import by_arrival
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_f_graph_tp.async_runner import AsyncModelRunner, InFlight
+from stage_f_graph_tp.head import InFlight
+from stage_f_graph_tp.runner import StepRunner
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +50,7 @@ class OverlappedEngine(Engine):
     """Stage E's engine, one step ahead of the tokens."""
 
     sequence_class = AheadSequence
-    runner: AsyncModelRunner
+    runner: StepRunner
     _running: tuple[ScheduledStep, InFlight] | None = None  # launched, its tokens not fetched yet
 
     def run_step(self) -> None:

@@ -26,7 +26,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
 from stage_d_paged.weights import TensorSource
-from stage_f_graph_tp.rank_runner import Job
+from stage_f_graph_tp.ranks import Job
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, build_sharded_model
 from stage_f_graph_tp.tensor_parallel.sharding import ShardedWeightLoader, VocabParallelEmbedding, shard_config
 
@@ -46,7 +46,7 @@ class QuantizedJob(Job):
 
 def build_quantized_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Build a worker's share of the engine; returns what executes rank 0's commands."""
-    return QuantizedJob(**json.loads(message)).build(rendezvous)[1].execute_command
+    return QuantizedJob(**json.loads(message)).build(rendezvous).execute_command
 
 
 def build_quantized_shard(

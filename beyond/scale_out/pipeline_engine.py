@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
 from stage_e_batching.engine import Sampled
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.async_runner import InFlight
+from stage_f_graph_tp.head import InFlight
 from stage_f_graph_tp.overlap import OverlappedEngine
 
 if TYPE_CHECKING:  # one rank needs no torch.distributed
-    from beyond.scale_out.pipeline_runner import PipelineRunner, Returning
+    from beyond.scale_out.stage_head import Returning
+    from stage_f_graph_tp.runner import StepRunner
 
 
 class PipelineEngine(OverlappedEngine):
@@ -27,7 +28,7 @@ class PipelineEngine(OverlappedEngine):
 
     sequence_class = PipelineSequence
     scheduler: PipelineScheduler
-    runner: PipelineRunner
+    runner: StepRunner
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,6 +72,6 @@ class PipelineEngine(OverlappedEngine):
         """Also discard the batches in flight: their tokens are invalid, like their blocks."""
         self._launched.clear()
         try:
-            self.runner.discard_in_flight()
+            self.runner.forget()
         finally:
             super()._recover()
