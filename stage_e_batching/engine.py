@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from itertools import repeat
 
 from stage_e_batching.counters import Counters
@@ -159,7 +160,9 @@ class Engine:
         if self._uncertain is not None:
             self._uncertain.replay()
             self._uncertain = None
-        self._launched.clear()
+        while self._launched:
+            with suppress(Exception):  # it may have failed as well; what it reports then is reported already
+                self._launched.popleft()[1].wait()
         for part in (self.runner, self.scheduler, self.drafts, self.trace):
             if part is not None:
                 part.forget()

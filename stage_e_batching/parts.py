@@ -36,7 +36,7 @@ class Runner(Protocol):
         ...
 
     def forget(self) -> None:
-        """Wait for what is under way, and drop it; at any moment, and twice."""
+        """Drop what is under way, also of a launch that broke off; at any moment, and twice."""
         ...
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from beyond.speculation.ahead_drafts import DeviceDrafts
-from beyond.speculation.ahead_runner import AheadRunner
+from beyond.speculation.device_drafts import AheadBatch, TableTokens
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
-from beyond.speculation.runner import DraftBatch
+from beyond.speculation.host_drafts import DraftBatch
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
@@ -28,6 +28,8 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.compose import compose_runner
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
 
 DRAFT = 4  # guesses of the device
@@ -125,7 +127,7 @@ class HashModel:
         return 1e6 * torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
 
 
-class HashRunner(AheadRunner):
+class HashRunner:
     """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
 
     def __init__(self, scheduler: DraftScheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
@@ -141,8 +143,11 @@ class HashRunner(AheadRunner):
         )
         options = GraphOptions(max_num_seqs=max_rows, max_num_batched_tokens=scheduler.max_num_batched_tokens)
         sampler = Sampler(max_rows, max_rows, VOCAB, longest, cpu)
-        super().__init__(runtime, None, sampler, options, DRAFT, TokenTable(max_rows, longest, DRAFT, cpu))
-        self.table.guess = partial(guess, self.table)
+        tokens = TableTokens(LastTokens(max_rows, cpu), TokenTable(max_rows, longest, DRAFT, cpu), block_size)
+        tokens.table.guess = partial(guess, tokens.table)
+        batch = AheadBatch(max_rows, longest, block_size, DRAFT, tokens, sampler)
+        self._runner = compose_runner(runtime, None, sampler, options, batch, tokens)
+        self.layers, self.forget = self._runner.layers, self._runner.forget
         self.steps: list[ScheduledStep] = []
         self.launched: list[LateTokens] = []
         self._fail_at = fail_at
@@ -150,7 +155,7 @@ class HashRunner(AheadRunner):
     def launch(self, step: ScheduledStep) -> LateTokens:
         self.steps.append(step)
         fails = len(self.steps) in self._fail_at
-        launched = super().launch(step)
+        launched = self._runner.launch(step)
         if fails and len(self.steps) % 2:
             raise RuntimeError("the device failed")
         self.launched.append(LateTokens(launched.wait(), fails))

@@ -23,7 +23,7 @@ from stage_e_batching.parts import Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.step_input import host_views
+from stage_f_graph_tp.step_input import TokenSource, host_views
 
 VOCAB = 61
 EOS = 0
@@ -149,7 +149,8 @@ class FakeRunner:
         shape = self.batch.shape_of(step)
         found = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)
         generated = self.batch.fill(step, found)
-        entries, on_device = list(step), shape.num_decodes
+        entries = list(step)
+        on_device = shape.num_decodes if shape.source == TokenSource.DEVICE else 0
         spans = [(e, range(e.start, e.start + e.num_tokens)) for e in entries]
         ends = list(accumulate(step.num_tokens))
         assert found.positions.tolist() == [i for _, span in spans for i in span]

@@ -16,14 +16,14 @@ from fake_model import completion_of, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import SHARING, forked_ranks
-from stand_ins import EagerRecorder, FakeMegakernel
+from stand_ins import EagerRecorder, forwards_of, with_megakernel
 
 import stage_e_batching
 import stage_f_graph_tp
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.ahead_runner import AheadRunner
+from beyond.speculation.device_drafts import TableTokens
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.llm import make_pools
@@ -39,7 +39,8 @@ from stage_d_paged.runtime import Runtime, load_runtime
 from stage_e_batching.calls import Calls
 from stage_e_batching.parts import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
-from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = SHARING
@@ -296,8 +297,8 @@ class Oracle(FinishedDrafts):
     def into(self, llm: LLM) -> None:
         """Guess for this engine, on the host and in the device's table."""
         llm.engine.drafts.drafter = self
-        if isinstance(llm.runner, AheadRunner):
-            llm.runner.table.guess = partial(self.guess, llm.runner.table)
+        if isinstance(tokens := llm.runner.layers.tokens, TableTokens):
+            tokens.table.guess = partial(self.guess, tokens.table)
 
 
 @pytest.fixture(scope="module")
@@ -439,9 +440,8 @@ def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(pl
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
     options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
     llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
-    fake = FakeMegakernel(llm)
-    llm.runner.use_megakernel(fake)
-    llm.runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
+    runner, fake = with_megakernel(llm)
+    runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=logprobs, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
     oracle = Oracle(expected, draft_tokens)
@@ -457,7 +457,9 @@ def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plai
 def test_switched_off_it_is_stage_f(plain):
     llm = LLM(MODEL, device="cpu", speculation="off", max_num_seqs=4, num_kvcache_blocks=64)
     assert ask(llm, PROMPTS, GREEDY) == ask(plain, PROMPTS, GREEDY)
-    assert type(llm.runner) is GraphModelRunner and len(llm.runner.last_tokens) == 4 + 1, "no batch slots for guesses"
+    assert type(llm.runner.batch) is InputBatch and llm.runner.layers.tokens.num_slots == 4, (
+        "no batch slots for guesses"
+    )
     assert llm.engine.counters.num_verifications == 0
 
 
@@ -739,9 +741,9 @@ def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
     llm = LLM("random:qwen2.5-0.5b", device="cuda", dtype="bfloat16", overlap=overlap, num_kvcache_blocks=64)
-    assert llm.runner.megakernel is not None
-    rows, launch = [], llm.runner.megakernel.launch
-    llm.runner.megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]
+    [megakernel] = forwards_of(llm.runner, MegakernelSteps)
+    rows, launch = [], megakernel.launch
+    megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]
     llm.engine.drafts.drafter.has_draft = lambda sequence: False
     llm.generate([[1, 2, 3]], GREEDY, False)
     assert rows == [1] * (GREEDY.max_tokens - 1)

@@ -20,14 +20,15 @@ from stand_ins import EagerRecorder
 import beyond.speculation
 import stage_e_batching
 from beyond.speculation import LLM
-from beyond.speculation.ahead_runner import AheadShape, is_ahead
+from beyond.speculation.device_drafts import is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
-from stage_f_graph_tp.step_input import StepShape
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
+from stage_f_graph_tp.step_input import StepShape, TokenSource
 
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -176,7 +177,8 @@ def calls_of_package(run: Callable[[], object]) -> int:
 def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request):
     for running in (1, 4):
         calls = make_calls(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
-        calls.engine.runner.table.enter = calls.engine.runner.table.resolve = None
+        table = calls.engine.runner.layers.tokens.table
+        table.enter = table.resolve = None
         for i in range(running):
             calls.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
         for _ in range(5):
@@ -231,9 +233,10 @@ def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(wrong_gues
 
 
 def test_no_graph_of_another_step_is_found_for_one_that_the_device_completes():
-    shape = StepShape(10, 10, 10, 4, 10, 1, 64)
-    assert AheadShape(*shape) not in {shape} and shape not in {AheadShape(*shape)}
-    assert AheadShape(*shape) in {AheadShape(*shape)}
+    graphs = {source: DecodeGraphs([10], 4, 64, 10, source) for source in TokenSource}
+    for source in TokenSource:
+        shape = StepShape(10, 10, 10, 4, 10, 1, 64, source)
+        assert [other for other in TokenSource if graphs[other].takes(shape)] == [source]
 
 
 def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():

@@ -26,8 +26,8 @@ from labs.tests.support import check_whole_stage
 from labs.variants import early_end
 from stage_d_paged.layers import Embedding, Linear
 from stage_f_graph_tp import cuda_graph
-from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.kernels import rank_sum, skinny_gemm
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
 
@@ -261,14 +261,16 @@ class TestVocabParallel:
 class TestKeep:
     @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0], [3]])
     def test_a_token_is_where_the_next_step_of_its_sequence_reads_it(self, slots):
-        runner = SimpleNamespace(last_tokens=torch.tensor([90, 91, 92, 93, 94]))
+        tokens = LastTokens(4, CPU)
+        tokens.by_slot.copy_(torch.arange(90, 95))
         ids = torch.arange(len(slots)) + 7
         inputs = SimpleNamespace(sample_slots=torch.tensor([*slots, 4]))  # and a row of padding
-        kept = AsyncModelRunner.keep(runner, ids, inputs, None)
+        kept = tokens.keep(ids, inputs, None)
         expected = [90, 91, 92, 93, 94]
         for slot, token in zip(slots, ids.tolist(), strict=True):
             expected[slot] = token
-        assert runner.last_tokens.tolist() == expected, f"slots {slots}: {expected}, got {runner.last_tokens.tolist()}"
+        found = tokens.by_slot.tolist()
+        assert found == expected, f"slots {slots}: {expected}, got {found}"
         assert kept.tolist() == ids.tolist(), "the host sees the same tokens"
 
 

@@ -275,9 +275,7 @@ class TestNextDepth:
         assert depth == batches, f"as many as before stay in flight, got {depth}"
         assert log == ["sample 0", "note 0"], f"the oldest is sampled, and the scheduler told; got {log}"
         assert launched[0][1] == "tokens of 0", "in flight from now on is what its sampling returned"
-        assert [step.number for step, _ in launched] == list(range(batches)), (
-            "it waits in the queue"
-        )
+        assert [step.number for step, _ in launched] == list(range(batches)), "it waits in the queue"
 
     def test_where_no_sequence_can_run_the_oldest_batch_is_sampled_early(self):
         depth, log, _ = asked(1, 3, ready=False)
