@@ -19,22 +19,22 @@ All graphs share one memory pool: they never run at the same time.
 from __future__ import annotations
 
 import gc
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stage_a_naive.entrypoints.progress import progress_bar
-from stage_f_graph_tp.step_input import StepInput, StepShape
-
-if TYPE_CHECKING:
-    from stage_f_graph_tp.async_runner import StepResult
+from stage_f_graph_tp.forward import StepOutput
+from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
 LARGEST_GRAPH = 512
+NOTHING = StepShape(0, 0, 0, 0, 0, 0, 0)  # of a step that is all padding
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -49,11 +49,12 @@ class Recorded:
     """Launches that can be repeated."""
 
     replay: Callable[[], object]
-    result: Any  # a `StepResult` of a decode step, or the final states `[tokens, hidden]` of one with prefill
+    result: StepOutput
 
 
-Body = Callable[[], "StepResult | Tensor"]
+Body = Callable[[], StepOutput]
 Recorder = Callable[[Body], Recorded]
+Compute = Callable[[StepInput[Tensor], StepShape], StepOutput]  # what is in front of the head: the layers
 
 
 class GraphRecorder:
@@ -81,10 +82,12 @@ class StepGraphs:
     """A recorded step for each of a few shapes.
 
     Args:
+        name: of the work that is recorded.
         shapes: ascending by size.
     """
 
-    def __init__(self, shapes: list[StepShape]) -> None:
+    def __init__(self, name: str, shapes: list[StepShape]) -> None:
+        self.name = name
         self.shapes = shapes
         self._recorded: dict[StepShape, Recorded] = {}
         self.num_bytes = 0  # device memory that the graphs took
@@ -97,34 +100,64 @@ class StepGraphs:
             self._recorded[shape] = record(body_of(shape))
         self.num_bytes = _used_bytes(device) - before
 
-    def find(self, shape: StepShape) -> Recorded | None:
-        """Return the recorded step of exactly this shape."""
-        return self._recorded.get(shape)
+    def record_steps(
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
+    ) -> str:
+        """Record every shape from the parts that run it without a graph; returns a line about what that took."""
+        start = time.perf_counter()
+        self.capture(record, lambda shape: self.body(shape, buffers, compute, head), device)
+        seconds, size = time.perf_counter() - start, self.num_bytes / 2**20
+        return f"CUDA graphs: {len(self.shapes)} for {self.name}, {size:.0f} MiB, {seconds:.1f} s"
+
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+        """Return what is recorded for a shape, on inputs that are all padding while it is recorded."""
+        raise NotImplementedError
+
+    @property
+    def is_recorded(self) -> bool:
+        return bool(self._recorded)
+
+
+def decode_shape(size: int, table_width: int, max_model_len: int, source: int = TokenSource.DEVICE) -> StepShape:
+    """Return the shape in which a decode step of this many rows is recorded."""
+    return StepShape(size, size, size, table_width, size, 1, max_model_len, source)
 
 
 class DecodeGraphs(StepGraphs):
-    """A recorded decode step for every capture size.
+    """A recorded decode step for every capture size: a forward for decodes, from the embedding to the sampled tokens.
 
     Args:
         sizes: batch sizes, ascending.
         table_width: columns of the block tables: what `max_model_len` takes.
         max_model_len: the longest context.
         padding_slot: the batch slot of padding rows.
+        source: where the decodes' tokens come from, a `TokenSource`; other steps are not taken.
+        name: of the steps.
     """
 
-    def __init__(self, sizes: list[int], table_width: int, max_model_len: int, padding_slot: int) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        table_width: int,
+        max_model_len: int,
+        padding_slot: int,
+        source: int = TokenSource.DEVICE,
+        name: str = "decode",
+    ) -> None:
         self._sizes = sizes
         self._padding_slot = padding_slot
-        super().__init__([StepShape(size, size, size, table_width, size, 1, max_model_len) for size in sizes])
+        self._source = source
+        super().__init__(name, [decode_shape(size, table_width, max_model_len, source) for size in sizes])
 
-    def padded(self, shape: StepShape) -> StepShape:
-        """Return the recorded shape that serves `shape`; `shape` itself where none does."""
-        if shape.num_decodes != shape.num_seqs or shape.num_seqs > self._sizes[-1]:
-            return shape
+    def takes(self, shape: StepShape) -> StepShape | None:
+        """Return the recorded shape that serves `shape`; None where none does."""
+        if shape.num_decodes != shape.num_seqs or shape.source != self._source or shape.num_seqs > self._sizes[-1]:
+            return None
         return self.shapes[bisect_left(self._sizes, shape.num_seqs)]
 
-    def pad(self, host: StepInput, count: int) -> None:
-        """Make all rows after the first `count` padding. The step fills in the others."""
+    def pad(self, host: StepInput, exact: StepShape) -> None:
+        """Make all rows after those of `exact` padding. The step fills in the others."""
+        count = exact.num_seqs
         host.input_ids[count:] = 0
         host.positions[count:] = 0
         host.slot_mapping[count:] = -1
@@ -137,6 +170,22 @@ class DecodeGraphs(StepGraphs):
         host.sampling.noise_keys[count:] = 0
         host.sampling.rules[count:] = 0
         host.block_tables[count:] = -1
+
+    def padding(self, buffers: StepBuffers, shape: StepShape) -> StepInput[Tensor]:
+        """Return an input of this shape on the device that is all padding, for a step to be recorded on."""
+        self.pad(buffers.next_host(shape), NOTHING)
+        return buffers.send(shape)
+
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+        """Return the decode step of this shape that is recorded: the layers, the LM head, the sampler."""
+        inputs = self.padding(buffers, shape)
+        return lambda: head.sample(compute(inputs, shape), inputs, shape)
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        """Replay a step."""
+        recorded = self._recorded[shape]
+        recorded.replay()
+        return recorded.result
 
 
 def _used_bytes(device: torch.device) -> int:

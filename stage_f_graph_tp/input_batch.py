@@ -1,8 +1,8 @@
 """From a scheduled step to the model's input, with no loop over tokens or decodes.
 
 What a request brings with it (its block table, its prompt's length) is kept in numpy tables with a row for each batch
-slot. A row is filled when a sequence is admitted, and written again only when the sequence gets a block. The rows of
-all decodes are gathered with whole-array operations, and a chunk of a prompt is a slice of each array; Python's part is
+slot. A row is written when a sequence is admitted, and again only when the sequence gets a block. The rows of all
+decodes are gathered with whole-array operations, and a chunk of a prompt is a slice of each array; Python's part is
 proportional to what changed.
 """
 
@@ -27,9 +27,9 @@ class InputBatch:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
         self._tables = np.full((max_num_seqs, self.max_blocks), -1, np.int32)
-        self._table_lens = [0] * max_num_seqs
         self._prompt_lens = np.zeros(max_num_seqs, np.int64)
         self._positions = np.arange(self.max_blocks * block_size)
 
@@ -37,13 +37,10 @@ class InputBatch:
         """Take over what the step changed: the admitted sequences, and the block tables that have grown."""
         for sequence in step.admitted:
             self._tables[sequence.batch_slot] = -1
-            self._table_lens[sequence.batch_slot] = 0
             self._prompt_lens[sequence.batch_slot] = sequence.num_prompt_tokens
         for sequence in step.grown:
-            row, table = sequence.batch_slot, sequence.block_table
-            filled = self._table_lens[row]
-            self._tables[row, filled : len(table)] = table[filled:]
-            self._table_lens[row] = len(table)
+            table = sequence.block_table
+            self._tables[sequence.batch_slot, : len(table)] = table
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
         """Return the sizes of a step's input. The table is as wide as the longest context needs, and no wider."""

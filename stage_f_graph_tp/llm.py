@@ -1,8 +1,8 @@
 """The engine with the CPU out of the loop, and more GPUs.
 
-    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (overlap.py)
-                      one graph replay, or eager with fused kernels           (model_runner.py, cuda_graph.py)
-                      on every rank                                           (rank_runner.py, tensor_parallel/)
+    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's ring)
+                      one graph replay, or eager with fused kernels           (runner.py, cuda_graph.py)
+                      on every rank                                           (ranks.py, tensor_parallel/)
 
 With one rank there is no process group, no NCCL and no other process.
 """
@@ -21,14 +21,15 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching import llm as stage_e
 from stage_e_batching.engine import Engine
+from stage_f_graph_tp.compose import compose_runner
+from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
-from stage_f_graph_tp.model_runner import GraphModelRunner
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.overlap import OverlappedEngine
+from stage_f_graph_tp.runner import StepRunner
 
 if TYPE_CHECKING:
-    from stage_f_graph_tp.rank_runner import Job, RankRunner
-    from stage_f_graph_tp.tensor_parallel import Build, Workers
+    from stage_f_graph_tp.ranks import Job, MakeBatch
+    from stage_f_graph_tp.tensor_parallel import Build
 
 
 class LLM(stage_e.LLM):
@@ -51,7 +52,7 @@ class LLM(stage_e.LLM):
 
     options_class = GraphOptions
     options: GraphOptions
-    runner: GraphModelRunner
+    runner: StepRunner
 
     def __init__(
         self,
@@ -62,51 +63,46 @@ class LLM(stage_e.LLM):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._end_workers: Callable[[], object] = lambda: None
+        self._end_ranks: Callable[[], object] | None = None  # end the workers, if there are any, and release the graphs
         try:
             super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         except BaseException:
-            self._end_workers()
+            if self._end_ranks is not None:
+                self._end_ranks()
             raise
 
-    @property
-    def engine_class(self) -> type[Engine]:
-        return OverlappedEngine if self.options.overlap else Engine
+    def _engine(self) -> Engine:
+        """The ring of stage E; with overlap, a step is launched before the tokens of the last one are fetched."""
+        depth = 1 if self.options.overlap else 0
+        return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 
-    def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         if self.options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
         patch = partial(choose_layers, fused=self.options.fused)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=patch)
         sampler = stage_e.make_sampler(runtime, self.options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
-        return runtime, GraphModelRunner(runtime, kv_cache, sampler, self.options)
+        return runtime, compose_runner(runtime, kv_cache, sampler, self.options)
 
-    def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
-        from stage_f_graph_tp.rank_runner import Job, build_worker  # here: one rank needs no torch.distributed
+    def _build_ranks(self, seed: int) -> tuple[Runtime, StepRunner]:
+        from stage_f_graph_tp.ranks import Job, build_worker  # here: one rank needs no torch.distributed
 
         job = Job.of(self.source.name, self.device, self.dtype, seed, self.options)
         return self._start_ranks(job, build_worker)
 
-    def _start_ranks(self, job: Job, build_worker: Build) -> tuple[Runtime, GraphModelRunner]:
-        from stage_f_graph_tp.rank_runner import build_ranks
+    def _start_ranks(self, job: Job, build_worker: Build, batch: MakeBatch = InputBatch) -> tuple[Runtime, StepRunner]:
+        from stage_f_graph_tp.ranks import build_ranks, end_ranks
 
-        runtime, runner = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker)
-        self.device = runtime.device
-        assert runner.workers is not None  # this is rank 0
+        rank = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker, batch)
+        self.device = rank.runtime.device
+        workers = rank.ranks.workers
+        assert workers is not None  # this is rank 0
         # Called by close(), and also when the engine is dropped or the program ends without it.
-        self._end_workers = weakref.finalize(self, end_ranks, runner.workers, weakref.ref(runner))
-        return runtime, runner
+        self._end_ranks = weakref.finalize(self, end_ranks, workers, rank.groups, weakref.ref(rank.runner))
+        return rank.runtime, rank.runner
 
     def close(self) -> None:
-        """End the workers, if there are any, and close the trace file. A second call does nothing."""
+        """End the workers, if there are any, release the graphs and close the trace file; a second time do nothing."""
         super().close()
-        self._end_workers()
-        self.runner.release()
-
-
-def end_ranks(workers: Workers, runner: weakref.ref[RankRunner]) -> None:
-    """End the workers and release the graphs, in this order; a runner that has been collected has none."""
-    workers.close()
-    if (left := runner()) is not None:
-        left.release()
+        (self._end_ranks or self.runner.release)()

@@ -13,58 +13,96 @@ may be waiting for that call, so whatever is the same in every step is made once
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stage_d_paged.kv_cache import KVCache
+from stage_e_batching.sampler import RANDOM
+from stage_f_graph_tp.cuda_graph import Compute, DecodeGraphs, Recorder
+from stage_f_graph_tp.forward import StepOutput
+from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.megakernel import Megakernel, most_rows
-from stage_f_graph_tp.step_input import StepInput, StepShape
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
 
-class StepOutput(NamedTuple):
-    """A step's results. What is on the host may be read once the event `arrived` has happened."""
+class Launch(NamedTuple):
+    """Where a launch leaves its results. What is on the host may be read once the event `arrived` has happened."""
 
     logits: Tensor  # float32 [rows, vocab], on the device
-    result: Tensor  # int64 [rows + 1], on the host: the next two together
-    ids: Tensor  # int64 [rows]: the tokens
-    failure: Tensor  # int64 []: for `Megakernel.check`
+    result: Tensor  # int64 [rows + 1], on the host: the tokens, and the word that says whether they are valid
     arrived: torch.cuda.Event | None  # None on a CPU
+    sampled: StepOutput  # with the kernel's own tokens, those of rows that ask for a temperature at most
+    scored: StepOutput  # with the logits alone
 
 
 class MegakernelSteps:
-    """Launches decode steps of the megakernel, of up to `most_rows` requests. At most two may be under way.
+    """A forward for decodes of a few requests: one launch. At most two may be under way.
+
+    The kernel's own tokens are those of requests that ask for nothing but a temperature. For others the sampler runs
+    behind it, by a graph where it was recorded.
 
     Args:
         kernel: the model's megakernel.
         kv_cache: the pool of keys and values.
-        last_tokens: int64 [batch slots], each slot's last sampled token.
+        tokens: each batch slot's last sampled token.
+        table_width, max_model_len: as of `DecodeGraphs`.
     """
 
-    def __init__(self, kernel: Megakernel, kv_cache: KVCache, last_tokens: Tensor) -> None:
-        self.kernel, self.most_rows = kernel, most_rows(kernel.config)
-        self._kv_cache, self._last_tokens = kv_cache, last_tokens
+    def __init__(
+        self, kernel: Megakernel, kv_cache: KVCache, tokens: LastTokens, table_width: int, max_model_len: int
+    ) -> None:
+        self.kernel, self.most_rows = kernel, min(most_rows(kernel.config), tokens.num_slots)
+        self._kv_cache, self._last_tokens = kv_cache, tokens.by_slot
+        sizes = list(range(1, self.most_rows + 1))
+        name = "the sampler behind the megakernel"
+        self._samplers = DecodeGraphs(sizes, table_width, max_model_len, tokens.num_slots, name=name)
         self._logits = kernel.make_logits(self.most_rows)  # of every step
         # By number of rows, and twice, used in turn: while a step runs, the host reads the tokens of the one before.
-        self._outputs = [self._make_outputs() for _ in range(2)]
+        self._launches = [self._make_launches() for _ in range(2)]
 
-    def _make_outputs(self) -> dict[int, StepOutput]:
+    def _make_launches(self) -> dict[int, Launch]:
         arrived = torch.cuda.Event() if self._logits.is_cuda else None
-        outputs = {}
+        launches = {}
         for rows in range(1, self.most_rows + 1):
-            result = self.kernel.make_result(rows)
-            outputs[rows] = StepOutput(self._logits[:rows], result, result[:-1], result[-1], arrived)
-        return outputs
+            logits, result = self._logits[:rows], self.kernel.make_result(rows)
+            ids, check = result[:-1], partial(self._check, result[-1], arrived)
+            sampled = StepOutput(logits=logits, ids=ids, kept=ids, check=check, is_on_host=True)
+            launches[rows] = Launch(logits, result, arrived, sampled, StepOutput(logits=logits, check=check))
+        return launches
 
-    def takes(self, shape: StepShape) -> bool:
-        """Whether a step of this shape can be one launch."""
-        return shape.num_decodes == shape.num_seqs <= self.most_rows
+    def _check(self, failure: Tensor, arrived: torch.cuda.Event | None) -> None:
+        """Wait for a step: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
+        if arrived is not None:
+            arrived.synchronize()
+        self.kernel.check(failure)
 
-    def launch(self, rows: int, inputs: StepInput) -> StepOutput:
+    def takes(self, shape: StepShape) -> StepShape | None:
+        """Take steps of a few decodes whose tokens are on the device, as they are."""
+        few = shape.num_decodes == shape.num_seqs <= self.most_rows
+        return shape if few and shape.source == TokenSource.DEVICE else None
+
+    def pad(self, host: StepInput, exact: StepShape) -> None:
+        """Leave the input alone: it has no padding."""
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        """Launch a step."""
+        launch = self.launch(shape.num_seqs, inputs)
+        if not needs & ~RANDOM:
+            return launch.sampled
+        if not self._samplers.is_recorded:
+            return launch.scored
+        graph = self._samplers.takes(shape)
+        assert graph is not None
+        return self._samplers.run(inputs, graph, needs)._replace(check=launch.sampled.check)
+
+    def launch(self, rows: int, inputs: StepInput[Tensor]) -> Launch:
         """Launch a step of `rows` requests on an input that is on the device by then."""
-        self._outputs.reverse()
-        output = self._outputs[0][rows]
+        self._launches.reverse()
+        launch = self._launches[0][rows]
         self.kernel.step(
             self._last_tokens,
             inputs.batch_slots,
@@ -75,9 +113,22 @@ class MegakernelSteps:
             inputs.sampling.temperatures,
             inputs.sampling.noise_keys,
             self._kv_cache.tensor,
-            output.logits,
-            output.result,
+            launch.logits,
+            launch.result,
         )
-        if output.arrived is not None:
-            output.arrived.record()
-        return output
+        if launch.arrived is not None:
+            launch.arrived.record()
+        return launch
+
+    def record_steps(
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
+    ) -> str:
+        """Record the sampler that may be behind the kernel; returns a line about it."""
+
+        def scored(inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+            return StepOutput(logits=self._logits[: shape.num_seqs])
+
+        for shape in self._samplers.shapes:
+            # A step of padding: the first launch of a kernel loads it, and no request should wait for that.
+            self.launch(shape.num_seqs, self._samplers.padding(buffers, shape))
+        return self._samplers.record_steps(record, buffers, scored, head, device)

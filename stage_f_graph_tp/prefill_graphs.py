@@ -19,8 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from stage_f_graph_tp.cuda_graph import StepGraphs
-from stage_f_graph_tp.step_input import StepInput, StepShape
+from torch import Tensor
+
+from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, StepGraphs
+from stage_f_graph_tp.forward import StepOutput
+from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
 
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
@@ -37,38 +42,59 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 class PrefillGraphs(StepGraphs):
-    """The model recorded for every size, once for a single prompt and once for any mixture.
+    """The layers recorded for every size, once for a single prompt and once for any mixture.
 
     Args:
         sizes: numbers of tokens, ascending.
         max_num_seqs: sequences of the largest step.
         table_width: columns of the block tables: what `max_model_len` takes.
         max_model_len: the longest context.
+        tokens: completes a step's input, in front of the replay: how many decodes there are is not recorded.
     """
 
-    def __init__(self, sizes: list[int], max_num_seqs: int, table_width: int, max_model_len: int) -> None:
+    def __init__(
+        self, sizes: list[int], max_num_seqs: int, table_width: int, max_model_len: int, tokens: LastTokens
+    ) -> None:
         self._sizes = sizes
+        self._tokens = tokens
 
-        def shape_of(tokens: int, seqs: int) -> StepShape:
-            return StepShape(tokens, seqs, seqs, table_width, 0, tokens, max_model_len)
+        def shape_of(num_tokens: int, seqs: int) -> StepShape:
+            return StepShape(num_tokens, seqs, seqs, table_width, 0, num_tokens, max_model_len)
 
         self._alone = {size: shape_of(size, 1) for size in sizes}
         # One sequence more than there can be: the one that the padding tokens form.
         self._mixed = {size: shape_of(size, min(size, max_num_seqs) + 1) for size in sizes}
-        super().__init__([shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
+        super().__init__("prefill", [shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
 
-    def padded(self, shape: StepShape) -> StepShape:
-        """Return the recorded shape that serves `shape`, with its number of decodes; `shape` itself where none does."""
+    def takes(self, shape: StepShape) -> StepShape | None:
+        """Return the recorded shape that serves `shape`, with its decodes; None where none does."""
         if shape.num_tokens > self._sizes[-1]:
-            return shape
+            return None
         recorded = self._alone if shape.num_seqs == 1 and shape.num_tokens > 1 else self._mixed
         size = self._sizes[bisect_left(self._sizes, shape.num_tokens)]
-        return recorded[size]._replace(num_decodes=shape.num_decodes)
+        return recorded[size]._replace(num_decodes=shape.num_decodes, source=shape.source)
 
-    def pad(self, host: StepInput, tokens: int, seqs: int) -> None:
-        """Make everything after the first `tokens` tokens and `seqs` sequences padding."""
+    def pad(self, host: StepInput, exact: StepShape) -> None:
+        """Make everything after the tokens and sequences of `exact` padding."""
+        tokens, seqs = exact.num_tokens, exact.num_seqs
         host.input_ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.slot_mapping[tokens:] = -1
         host.context_lens[seqs:] = 0
         host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
+
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+        """Return the step of this shape that is recorded: the layers alone."""
+        host = buffers.next_host(shape)
+        host.cu_seqlens_q[0] = 0
+        self.pad(host, NOTHING)
+        inputs = buffers.send(shape)
+        return lambda: compute(inputs, shape)
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        """Replay a step up to its final states."""
+        self._tokens.read(inputs, shape)
+        size = shape.num_tokens
+        recorded = self._recorded[self._alone[size] if shape.num_seqs == 1 else self._mixed[size]]
+        recorded.replay()
+        return recorded.result

@@ -7,6 +7,7 @@ sizes (`StepShape`), so the other side, a GPU or another process, needs no more 
 
 from __future__ import annotations
 
+from enum import IntEnum
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple
 
@@ -21,6 +22,14 @@ from stage_e_batching.sampler.rules import WORDS, Array
 MAX_VIEWS = 1024  # remembered, of thirteen arrays each, on the host and on the device
 
 
+class TokenSource(IntEnum):
+    """Where the tokens of a step's decodes come from."""
+
+    DEVICE = 0  # the step before left them there (`LastTokens`)
+    HOST = 1  # they are in the step's input, like those of prompts
+    TABLE = 2  # a table on the device, which may know more of them than the host
+
+
 class StepShape(NamedTuple):
     """The sizes of a step: they determine the layout of its input."""
 
@@ -31,6 +40,7 @@ class StepShape(NamedTuple):
     num_decodes: int  # sequences that run one token, the one sampled last; they come first
     max_query_len: int  # most tokens that one sequence runs
     max_context_len: int  # most keys that one sequence sees
+    source: int = TokenSource.DEVICE  # of the decodes' tokens, a `TokenSource`
 
     @property
     def wide_sizes(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from stand_ins import EagerRecorder
 
 from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.rank_runner import Job
+from stage_f_graph_tp.ranks import Job, Rank
 from stage_f_graph_tp.tensor_parallel import WorkerError, Workers, workers
 
 SECONDS = 100  # an error must come much sooner than the ranks' limit of five minutes (`ANSWER_SECONDS`)
@@ -86,10 +86,10 @@ def recording_ranks(
     """
     counts, build = RawArray("i", RANKS * MOST), job.build
 
-    def build_and_record(self: Job, rendezvous: object, others: Workers | None = None) -> tuple:
-        runtime, runner = build(self, rendezvous, others)
-        runner.capture(EagerRecorder(SharedCounter(counts, rendezvous.rank)), sizes, prefills)
-        return runtime, runner
+    def build_and_record(self: Job, rendezvous: object, *others: object) -> Rank:
+        rank = build(self, rendezvous, *others)
+        rank.runner.capture(EagerRecorder(SharedCounter(counts, rendezvous.rank)), sizes, prefills)
+        return rank
 
     def replays_of(rank: int) -> dict[int, int]:
         own = counts[rank * MOST : (rank + 1) * MOST]

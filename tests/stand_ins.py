@@ -13,6 +13,8 @@ from stage_d_paged.attention import AttentionMetadata
 from stage_e_batching.sampler.reference import sample_reference
 from stage_f_graph_tp.cuda_graph import Body, Recorded
 from stage_f_graph_tp.megakernel import Megakernel
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
+from stage_f_graph_tp.runner import StepRunner
 
 
 class EagerRecorder:
@@ -26,15 +28,28 @@ class EagerRecorder:
 
         def replay() -> None:
             again = body()
-            if isinstance(kept, torch.Tensor):
-                self.replays[f"{len(kept)} tokens"] += 1
-                return kept.copy_(again)
-            for tensor, value in zip(vars(kept).values(), vars(again).values(), strict=True):
-                if tensor is not None:
+            for tensor, value in zip(kept, again, strict=True):
+                if isinstance(tensor, torch.Tensor):
                     tensor.copy_(value)
-            self.replays[len(kept.ids)] += 1
+            self.replays[f"{len(kept.hidden)} tokens" if kept.ids is None else len(kept.ids)] += 1
 
         return Recorded(replay, kept)
+
+
+def forwards_of(runner: StepRunner, kind: type) -> list:
+    """The runner's forwards of a class, in the order in which they are tried."""
+    return [forward for forward in runner.forwards if isinstance(forward, kind)]
+
+
+def with_megakernel(llm: stage_f_graph_tp.LLM, most_rows: int | None = None) -> tuple[StepRunner, FakeMegakernel]:
+    """The engine's runner made anew with a stand-in of the megakernel, for steps of up to `most_rows` requests."""
+    runner, fake = llm.runner, FakeMegakernel(llm)
+    layers, batch = runner.layers, runner.batch
+    steps = MegakernelSteps(fake, runner.kv_cache, layers.tokens, batch.max_blocks, batch.max_model_len)
+    steps.most_rows = most_rows or steps.most_rows
+    parts = batch, runner.buffers, runner.sampler, layers, runner.head
+    llm.runner = llm.engine.runner = StepRunner(*parts, forwards=[steps], graphs=runner._graphs)
+    return llm.runner, fake
 
 
 class FakeMegakernel(Megakernel):

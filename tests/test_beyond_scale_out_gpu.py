@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,15 +14,14 @@ import torch
 from contract.engines import GREEDY, ids
 from ranks import MIXED, children
 from ranks import SHARING as PROMPTS
-from stand_ins import countdown
+from stand_ins import countdown, forwards_of
 
 import stage_e_batching
 from beyond.scale_out import LLM
-from beyond.scale_out.pipeline_runner import PipelineRunner
 from beyond.scale_out.spans import idle_share, read_spans
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.cuda_graph import Recorded
-from stage_f_graph_tp.step_input import StepShape
+from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorded
+from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.tensor_parallel import WorkerError
 
 ASKED = [[{"role": "user", "content": question}] for question in ("What is a KV cache?", "What is prefill?")]
@@ -63,23 +61,21 @@ def test_two_stages_give_one_gpus_tokens_with_small_chunks_and_cached_prefixes(p
         llm.close()
 
 
-def count_replays(runner: PipelineRunner) -> list[Counter[int]]:
+def count_replays(runner: StepRunner) -> list[Counter[int]]:
     """Count the replays of stage 0 from now on, by rows: of its layers, and of the LM head and the sampler."""
 
+    def counted(recorded: Recorded, rows: int, counts: Counter[int]) -> Recorded:
+        def replay() -> None:
+            counts[rows] += 1
+            recorded.replay()
+
+        return replace(recorded, replay=replay)
+
     found: list[Counter[int]] = []
-    for graphs in (runner.graphs, runner.head_graphs):
+    for graphs in (*forwards_of(runner, DecodeGraphs), runner.head._graphs):
         counts: Counter[int] = Counter()
-
-        def find(shape: StepShape, find: Callable = graphs.find, counts: Counter[int] = counts) -> Recorded | None:
-            recorded = find(shape)
-
-            def replay() -> None:
-                counts[shape.num_seqs] += 1
-                recorded.replay()
-
-            return recorded and replace(recorded, replay=replay)
-
-        graphs.find = find
+        for shape, recorded in graphs._recorded.items():
+            graphs._recorded[shape] = counted(recorded, shape.num_seqs, counts)
         found.append(counts)
     return found
 

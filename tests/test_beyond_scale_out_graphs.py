@@ -17,8 +17,7 @@ from test_beyond_scale_out_pipeline import TIGHT
 import stage_e_batching
 from beyond.scale_out import LLM
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import PipelineJob
-from beyond.scale_out.pipeline_runner import PipelineRunner
+from beyond.scale_out.pipeline_ranks import PipelineJob, most_decodes
 
 
 @pytest.fixture
@@ -67,5 +66,5 @@ def test_recorded_stages_give_one_ranks_tokens_under_preemption_and_with_cached_
 
 def test_a_step_of_more_sequences_than_a_share_is_not_recorded():
     options = ScaleOutOptions(pipeline_parallel_size=2, max_num_seqs=65)
-    assert PipelineRunner.most_decodes(None, options) == 33
-    assert PipelineRunner.most_decodes(None, replace(options, num_micro_batches=1)) == 65
+    assert most_decodes(options) == 33
+    assert most_decodes(replace(options, num_micro_batches=1)) == 65

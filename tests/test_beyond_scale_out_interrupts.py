@@ -27,7 +27,15 @@ from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.tensor_parallel import WorkerError, workers
 
 TRACED = ("stage_d_paged/", "stage_e_batching/", "stage_f_graph_tp/", "beyond/scale_out/", "contextlib.py")
-RANKS = ("rank_runner.py", "/tensor_parallel/", "/scale_out/", "async_runner.py", "overlap.py", "contextlib.py")
+RANKS = (
+    "stage_f_graph_tp/ranks.py",
+    "/tensor_parallel/",
+    "/scale_out/",
+    "stage_f_graph_tp/runner.py",
+    "stage_f_graph_tp/head.py",
+    "overlap.py",
+    "contextlib.py",
+)
 SAMPLE = 12  # lines, of those with something to do with ranks, and a quarter as many of the others
 SECONDS = 10  # much less than a rank that waits would take
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13]]
@@ -72,7 +80,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             made.pop().close()
         with forked_ranks():
             made.append(ENGINES[request.param]())
-        ranks = made[0].runner.workers
+        ranks = made[0].runner.placement.workers
         ranks.explain = ranks.check  # no rank dies of itself: nothing to wait for
         return made[0]
 

@@ -23,8 +23,7 @@ import stage_e_batching
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import PipelineJob, build_stage, build_stage_worker
-from beyond.scale_out.pipeline_runner import PipelineRunner
+from beyond.scale_out.pipeline_ranks import PipelineJob, StageRank, build_stage, build_stage_worker
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
 from stage_a_naive.checkpoints.loading import resolve
@@ -35,7 +34,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.cuda_graph import StepGraphs
-from stage_f_graph_tp.rank_runner import build_ranks
+from stage_f_graph_tp.ranks import build_ranks
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError, workers
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
 
@@ -89,11 +88,13 @@ def test_one_stage_of_two_ranks_is_stage_fs_engine(one_rank):
 
 @pytest.fixture
 def spied(two_stages) -> Iterator[SimpleNamespace]:
-    """The runner of two stages, on which a test may put functions of its own."""
-    runner, own = two_stages.runner, set(vars(two_stages.runner))
+    """The runner of two stages and its placement, on which a test may put functions of its own."""
+    runner = two_stages.runner
+    before = {part: set(vars(part)) for part in (runner, runner.placement)}
     yield runner
-    for name in set(vars(runner)) - own:
-        delattr(runner, name)
+    for part, own in before.items():
+        for name in set(vars(part)) - own:
+            delattr(part, name)
 
 
 def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(two_stages, spied):
@@ -119,7 +120,7 @@ def test_a_request_aborted_in_flight_does_not_disturb_the_one_that_gets_its_batc
         request_id = two_stages.add_request([8, 8, 8], penalised)
         for _ in range(steps):
             two_stages.step()
-        two_stages.engine.abort(request_id)
+        two_stages.calls.abort(request_id)
         assert ask(two_stages, [[9, 9, 9]], penalised) == expected
         while not two_stages.is_finished():
             two_stages.step()
@@ -141,7 +142,8 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
 
 
 def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, spied):
-    commands, in_step = [], spied.in_step
+    ranks = spied.placement
+    commands, in_step = [], ranks.in_step
 
     def interrupted_once(command):
         commands.append(command)
@@ -149,7 +151,7 @@ def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their
             raise KeyboardInterrupt
         return in_step(command)
 
-    spied.in_step = interrupted_once
+    ranks.in_step = interrupted_once
     with pytest.raises(KeyboardInterrupt):
         two_stages.generate([[4, 2]], GREEDY, False)
     assert commands[1:] == [None, None], "they are received, and dropped"
@@ -182,7 +184,7 @@ def test_a_killed_stage_is_an_error_within_seconds():
 def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 3.0)
     with within_seconds():
-        with in_other_ranks(PipelineRunner, "execute", lambda rank: rank.links.stage == 1 and stop()):
+        with in_other_ranks(StageRank, "choose_forward", lambda rank: rank.head.links.stage == 1 and stop()):
             llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, **TIGHT)
         with pytest.raises(WorkerError, match="rank 1 of 3 is stopped and did not answer within 3 s"):
             ask(llm, PROMPTS)
@@ -338,22 +340,23 @@ def test_a_stage_that_cannot_be_built_is_an_error_that_names_it():
 def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs():
     llm, seen = staged(), []
     runner = llm.runner
-    groups = [runner.group, *runner.links.links]
-    runner.head_graphs = recorded = StepGraphs([])
+    groups = [runner.placement.group, *runner.head.links.links]
+    runner.head._graphs = recorded = StepGraphs("nothing", [])
     for group in groups:
-        group.stop_waiting = lambda group=group: seen.append((group, runner.head_graphs))
-        group.wait_released = lambda seconds, group=group: seen.append((group, runner.head_graphs))
+        group.stop_waiting = lambda group=group: seen.append((group, runner.head._graphs))
+        group.wait_released = lambda seconds, group=group: seen.append((group, runner.head._graphs))
     llm.close()
     assert seen[: 2 * len(groups)] == [(group, graphs) for graphs in (recorded, None) for group in groups]
 
 
 def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(tmp_path):
     llm = staged(tensor_parallel_size=2, trace=str(tmp_path / "trace.jsonl"))
-    steps, sample = [], llm.runner.sample_oldest
-    llm.runner.sample_oldest = lambda: steps.append(sample()) or steps[-1]
+    steps, head = [], llm.runner.head
+    sample = head.sample_oldest
+    head.sample_oldest = lambda: steps.append(sample()) or steps[-1]
     ask(llm, [[3, 4, 5]])
     llm.close()
-    assert [step.workers for step in steps] == [llm.runner.workers] * GREEDY.max_tokens
+    assert [step.workers for step in steps] == [head.ranks.workers] * GREEDY.max_tokens
     for stage in range(2):
         spans = read_spans(tmp_path / f"trace.jsonl.stage{stage}")
         assert len({(span["step"], span["work"]) for span in spans}) == len(spans) > 0
@@ -391,10 +394,10 @@ def test_idle_share_is_what_is_left_of_all_stages_time():
 
 
 def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_token(two_stages):
-    before = two_stages.runner.links.num_bytes
+    before = two_stages.runner.head.links.num_bytes
     two_stages.generate([[3, 4, 5, 6, 7]], replace(GREEDY, max_tokens=4), False)
     hidden = two_stages.runtime.config.hidden_size * 4  # bytes, in float32
-    assert two_stages.runner.links.num_bytes - before == (5 + 3) * hidden
+    assert two_stages.runner.head.links.num_bytes - before == (5 + 3) * hidden
 
 
 def test_as_many_batches_as_stages_are_in_flight_or_as_many_as_asked_for():

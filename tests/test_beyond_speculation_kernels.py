@@ -119,8 +119,9 @@ def test_kernels_give_an_engines_tokens():
     prompts = [[1, 2, 3], [4, 5, 6] * 6, list(range(50, 83))]
     options = {"device": "cpu", "num_kvcache_blocks": 64}
     llm = LLM("random:qwen2-tiny", num_speculative_tokens=3, **options)
-    slots, width = llm.runner.table.tokens.shape
-    llm.runner.table = table_for_kernels(slots - 1, width - 4, 3, CPU)
+    tokens = llm.runner.layers.tokens
+    slots, width = tokens.table.tokens.shape
+    tokens.table = table_for_kernels(slots - 1, width - 4, 3, CPU)
     plain = stage_e_batching.LLM("random:qwen2-tiny", **options)
     for temperature in (0.0, 0.7):
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(3)]

@@ -9,6 +9,7 @@ import pytest
 import test_stage_f_parallel as parallel
 import torch
 from contract.engines import CHATS
+from stand_ins import forwards_of
 
 import beyond.quantization
 import stage_f_graph_tp
@@ -20,6 +21,8 @@ from beyond.quantization.parts import make_formats
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import choose_num_blocks, empty_model
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear, build_sharded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -173,7 +176,7 @@ def test_on_a_gpu_every_combination_gives_the_tutors_tokens(tutors_answers, opti
 @pytest.mark.gpu
 def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
     llm = beyond.quantization.LLM("tutor", device="cuda", **SMALL, quantization="int8")
-    assert llm.runner.megakernel is None and llm.runner.graphs is not None
+    assert not forwards_of(llm.runner, MegakernelSteps) and forwards_of(llm.runner, DecodeGraphs)
     assert capfd.readouterr().err.count("persistent megakernel: not used (it reads 16-bit weights") == 1
     llm.close()
 

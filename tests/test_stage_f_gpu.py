@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from stand_ins import forwards_of
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 
 QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
 ASKED = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -49,11 +52,11 @@ def tutors_answers() -> list[list[int]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtype):
     llm = stage_f_graph_tp.LLM("tutor", dtype=dtype, **(SMALL | options))
-    assert (llm.runner.graphs is None) == options.get("enforce_eager", False)
+    assert bool(forwards_of(llm.runner, DecodeGraphs)) != options.get("enforce_eager", False)
     for _ in range(2):  # the second time with cached prefixes
         assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     assert ids(llm.chat(ASKED * 5, PARAMS, False)) == tutors_answers * 5
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.gpu
@@ -61,11 +64,12 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtyp
 def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answers, overlap):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1]
-    llm.runner.megakernel.kernel.failure.fill_(3 * 16 + 2 + 1)
+    [megakernel] = forwards_of(llm.runner, MegakernelSteps)
+    megakernel.kernel.failure.fill_(3 * 16 + 2 + 1)
     with pytest.raises(RuntimeError, match="layer 3, phase 2; its tokens are invalid"):
         llm.chat(ASKED[0], PARAMS, False)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1], "the next request starts afresh"
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.gpu
@@ -73,7 +77,8 @@ def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answe
 def test_the_megakernel_samples_what_the_sampler_does_from_its_logits(overlap):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
     prompts = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50, 1, 64, 20)]
-    for rows in range(1, llm.runner.megakernel.most_rows + 1):
+    [megakernel] = forwards_of(llm.runner, MegakernelSteps)
+    for rows in range(1, megakernel.most_rows + 1):
         for seed, temperature in enumerate((0.0, 0.3, 1.0, 2.0)):
             params = SamplingParams(temperature=temperature, seed=seed, max_tokens=48, ignore_eos=True)
             asking = dataclasses.replace(params, logprobs=1)  # its rows go through stage E's sampler
@@ -110,7 +115,7 @@ def test_everything_a_sampler_can_do_goes_through_graphs():
 @pytest.mark.gpu
 def test_a_backend_that_cannot_be_recorded_runs_eagerly_and_says_so(tutors_answers, capfd):
     llm = stage_f_graph_tp.LLM("tutor", attention_backend="reference", **SMALL)
-    assert llm.runner.graphs is None and "CUDA graphs: not used" in capfd.readouterr().err
+    assert not forwards_of(llm.runner, DecodeGraphs) and "CUDA graphs: not used" in capfd.readouterr().err
     assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
 
 
@@ -119,7 +124,8 @@ def test_recording_writes_no_kv_and_its_memory_is_reported(capfd):
     llm = stage_f_graph_tp.LLM("tutor", num_kvcache_blocks=64, **SMALL)
     assert not llm.kv_cache.tensor.any()
     assert "CUDA graphs: " in capfd.readouterr().err
-    assert llm.runner.graphs.num_bytes >= 0
+    [graphs] = forwards_of(llm.runner, DecodeGraphs)
+    assert graphs.num_bytes >= 0
 
 
 @pytest.mark.gpu

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from contract.engines import GREEDY, MODEL, PROMPTS, ask, ids
-from stand_ins import EagerRecorder, FakeMegakernel, countdown
+from stand_ins import EagerRecorder, FakeMegakernel, countdown, forwards_of, with_megakernel
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import step_input
-from stage_f_graph_tp.async_runner import AsyncModelRunner
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, DecodeGraphs, capture_sizes
+from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.step_input import StepShape
 
 WARM = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
@@ -51,18 +51,19 @@ def test_every_batch_size_has_a_graph_or_the_eager_way(max_num_seqs):
     graphs = DecodeGraphs(sizes, table_width=4, max_model_len=64, padding_slot=max_num_seqs)
     for size in range(1, max_num_seqs + 1):
         shape = StepShape(size, size, size, 2, size, 1, 20)
-        padded = graphs.padded(shape)
+        padded = graphs.takes(shape)
         if size > LARGEST_GRAPH:
-            assert padded is shape
+            assert padded is None
         else:
             assert padded.num_seqs == min(s for s in sizes if s >= size)
             assert (padded.table_width, padded.max_context_len) == (4, 64)
+            assert graphs.takes(padded) == padded
 
 
 def test_a_step_with_prefill_is_left_to_the_eager_way():
     graphs = DecodeGraphs([1, 2, 4], table_width=4, max_model_len=64, padding_slot=4)
     for shape in (StepShape(1, 1, 1, 1, 0, 1, 1), StepShape(5, 3, 2, 2, 2, 3, 8)):
-        assert graphs.padded(shape) is shape and graphs.find(shape) is None
+        assert graphs.takes(shape) is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -135,7 +136,7 @@ def test_rows_hold_their_sequences_blocks_and_nothing_stale():
         tables = [list(sequence.block_table) for sequence in step.sequences]
         result = launch(step)
         if step.num_decodes == len(step) > 0:
-            inputs = runner.buffers.send(runner.graphs.padded(runner.batch.shape_of(step)))
+            inputs = runner.buffers.send(runner.choose_forward(runner.batch.shape_of(step))[1])
             width = inputs.block_tables.shape[1]
             rows = inputs.block_tables.tolist()
             assert rows[: len(step)] == [table + [-1] * (width - len(table)) for table in tables]
@@ -168,7 +169,7 @@ def test_an_answer_reaches_max_model_len_exactly(stage_e, max_model_len):
 
 def test_what_is_no_logprob_and_no_other_sampler_is_chosen_inside_the_step(stage_e):
     llm, _ = build([8], max_num_seqs=8)
-    llm.runner.complete = lambda *args: pytest.fail("sampled behind the step")
+    llm.runner.head.complete = lambda *args: pytest.fail("sampled behind the step")
     asked = {"top_p": 0.9}, {"repetition_penalty": 1.5}, {"top_k": 20, "presence_penalty": 0.5}, {}, {"min_p": 0.01}
     params = [SamplingParams(0.9 * (i % 4), seed=i, max_tokens=8, ignore_eos=True, **p) for i, p in enumerate(asked)]
     expected = ask(stage_e, PROMPTS, params)
@@ -179,18 +180,18 @@ def test_what_is_no_logprob_and_no_other_sampler_is_chosen_inside_the_step(stage
 
 def test_a_cpu_has_no_graphs_and_needs_none():
     llm = stage_f_graph_tp.LLM(MODEL, device="cpu", enforce_eager=False)
-    assert llm.runner.graphs is None and llm.runner.megakernel is None
+    assert llm.runner.forwards == [llm.runner.layers]
 
 
-def with_megakernel(
+def build_with_megakernel(
     sizes: list[int], most_rows: int | None = None, **options: object
 ) -> tuple[stage_f_graph_tp.LLM, FakeMegakernel, Counter[int | str]]:
     """As `build`, with a megakernel for steps of up to `most_rows` requests."""
     llm = stage_f_graph_tp.LLM(MODEL, device="cpu", kvcache_block_size=4, num_kvcache_blocks=64, **options)
-    fake, recorder = FakeMegakernel(llm), EagerRecorder()
-    llm.runner.use_megakernel(fake)
-    llm.runner.megakernel.most_rows = most_rows or llm.runner.megakernel.most_rows
-    llm.runner.capture(recorder, sizes)
+    runner, fake = with_megakernel(llm, most_rows)
+    recorder = EagerRecorder()
+    runner.capture(recorder, sizes)
+    fake.sizes.clear()  # of the launches that load the kernel
     return llm, fake, recorder.replays
 
 
@@ -201,7 +202,7 @@ def with_megakernel(
     ids=["greedy", "sampled", "filtered"],
 )
 def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
-    llm, fake, _ = with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
+    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
     expected = llm.generate(PROMPTS[:2], params, False)
     assert fake.steps > 10
     for step in (1, 2, 7):
@@ -211,18 +212,19 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
         found = llm.generate(PROMPTS[:2], params, False)
         assert ids(found) == ids(expected)
         assert [output.get("logprobs") for output in found] == [output.get("logprobs") for output in expected]
-        assert llm.engine.stats()["num_used_blocks"] == 0
+        assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, overlap):
-    llm, fake, replays = with_megakernel([1, 2, 4, 5], max_num_seqs=5, most_rows=4, overlap=overlap)
+    llm, fake, replays = build_with_megakernel([1, 2, 4, 5], max_num_seqs=5, most_rows=4, overlap=overlap)
     params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
     params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
     assert ask(llm, PROMPTS, params) == ask(stage_e, PROMPTS, params)
     assert fake.sizes == {1, 2, 3, 4}
     assert set(replays) == {5, 4, 3, 2}, "five rows, and the sampler behind the kernel while the penalised request runs"
-    assert [shape.num_seqs for shape in llm.runner.graphs.shapes] == [5]  # the smaller ones would never be replayed
+    [graphs] = forwards_of(llm.runner, DecodeGraphs)
+    assert [shape.num_seqs for shape in graphs.shapes] == [5]  # the smaller ones would never be replayed
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -231,7 +233,7 @@ def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_
         assert logits.isfinite().all()
         return logits.argmax(-1)
 
-    llm, fake, _ = with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
+    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
     llm.sampling_fn = strict
     expected = ask(llm, PROMPTS[:2], GREEDY)
     fake.gives_up = fake.steps + 3
@@ -261,8 +263,8 @@ def test_a_steps_input_is_not_written_where_the_copy_of_the_one_before_may_still
 def test_tokens_that_have_not_been_read_are_not_written_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     host_ids = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
-    runner = SimpleNamespace(device=torch.device("cuda"), _host_ids=host_ids)
-    steps = [AsyncModelRunner.fetch(runner, SampledTokens(torch.tensor(ids))) for ids in ([1, 2], [3, 4, 5])]
+    head = SimpleNamespace(device=torch.device("cuda"), _host_ids=host_ids)
+    steps = [Head._fetch(head, SampledTokens(torch.tensor(ids)), None) for ids in ([1, 2], [3, 4, 5])]
     assert [step.wait().token_ids for step in steps] == [[1, 2], [3, 4, 5]]
 
 

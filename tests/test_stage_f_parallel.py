@@ -33,7 +33,7 @@ from stage_d_paged.runtime import Runtime, build_model
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.rank_runner import Job, build_worker
+from stage_f_graph_tp.ranks import Job, build_worker
 from stage_f_graph_tp.tensor_parallel import rank_group, start_ranks
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.rendezvous import (
@@ -340,7 +340,7 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks():
     job = SlowJob.of("random:qwen2-tiny", CPU, F32, 0, GraphOptions(tensor_parallel_size=2, max_model_len=64))
     with ThreadPoolExecutor(2) as pool:
         meetings = [UnequalMemory(own, rank, 2) for rank, own in enumerate(stores)]
-        runners = [runner for _, runner in pool.map(job.build, meetings)]
+        runners = [rank.runner for rank in pool.map(job.build, meetings)]
     assert events == ["loaded"] * 2 + ["connects"] * 2, "a collective is entered when all ranks will enter it"
     assert [runner.kv_cache.num_blocks for runner in runners] == [30, 30]
     assert {runner.kv_cache.tensor.shape[-2] for runner in runners} == {1}, "one of the two KV heads each"

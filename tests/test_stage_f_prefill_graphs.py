@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from contract.engines import GREEDY, PROMPTS, ask, one_by_one
+from stand_ins import forwards_of
 from test_stage_f_graphs import build
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
 from stage_f_graph_tp.step_input import StepShape, host_views
 
@@ -30,30 +32,32 @@ def test_sizes_end_with_the_largest_step_or_4096(limit):
 
 
 def test_every_mixture_has_room_for_its_sequences_and_one_of_padding():
-    graphs = PrefillGraphs([4, 16, 64], max_num_seqs=8, table_width=6, max_model_len=64)
+    graphs = PrefillGraphs([4, 16, 64], max_num_seqs=8, table_width=6, max_model_len=64, tokens=None)
     recorded = {(shape.num_tokens, shape.num_seqs) for shape in graphs.shapes}
     for tokens in range(1, 66):
         for seqs in range(1, min(tokens, 8) + 1):
             shape = StepShape(tokens, seqs, seqs, 2, seqs - 1, tokens - seqs + 1, tokens)
-            padded = graphs.padded(shape)
+            padded = graphs.takes(shape)
             if tokens > 64:
-                assert padded is shape
+                assert padded is None
                 continue
             assert (padded.num_tokens, padded.num_seqs) in recorded and padded.num_decodes == seqs - 1
             assert padded.num_tokens == min(size for size in (4, 16, 64) if size >= tokens)
             assert (padded.num_seqs == 1) == (seqs == 1 and tokens > 1)
             assert padded.num_seqs == 1 or padded.num_seqs > seqs
             assert (padded.table_width, padded.max_context_len) == (6, 64)
+            assert graphs.takes(padded) == padded
 
 
 @pytest.mark.parametrize("seqs", [1, 4, 8])
 def test_padding_is_one_more_sequence_with_the_tokens_that_are_left_and_then_empty_ones(seqs):
-    graphs = PrefillGraphs([16], max_num_seqs=8, table_width=6, max_model_len=64)
-    shape = graphs.padded(StepShape(12, seqs, seqs, 2, seqs - 1, 13 - seqs, 12)._replace(num_seqs=max(seqs, 2)))
+    graphs = PrefillGraphs([16], max_num_seqs=8, table_width=6, max_model_len=64, tokens=None)
+    exact = StepShape(12, seqs, seqs, 2, seqs - 1, 13 - seqs, 12)
+    shape = graphs.takes(exact._replace(num_seqs=max(seqs, 2)))
     host = host_views(np.full(shape.num_bytes, 99, np.uint8), shape)  # as an earlier step may have left it
     ends = [*range(seqs), 12]
     host.cu_seqlens_q[: seqs + 1] = ends
-    graphs.pad(host, 12, seqs)
+    graphs.pad(host, exact)
     assert host.cu_seqlens_q.tolist() == ends + [16] * (9 - seqs)
     assert host.context_lens[seqs:].tolist() == [0] * (9 - seqs) and host.slot_mapping[12:].tolist() == [-1] * 4
 
@@ -74,7 +78,7 @@ def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
         assert ask(llm, PROMPTS) == expected
     assert one_by_one(llm) == expected
     assert sum(count for name, count in replays.items() if isinstance(name, str)) >= 5
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 def test_steps_of_one_token_have_no_prefill_graph(expected):
@@ -82,7 +86,7 @@ def test_steps_of_one_token_have_no_prefill_graph(expected):
     llm, replays = build(
         [1], prefills=sizes, max_num_seqs=1, max_num_batched_tokens=1, kvcache_block_size=4, num_kvcache_blocks=512
     )
-    assert not sizes and llm.runner.prefill_graphs is None
+    assert not sizes and not forwards_of(llm.runner, PrefillGraphs)
     assert ask(llm, PROMPTS[:2], GREEDY) == expected[:2]
     assert replays[1] > 0, "decode steps have their graph all the same"
 
@@ -105,9 +109,9 @@ def test_more_decodes_than_the_largest_decode_graph_run_in_one_of_prefill():
 
 def test_a_closed_engine_holds_no_graph():
     llm, _ = build([1, 2], prefills=(16,), max_num_seqs=6, kvcache_block_size=4, num_kvcache_blocks=64)
-    assert llm.runner.graphs and llm.runner.prefill_graphs
+    assert forwards_of(llm.runner, DecodeGraphs) and forwards_of(llm.runner, PrefillGraphs)
     llm.close()
-    assert llm.runner.graphs is None and llm.runner.prefill_graphs is None, "NCCL waits for graphs that hold it"
+    assert llm.runner.forwards == [llm.runner.layers], "NCCL waits for graphs that hold it"
 
 
 @pytest.mark.gpu
@@ -130,7 +134,7 @@ def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
         )
         for graphs in (True, False)
     )
-    assert llm.runner.prefill_graphs is not None and plain.runner.prefill_graphs is None
+    assert forwards_of(llm.runner, PrefillGraphs) and not forwards_of(plain.runner, PrefillGraphs)
     assert ask(llm, questions, greedy) == ask(plain, questions, greedy)
     for question in questions[:4]:
         assert ask(llm, [question], greedy) == ask(plain, [question], greedy)

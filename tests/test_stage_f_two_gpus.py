@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from stand_ins import forwards_of
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
@@ -47,8 +49,8 @@ def tutors_answers() -> list[list[int]]:
 def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
     try:
-        assert (llm.runner.graphs is None) == bool(options)
-        assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.group.one_shot.peers
+        assert bool(forwards_of(llm.runner, DecodeGraphs)) != bool(options)
+        assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.placement.group.one_shot.peers
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     finally:
@@ -75,8 +77,8 @@ def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill
     try:
         llm.generate([[5, 6, 7]], GREEDY, False)
         calls = []
-        all_reduce = llm.runner.group.all_reduce
-        llm.runner.group.all_reduce = lambda *x: calls.append(x) or all_reduce(*x)
+        all_reduce = llm.runner.placement.group.all_reduce
+        llm.runner.placement.group.all_reduce = lambda *x: calls.append(x) or all_reduce(*x)
         llm.generate([[5, 6, 7]], GREEDY, False)
         assert not calls
         assert capfd.readouterr().err.count(" for decode, ") == 1
@@ -241,7 +243,7 @@ from functools import partial
 import torch
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp import cuda_graph, rank_runner
+from stage_f_graph_tp import cuda_graph, ranks
 from stage_f_graph_tp.tensor_parallel import WorkerError, all_reduce, rank_group, rendezvous, workers as workers_module
 
 workers_module.ANSWER_SECONDS = 10.0
@@ -313,13 +315,13 @@ def prefill(llm):
 
 def full_queue(llm, by=signal.SIGKILL):
     x, y = torch.zeros(8, device="cuda"), torch.zeros(1024, 1024, device="cuda")
-    with torch.inference_mode(), llm.runner.workers.awaited():
-        llm.runner.group.all_reduce(x)  # the worker does not join
+    with torch.inference_mode(), llm.runner.placement.workers.awaited():
+        llm.runner.placement.group.all_reduce(x)  # the worker does not join
         threading.Timer(0.5, kill, [by]).start()
         for _ in range(10_000):
             y = y @ y
     torch.cuda.synchronize()
-    llm.runner.workers.check()
+    llm.runner.placement.workers.check()
 
 def idle(llm):
     kill()
@@ -327,12 +329,12 @@ def idle(llm):
     llm.chat(ASKED, PARAMS, False)
 
 PHASES = {
-    "start-up": start_up(rank_runner, "resolve"),
+    "start-up": start_up(ranks, "resolve"),
     "loading": start_up(rendezvous.Rendezvous, "gather"),
     "connecting": start_up(rank_group, "_nccl_group"),
     "the first collective": start_up(rank_group.RankGroup, "_run"),
     "test of the all-reduce": start_up(all_reduce.OneShotAllReduce, "_test"),
-    "warm-up": start_up(rank_runner, "choose_num_blocks", num_kvcache_blocks=-1, gpu_memory_utilization=0.1),
+    "warm-up": start_up(ranks, "choose_num_blocks", num_kvcache_blocks=-1, gpu_memory_utilization=0.1),
     "before a capture": start_up(cuda_graph.GraphRecorder, "__call__", 2),
     "capture": start_up(torch.cuda, "graph", 2),
     "decode": running(decode),

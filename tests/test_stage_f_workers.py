@@ -43,8 +43,10 @@ import stage_f_graph_tp
 from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.sampler import SampledTokens
-from stage_f_graph_tp.model_runner import GraphModelRunner
-from stage_f_graph_tp.rank_runner import Job, RankRunner, StepCommand, WatchedInFlight
+from stage_f_graph_tp.forward import Layers
+from stage_f_graph_tp.head import InFlight
+from stage_f_graph_tp.ranks import Job, StepCommand, WatchedInFlight
+from stage_f_graph_tp.runner import Local
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel import rendezvous as rendezvous_module
 from stage_f_graph_tp.tensor_parallel import workers as workers_module
@@ -89,7 +91,7 @@ def two_ranks() -> Iterator[SimpleNamespace]:
     with recording_ranks(SIZES, PREFILLS) as replays:
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
     llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
-    yield SimpleNamespace(llm=llm, group=llm.runner.group, replays=replays)
+    yield SimpleNamespace(llm=llm, group=llm.runner.placement.group, replays=replays)
     llm.close()
 
 
@@ -159,11 +161,11 @@ def test_a_killed_worker_costs_its_engine_ctrl_c_only_its_call_and_a_closed_one_
             for _ in range(200):
                 ask(llm, PROMPTS)
         timer.join()
-        assert not llm.engine.has_unfinished() and ask(llm, PROMPTS) == one_by_one(one_rank)
+        assert not llm.calls.has_unfinished() and ask(llm, PROMPTS) == one_by_one(one_rank)
         with killed_soon(process), pytest.raises(WorkerError, match="rank 1 of 2 died .SIGKILL."):
             for _ in range(1000):
                 ask(llm, PROMPTS)
-        assert not llm.engine.has_unfinished()
+        assert not llm.calls.has_unfinished()
         with pytest.raises(WorkerError, match="close it and make a new one"):
             ask(llm, PROMPTS)
         llm.close()
@@ -184,7 +186,7 @@ def test_an_engine_closed_by_another_thread_in_the_middle_of_a_step_says_so():
 def test_a_step_that_fails_on_rank_0_alone_is_an_error_that_ends_the_workers():
     with within_seconds(), forked_ranks():
         llm = ranked()
-        llm.runner.forward = lambda *args: 1 / 0  # the other rank now waits in a collective
+        llm.runner.layers.run = lambda *args: 1 / 0  # the other rank now waits in a collective
         with pytest.raises(WorkerError, match="rank 0 could not run a step: ZeroDivisionError"):
             ask(llm, PROMPTS)
 
@@ -210,7 +212,7 @@ def test_a_worker_killed_at_its_start_is_an_error_within_seconds():
     killer.join()
 
 
-@pytest.mark.parametrize("phase", [(Job, "load"), (RankGroup, "connect"), (RankRunner, "run_model")], ids=str)
+@pytest.mark.parametrize("phase", [(Job, "load"), (RankGroup, "connect"), (Layers, "run")], ids=str)
 def test_a_rank_that_stops_is_an_error_after_a_time_limit_and_leaves_no_process(phase, limits):
     limits(START_SECONDS=4.0, ANSWER_SECONDS=1.0)
     with within_seconds():
@@ -231,13 +233,13 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         if len(recorded) == 2:
             [process] = children() - before
             os.kill(process, signal.SIGKILL)
-            error_of(llm.runner.workers)
+            error_of(llm.runner.placement.workers)
 
     with within_seconds(), forked_ranks():
         before = children()
         llm = ranked()
         with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-            llm.runner.capture(record, sizes, prefills)
+            llm.runner.capture(llm.runner.placement.watch(record), sizes, prefills)
         assert len(recorded) == 2
 
 
@@ -245,7 +247,7 @@ def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error():
     def fail(logits: torch.Tensor, params: list[SamplingParams]) -> None:
         [process] = children() - before
         os.kill(process, signal.SIGKILL)
-        error_of(llm.runner.workers)
+        error_of(llm.runner.placement.workers)
         raise ZeroDivisionError
 
     with within_seconds(), forked_ranks():
@@ -335,7 +337,7 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
 def step_of(workers: Workers, arrived: object = None, read: Callable[[], object] = lambda: None) -> WatchedInFlight:
     """A step of one token, and what happens while it is read."""
     host_ids = SimpleNamespace(tolist=lambda: read() or [7])
-    return WatchedInFlight(SampledTokens(torch.tensor([7])), host_ids, arrived, workers)
+    return WatchedInFlight(InFlight(SampledTokens(torch.tensor([7])), host_ids, arrived), workers)
 
 
 def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
@@ -656,7 +658,7 @@ def test_one_rank_has_no_group_no_process_and_no_port():
     before = children(), listening()
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
     ask(llm, [[1, 2, 3]])
-    assert type(llm.runner) is GraphModelRunner
+    assert type(llm.runner.placement) is Local
     assert not dist.is_initialized() and children() == before[0] and listening() <= before[1]
     llm.close()
     llm.close()
@@ -664,7 +666,7 @@ def test_one_rank_has_no_group_no_process_and_no_port():
 
 PARENT = """
 import os, sys, time
-from stage_f_graph_tp.rank_runner import build_worker
+from stage_f_graph_tp.ranks import build_worker
 from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
 from stage_f_graph_tp.tensor_parallel.workers import Workers
 ranks = Workers(open_rendezvous(2), build_worker)

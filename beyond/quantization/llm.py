@@ -19,7 +19,8 @@ from beyond.quantization.parts import load_quantized_runtime
 from stage_d_paged.runtime import Runtime, choose_num_blocks
 from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp import llm as stage_f
-from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.compose import compose_runner
+from stage_f_graph_tp.runner import StepRunner
 
 
 class LLM(stage_f.LLM):
@@ -43,7 +44,7 @@ class LLM(stage_f.LLM):
         """What a decode step reads."""
         return QuantizedBytes(super().model_bytes, self.options)
 
-    def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         options = self.options = options_of_checkpoint(self.source, self.options)
         if options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
@@ -54,9 +55,9 @@ class LLM(stage_f.LLM):
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
             options = replace(options, fused=False)  # to the runner, `fused` means the megakernel; the layers are there
-        return runtime, GraphModelRunner(runtime, kv_cache, sampler, options)
+        return runtime, compose_runner(runtime, kv_cache, sampler, options)
 
-    def _build_ranks(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build_ranks(self, seed: int) -> tuple[Runtime, StepRunner]:
         from beyond.quantization.ranks import QuantizedJob, build_quantized_worker  # here: as in stage F
 
         job = QuantizedJob.of(self.source.name, self.device, self.dtype, seed, self.options)

@@ -20,7 +20,7 @@ from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.runtime import Runtime
-from stage_f_graph_tp.rank_runner import Job
+from stage_f_graph_tp.ranks import Job
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, build_sharded_model
 
 
@@ -37,4 +37,4 @@ class QuantizedJob(Job):
 
 def build_quantized_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Build a worker's share of the engine; returns what executes rank 0's commands."""
-    return QuantizedJob(**json.loads(message)).build(rendezvous)[1].execute_command
+    return QuantizedJob(**json.loads(message)).build(rendezvous).execute_command

@@ -124,6 +124,7 @@ class StageLinks:
         states: `[rows, hidden]`, where hidden states are written that arrive: recorded steps read them there.
         workers: rank 0's handle on the others; None on the others.
         max_unsent: see `Link`.
+        spans: notes this rank's busy times, if anybody wants them.
     """
 
     def __init__(
@@ -134,10 +135,11 @@ class StageLinks:
         states: Tensor,
         workers: Workers | None,
         max_unsent: int,
+        spans: Spans | None = None,
     ) -> None:
         self.stage = position.stage
         self.is_last = position.stage == position.num_stages - 1
-        self.spans: Spans | None = None
+        self.spans = spans
         self.states = states
         before = (self.stage - 1) % position.num_stages
 

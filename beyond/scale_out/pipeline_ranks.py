@@ -17,7 +17,8 @@ import torch
 
 from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_runner import PipelineRunner
+from beyond.scale_out.spans import Spans
+from beyond.scale_out.stage_head import SAMPLE, AfterReceiving, StageHead, TimedRanks
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.contract.errors import ModelError
@@ -27,26 +28,43 @@ from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_e_batching.llm import make_sampler
+from stage_f_graph_tp.compose import make_buffers, record_graphs
+from stage_f_graph_tp.forward import Forward, Layers
+from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
-from stage_f_graph_tp.rank_runner import Job
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.ranks import Job, MakeBatch, Rank, RankHead, Ranks
+from stage_f_graph_tp.runner import StepRunner
+from stage_f_graph_tp.step_input import StepBuffers, StepShape, largest_input
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
 
 
 @dataclass(frozen=True)
-class OneStageJob(Job):
-    """Stage F's job, with this package's options."""
+class StageRank(Rank):
+    """One rank's part of a pipeline."""
 
-    options_class: ClassVar[type[ScaleOutOptions]] = ScaleOutOptions
+    head: StageHead
 
+    def execute_command(self, message: bytes) -> None:
+        """Execute what rank 0 sent: a step, or the sampling of the oldest one."""
+        if message != SAMPLE:
+            super().execute_command(message)
+            return
+        self.ranks.begin_command()
+        if self.head.links.stage == 0:
+            self.head.sample_here()
 
-def build_one_stage_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Build a worker's share of an engine with one stage; returns what executes rank 0's commands."""
-    return OneStageJob(**json.loads(message)).build(rendezvous)[1].execute_command
+    def choose_forward(self, shape: StepShape) -> tuple[Forward, StepShape]:
+        forward, shape = super().choose_forward(shape)
+        links = self.head.links
+        return (forward if links.stage == 0 else AfterReceiving(forward, links, self.ranks.number)), shape
 
 
 @dataclass(frozen=True)
-class PipelineJob(OneStageJob):
-    """Everything that a rank needs to build its part of a pipeline."""
+class PipelineJob(Job):
+    """Everything that a rank needs to build its part of a pipeline, which may have one stage."""
+
+    options_class: ClassVar[type[ScaleOutOptions]] = ScaleOutOptions
 
     @property
     def num_ranks(self) -> int:
@@ -55,11 +73,13 @@ class PipelineJob(OneStageJob):
     @property
     def asked(self) -> str:
         names = ("pipeline_parallel_size", "tensor_parallel_size")
-        return ", ".join(f"{name}={self.options[name]}" for name in names)
+        return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
 
-    def build(self, rendezvous: Rendezvous, workers: Workers | None = None) -> tuple[Runtime, PipelineRunner]:
+    def build(self, rendezvous: Rendezvous, workers: Workers | None = None, batch: MakeBatch = InputBatch) -> Rank:
         """Build one rank's part. All stages' pools have the number of blocks that every rank has room for."""
         options = self.options_class(**self.options)
+        if options.pipeline_parallel_size == 1:
+            return super().build(rendezvous, workers, batch)
         device = rendezvous.device(torch.device(self.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -69,8 +89,11 @@ class PipelineJob(OneStageJob):
         group = RankGroup(part, device, workers)
         rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
         states = torch.zeros(rows, config.hidden_size, dtype=getattr(torch, self.dtype), device=device)
+        traced = options.trace and position.rank_in_stage == 0
+        spans = Spans(f"{options.trace}.stage{position.stage}", device) if traced else None
         # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
-        links = StageLinks(position, rendezvous, device, states, workers, max_unsent=options.batches_in_flight + 1)
+        unsent = options.batches_in_flight + 1
+        links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
         check = (lambda: None) if workers is None else workers.check
         if workers is not None:
             workers.stop_waiting = stop_all([group, *links.links])
@@ -81,7 +104,26 @@ class PipelineJob(OneStageJob):
         links.connect()
         sampler = make_sampler(runtime, options)
         num_blocks = min(map(int, rendezvous.gather("blocks", str(choose_num_blocks(runtime, options)), check)))
-        return runtime, PipelineRunner(runtime, runtime.make_pool(num_blocks), sampler, options, group, workers, links)
+        kv_cache = runtime.make_pool(num_blocks)
+        inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+        buffers = make_buffers(runtime, options, inputs)
+        head_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
+        tokens, ranks = LastTokens(options.max_num_seqs, device), Ranks(group, workers)
+        sampling = None
+        if position.stage == 0:
+            sampling = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
+        head = StageHead(links, ranks, buffers, sampling, StepBuffers(head_bytes, device))
+        placement = ranks if spans is None else TimedRanks(ranks, spans)
+        runner = StepRunner(inputs, buffers, sampler, Layers(runtime.model, kv_cache, tokens), head, placement)
+        record_graphs(
+            runner,
+            runtime,
+            options,
+            most_decodes(options),
+            lambda line: ranks.report(f"stage {links.stage}: {line}"),
+            ranks.watch,
+        )
+        return StageRank(runtime, runner, ranks, (group, *links.links), head)
 
     def load_stage(
         self, options: ScaleOutOptions, device: torch.device, group: RankGroup, links: StageLinks, position: Position
@@ -100,7 +142,12 @@ class PipelineJob(OneStageJob):
 
 def build_stage_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
     """Build a worker's part of a pipeline; returns what executes rank 0's commands."""
-    return PipelineJob(**json.loads(message)).build(rendezvous)[1].execute_command
+    return PipelineJob(**json.loads(message)).build(rendezvous).execute_command
+
+
+def most_decodes(options: ScaleOutOptions) -> int:
+    """Return the sequences of a batch's largest decode step."""
+    return -(-options.max_num_seqs // options.batches_in_flight)
 
 
 def build_stage(

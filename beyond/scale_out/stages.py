@@ -8,7 +8,7 @@ the last norm, it returns them as they are. The model's `forward` stays what it 
     x = layer(x) …             this stage's layers, with their own blocks of the KV cache
     return norm(x)             all but the last stage: x
 
-Receiving and sending are the runner's (`pipeline_runner.py`), so what a stage computes can be a CUDA graph.
+Receiving and sending are not in it (`stage_head.py`), so what a stage computes can be a CUDA graph.
 """
 
 from __future__ import annotations

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from beyond.speculation.options import SpeculationOptions
-from beyond.speculation.runner import RegrownBatch
 from beyond.speculation.sequence import SpeculativeSequence
-from stage_d_paged.runtime import Runtime
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.async_runner import InFlight
-from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.head import InFlight
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepInput
 
 
@@ -41,8 +40,8 @@ class Followed:
         self.guesses = []
 
 
-class FollowingBatch(RegrownBatch):
-    """Builds the small model's input: a sequence has kept the blocks of the tokens that the small model computed.
+class FollowingBatch(InputBatch):
+    """Builds the small model's input.
 
     Args:
         vocab_size: the small model's. In place of a padding token that it lacks it runs its last one.
@@ -58,25 +57,19 @@ class FollowingBatch(RegrownBatch):
         np.minimum(out.input_ids, self._vocab_size - 1, out=out.input_ids)
         return generated
 
-    def num_lasting_tokens(self, sequence: SpeculativeSequence) -> int:
-        return sequence.memory.num_computed_tokens
-
 
 class ModelDrafter:
     """Guesses with a small model.
 
     Args:
-        runner: the small model.
-        runtime: the small model's, whose block size is the large one's.
+        runner: the small model's, with a `FollowingBatch` and blocks as large as the large one's.
         options: the limits of a step, and the longest draft.
     """
 
-    def __init__(self, runner: GraphModelRunner, runtime: Runtime, options: SpeculationOptions) -> None:
+    def __init__(self, runner: StepRunner, options: SpeculationOptions) -> None:
         self._runner = runner
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._num_tokens = options.num_speculative_tokens
-        limits = options.max_num_seqs, runtime.max_model_len, runtime.block_size
-        runner.batch = FollowingBatch(runtime.config.vocab_size, *limits)
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
         """Return True: a model always has a guess."""

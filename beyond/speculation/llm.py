@@ -1,23 +1,22 @@
 """Stage F's engine with speculative decoding.
 
-    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (engine.py)
+    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (drafts.py)
 
 Guesses come from earlier text (ngram.py) or from a small model (draft_model.py). Those from earlier text are made and
-checked on the device, a step ahead of the host (ahead_engine.py, token_table.py).
+checked on the device, a step ahead of the host (ahead_drafts.py, token_table.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.ahead_runner import AheadRunner
-from beyond.speculation.draft_model import ModelDrafter
-from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.ahead_drafts import DeviceDrafts
+from beyond.speculation.device_drafts import AheadBatch, TableTokens
+from beyond.speculation.draft_model import FollowingBatch, ModelDrafter
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
+from beyond.speculation.host_drafts import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
-from beyond.speculation.runner import DraftBatch, SpeculativeRunner
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
@@ -30,9 +29,12 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_f_graph_tp import llm as stage_f
+from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.kernels import choose_layers
-from stage_f_graph_tp.model_runner import GraphModelRunner
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.runner import StepRunner
+from stage_f_graph_tp.step_input import TokenSource
 
 TUTOR_DRAFT = TUTOR_PATH.parent / "tutor_draft"
 
@@ -65,11 +67,15 @@ class LLM(stage_f.LLM):
     options: SpeculationOptions
     table_class = TokenTable
 
-    @property
-    def engine_class(self) -> Callable[..., Engine]:
+    def _engine(self) -> Engine:
+        scheduler, counters = self._scheduler(), SpeculationCounters()
+        drafts = None
         if self._guesses_ahead:
-            return partial(AheadEngine, drafter=self._drafter, draft_tokens=self.options.num_speculative_tokens)
-        return partial(SpeculativeEngine, drafter=self._drafter, overlap=self._overlaps)
+            drafts = DeviceDrafts(self._drafter, scheduler, counters, self.options.num_speculative_tokens)
+        elif self._drafter is not None:
+            drafts = HostDrafts(self._drafter, scheduler, counters)
+        depth = 1 if self._overlaps else 0
+        return Engine(scheduler, self.runner, depth=depth, drafts=drafts, counters=counters, trace=self.trace)
 
     @property
     def _overlaps(self) -> bool:
@@ -86,14 +92,14 @@ class LLM(stage_f.LLM):
         """Say for a summary how many steps read the weights, and how many guesses were right, since the start."""
         if self.options.speculation == "off":
             return super().memory_line(metrics)
-        found = self.engine.stats()
+        found = self.calls.stats()
         return (
             f"{self.model_bytes.weight_bytes / 1e6:9.1f} MB of weights read per step; {found['num_steps']} steps for "
             f"{found['num_generated_tokens']} tokens, {found['num_accepted_tokens']} of {found['num_draft_tokens']} "
             "guesses right"
         )
 
-    def _build(self, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         options, length = self.options, self.options.num_speculative_tokens
         rows = options.stage_f(max_num_seqs=options.max_rows)  # a batch slot for every row of a step
         self._drafter = NgramDrafter(length) if options.speculation == "ngram" else None
@@ -101,21 +107,26 @@ class LLM(stage_f.LLM):
             return self._build_ranks(rows, seed)
         patch = partial(choose_layers, fused=options.fused)
         runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
-        if options.speculation == "model":
-            drafting = self._load_draft(runtime, seed)
-            sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
-            kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
-            self._draft_with(drafting, drafting_cache)
-            return runtime, SpeculativeRunner(runtime, kv_cache, sampler, rows, length)
-        sampler = make_sampler(runtime, rows)
+        drafting = self._load_draft(runtime, seed) if options.speculation == "model" else None
+        sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
+        limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
         if self._guesses_ahead:
             table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
-            return runtime, AheadRunner(runtime, kv_cache, sampler, rows, length, table)
-        kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
+            batch = AheadBatch(*limits, length, tokens, sampler)
+            graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.TABLE)
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, tokens, [graphs])
+        if drafting is not None:
+            kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
+            self._draft_with(drafting, drafting_cache)
+        else:
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         if options.speculation == "off":
-            return runtime, GraphModelRunner(runtime, kv_cache, sampler, rows)
-        return runtime, SpeculativeRunner(runtime, kv_cache, sampler, rows, length)
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows)
+        batch = DraftBatch(*limits)
+        graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.HOST)
+        return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, graphs=[graphs])
 
     def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
         """Load the small model, whole, on the device of the large one or of its first rank."""
@@ -125,8 +136,10 @@ class LLM(stage_f.LLM):
 
     def _draft_with(self, drafting: Runtime, kv_cache: KVCache) -> None:
         options = self.options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # what it samples are guesses
-        runner = GraphModelRunner(drafting, kv_cache, make_sampler(drafting, options), options)
-        self._drafter = ModelDrafter(runner, drafting, self.options)
+        limits = options.max_num_seqs, drafting.max_model_len, drafting.block_size
+        batch = FollowingBatch(drafting.config.vocab_size, *limits)
+        runner = compose_runner(drafting, kv_cache, make_sampler(drafting, options), options, batch)
+        self._drafter = ModelDrafter(runner, self.options)
 
     def _draft_source(self, runtime: Runtime) -> ModelSource:
         """Find the draft model that was asked for, or the tutor's.
@@ -155,13 +168,12 @@ class LLM(stage_f.LLM):
             )
         return source
 
-    def _build_ranks(self, options: GraphOptions, seed: int) -> tuple[Runtime, GraphModelRunner]:
+    def _build_ranks(self, options: GraphOptions, seed: int) -> tuple[Runtime, StepRunner]:
         """Stage F's ranks. Only rank 0 knows of drafts: the others are told to run more rows."""
-        from stage_f_graph_tp.rank_runner import Job, build_worker  # here: as in stage F
+        from stage_f_graph_tp.ranks import Job, build_worker  # here: as in stage F
 
         job = Job.of(self.source.name, self.device, self.dtype, seed, options)
-        runtime, runner = self._start_ranks(job, build_worker)
-        runner.batch = DraftBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+        runtime, runner = self._start_ranks(job, build_worker, DraftBatch)
         if self.options.speculation == "model":
             drafting = self._load_draft(runtime, seed)
             self._draft_with(drafting, drafting.make_pool(runner.kv_cache.num_blocks))

@@ -1,0 +1,186 @@
+"""What follows a stage's layers: their states go to the next stage, and on stage 0 a step is sampled when they return.
+
+Rank 0 sends every step's packed input to all ranks, as in stage F, and each runs its part of it in the order in which
+the steps were launched. A step's tokens are sampled when the engine asks for it: only then does stage 0 receive the
+last stage's hidden states. What the sampler needs of the step's input is kept until then, because the buffer on the
+device belongs to the next step already.
+
+Each stage records CUDA graphs of its own layers, for decode steps and for steps with prefill, and stage 0 also of the
+LM head and the sampler. Messages are received before a replay and sent after it: what is recorded reads and writes
+fixed addresses, but NCCL's calls stay outside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from beyond.scale_out.links import StageLinks
+from beyond.scale_out.spans import Spans
+from stage_e_batching.engine import Sampled
+from stage_f_graph_tp.cuda_graph import DecodeGraphs
+from stage_f_graph_tp.forward import Forward, StepOutput
+from stage_f_graph_tp.head import InFlight
+from stage_f_graph_tp.ranks import RankHead, Ranks
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
+
+SAMPLE = b"sample"  # the command to sample the oldest step, for the other ranks of stage 0
+
+
+class Unsampled(NamedTuple):
+    """A step on its way through the stages, and what its rows need of the sampler."""
+
+    number: int  # of its command
+    shape: StepShape  # without block tables
+    sample_slots: np.ndarray
+    needs: int
+    data: bytes  # the packed input, without block tables
+
+
+class AfterReceiving:
+    """A forward of a later stage: it runs on the states that the stage before has sent for the command under way."""
+
+    def __init__(self, forward: Forward, links: StageLinks, number: int) -> None:
+        self._forward, self._links, self._number = forward, links, number
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        self._links.receive(shape.num_tokens, self._number)
+        return self._forward.run(inputs, shape, needs)
+
+
+class TimedRanks:
+    """Stage 0's ranks, whose steps' begins are noted.
+
+    Args:
+        ranks: they execute the steps.
+        spans: of this stage.
+    """
+
+    def __init__(self, ranks: Ranks, spans: Spans) -> None:
+        self._ranks, self._spans = ranks, spans
+
+    def execute(self, run: Callable[[], Any], *step: Any) -> Any:
+        """Execute a step; see `Placement`."""
+
+        def timed() -> Any:
+            self._spans.begin()
+            return run()
+
+        return self._ranks.execute(timed, *step)
+
+
+class StageHead:
+    """What follows the layers of a stage.
+
+    Args:
+        links: to the neighbouring stages.
+        ranks: of this stage; they count the commands.
+        buffers: where a step's input is.
+        head: on stage 0, the LM head and the sampler; None elsewhere.
+        head_buffers: of the inputs, without block tables, of steps that return.
+    """
+
+    def __init__(
+        self, links: StageLinks, ranks: Ranks, buffers: StepBuffers, head: RankHead | None, head_buffers: StepBuffers
+    ) -> None:
+        self.links, self.ranks = links, ranks
+        self._buffers, self._head, self._head_buffers = buffers, head, head_buffers
+        self._graphs: DecodeGraphs | None = None  # of the LM head and the sampler
+        self._unsampled: deque[Unsampled] = deque()  # on stage 0, oldest first
+
+    def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
+        """Record the LM head and the sampler for decode steps of these shapes, on stage 0."""
+        if self._head is None or not shapes:
+            return []
+        self._head.prepare(shapes, record)
+        sizes, longest = [shape.num_seqs for shape in shapes], shapes[-1].max_context_len
+        slots, device = self._head.tokens.num_slots, self._head.device
+        self._graphs = DecodeGraphs(sizes, 0, longest, slots, name="the LM head and the sampler")
+
+        def received(inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+            return StepOutput(hidden=self.links.states[: shape.num_samples])
+
+        return [self._graphs.record_steps(record, self._head_buffers, received, self._head, device)]
+
+    def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+        """Return a step as it is: when its states are back, its tokens are sampled."""
+        return output
+
+    def finish(
+        self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> Returning:
+        """Hand on what the layers have made. The states of padding rows are sent too, but not back to stage 0."""
+        hidden, links, count, number = output.hidden, self.links, len(sample_slots), self.ranks.number
+        assert hidden is not None
+        self._end_span("layers", shape.num_tokens, number)
+        if not links.is_last:
+            links.send(hidden.clone(), number)  # the next step writes over it
+        elif count:
+            links.send(hidden.index_select(0, inputs.sample_tokens[:count]), number)
+        if count == 0 or self._head is None:
+            return Returning(None)
+        shape = shape._replace(table_width=0)  # the tables come last: the arrays before them keep their offsets
+        self._unsampled.append(Unsampled(number, shape, sample_slots.copy(), needs, self._buffers.packed(shape)))
+        return Returning(self)
+
+    def sample_oldest(self) -> Any:
+        """Launch the sampling of the oldest step that has no tokens yet; rank 0 calls it.
+
+        Raises:
+            WorkerError: a rank died or failed.
+        """
+        with self.ranks.in_step(SAMPLE if self.ranks.group.size > 1 else None):
+            return self.sample_here()  # in here: an interrupt must not take a step away
+
+    def forget(self) -> None:
+        """Receive what is on its way, so that the stages stay in step, and drop it."""
+        for _ in range(len(self._unsampled)):
+            with suppress(Exception):  # what fails here was reported before, or will be at the next step
+                self.sample_oldest().wait()
+
+    @torch.inference_mode()
+    def sample_here(self) -> Any:
+        """Receive the hidden states of the oldest step's last tokens and sample, by a replay or eagerly."""
+        number, shape, sample_slots, needs, data = self._unsampled.popleft()
+        head, graphs = self._head, self._graphs
+        assert head is not None
+        self._head_buffers.unpack(data)
+        inputs = self._head_buffers.send(shape)
+        hidden = self.links.receive(len(sample_slots), number)
+        if graphs is not None and (recorded := graphs.takes(shape)) is not None:
+            output = graphs.run(inputs, recorded, needs)
+        else:
+            output = head.sample(StepOutput(hidden=hidden), inputs, shape)
+        sampled = head.finish(output, inputs, shape, sample_slots, needs)
+        self._end_span("head", len(sample_slots), number)
+        return sampled
+
+    def release(self) -> None:
+        """Release the graphs."""
+        self._graphs = None
+
+    def _end_span(self, work: str, tokens: int, step: int) -> None:
+        if self.links.spans:
+            self.links.spans.end(step=step, work=work, tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A step whose hidden states are on their way back to stage 0."""
+
+    head: StageHead | None  # None: nothing samples in this step
+
+    def sample(self) -> Any:
+        """Launch the sampling of the tokens; call it once, for the oldest step."""
+        return InFlight(None) if self.head is None else self.head.sample_oldest()
+
+    def wait(self) -> Sampled:
+        """Sample the step, and wait for its tokens."""
+        return self.sample().wait()

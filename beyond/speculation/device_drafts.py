@@ -1,0 +1,113 @@
+"""A step's input where the device has made the guesses: it is launched before the step in flight is known.
+
+The host sends where each sequence is at least. `TokenTable` makes the rest on the device, inside the verification's
+graph: guesses, tokens, positions, slots, and after sampling which rows ran on the right tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from beyond.speculation.sequence import DRAFT, NUM_UNSURE, SpeculativeSequence
+from beyond.speculation.token_table import TokenTable
+from stage_e_batching.sampler import Sampler, SamplerInput
+from stage_e_batching.step import ScheduledStep
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
+
+
+def is_ahead(step: ScheduledStep) -> bool:
+    """Whether a step has guesses, or follows one whose guesses the host does not know to be right or wrong."""
+    decodes = step.sequences[: step.num_decodes]
+    return any(map(DRAFT, decodes)) or any(map(NUM_UNSURE, decodes))
+
+
+class TableTokens:
+    """The tokens that the device has: each batch slot's last one, and the table of those it knows and guesses.
+
+    Args:
+        last: each slot's last sampled token.
+        table: of the sequences that run.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, last: LastTokens, table: TokenTable, block_size: int) -> None:
+        self.last, self.table, self._block_size = last, table, block_size
+        self.by_slot, self.num_slots = last.by_slot, last.num_slots
+
+    def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
+        """Complete a step's input on the device: guesses, tokens, positions and slots of its decodes."""
+        if shape.source == TokenSource.TABLE:
+            self.table.resolve(inputs, shape.num_decodes, self._block_size)
+        else:
+            self.last.read(inputs, shape)
+
+    def keep(self, ids: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Keep a step's tokens; `WRONG` takes the place of those that the host must not see."""
+        if shape.source != TokenSource.TABLE:
+            return self.last.keep(ids, inputs, shape)
+        kept = ids.clone()
+        self.table.keep(kept, inputs, self.by_slot)
+        return kept
+
+
+class AheadBatch(InputBatch):
+    """Builds a step's input from where each sequence is at least.
+
+    Args:
+        max_num_seqs, max_model_len, block_size: see `InputBatch`.
+        draft_tokens: how many tokens further a sequence may be.
+        tokens: on the device; sequences are entered there whose tokens are not in the table.
+        sampler: makes their noise.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        draft_tokens: int,
+        tokens: TableTokens,
+        sampler: Sampler,
+    ) -> None:
+        super().__init__(max_num_seqs, max_model_len, block_size)
+        self._draft_tokens, self._tokens, self._sampler = draft_tokens, tokens, sampler
+        self._entered: set[SpeculativeSequence] = set()  # their rows of the table hold all of their tokens
+
+    def update(self, step: ScheduledStep) -> None:
+        """Take over what the step changed, in the table too: steps without guesses do not write to it."""
+        super().update(step)
+        if not is_ahead(step):
+            self._entered = set()
+            return
+        decoding = set(step.sequences[: step.num_decodes])
+        new = [sequence for sequence in decoding if sequence not in self._entered]
+        if new:
+            self._tokens.table.enter(new, self._noise_keys, self._tokens.by_slot)
+        self._entered = decoding
+
+    def shape_of(self, step: ScheduledStep) -> StepShape:
+        """Return the sizes of a step's input, with room for the tokens that the host does not know of yet."""
+        shape = super().shape_of(step)
+        if not is_ahead(step):
+            return shape
+        longest = min(shape.max_context_len + self._draft_tokens, self.max_model_len)
+        width = -(-longest // self.block_size)
+        return shape._replace(max_context_len=longest, table_width=width, source=TokenSource.TABLE)
+
+    def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
+        generated = super()._fill_decodes(step, out)
+        if is_ahead(step):
+            rows = np.arange(step.num_decodes)
+            firsts = np.where(np.diff(out.batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
+            out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)
+        return generated
+
+    def _noise_keys(self, sequence: SpeculativeSequence, count: int) -> np.ndarray:
+        slots = np.full(count, sequence.batch_slot)
+        rows = SamplerInput.empty(count)
+        rows.noise_keys[:] = 0  # greedy: none is made
+        self._sampler.fill(slots, np.arange(count), rows)
+        return rows.noise_keys

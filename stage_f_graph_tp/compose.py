@@ -1,0 +1,94 @@
+"""Compose a runner from the options: which forwards there are, and what is recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.runtime import Runtime
+from stage_e_batching.sampler import Sampler
+from stage_f_graph_tp.cuda_graph import DecodeGraphs, GraphRecorder, Recorder, capture_sizes
+from stage_f_graph_tp.forward import Layers
+from stage_f_graph_tp.head import Head
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.megakernel import choose_decode_step
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.prefill_graphs import prefill_sizes
+from stage_f_graph_tp.runner import StepRunner
+from stage_f_graph_tp.step_input import StepBuffers, largest_input
+
+
+def compose_runner(
+    runtime: Runtime,
+    kv_cache: KVCache,
+    sampler: Sampler,
+    options: GraphOptions,
+    batch: InputBatch | None = None,
+    tokens: LastTokens | None = None,
+    graphs: Sequence[DecodeGraphs] = (),
+) -> StepRunner:
+    """Compose the runner of an engine on one device, and record its graphs.
+
+    Args:
+        runtime, kv_cache: the model and its pool.
+        sampler: with `options.max_num_seqs` batch slots.
+        options: which ideas are switched on, and the limits of a step.
+        batch, tokens, graphs: in place of stage F's own builder of inputs and tokens on the device; more graphs.
+    """
+    batch = batch or InputBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+    tokens = tokens or LastTokens(options.max_num_seqs, runtime.device)
+    runner = StepRunner(
+        batch,
+        make_buffers(runtime, options, batch),
+        sampler,
+        Layers(runtime.model, kv_cache, tokens),
+        Head(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens),
+        forwards=choose_megakernel(runtime, kv_cache, tokens, batch, options),
+        graphs=graphs,
+    )
+    record_graphs(runner, runtime, options, options.max_num_seqs)
+    return runner
+
+
+def make_buffers(runtime: Runtime, options: GraphOptions, batch: InputBatch) -> StepBuffers:
+    """Make the memory for the input of the largest step."""
+    most_seqs = options.max_num_seqs + 1  # 1 for padding
+    return StepBuffers(largest_input(options.max_num_batched_tokens, most_seqs, batch.max_blocks), runtime.device)
+
+
+def choose_megakernel(
+    runtime: Runtime, kv_cache: KVCache, tokens: LastTokens, batch: InputBatch, options: GraphOptions
+) -> list[MegakernelSteps]:
+    """Return the megakernel as a forward, where it is wanted and can run."""
+    if runtime.device.type != "cuda" or options.enforce_eager or not options.fused:
+        return []
+    kernel = choose_decode_step(runtime)
+    return [MegakernelSteps(kernel, kv_cache, tokens, batch.max_blocks, batch.max_model_len)] if kernel else []
+
+
+def record_graphs(
+    runner: StepRunner,
+    runtime: Runtime,
+    options: GraphOptions,
+    most_decodes: int,
+    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    watch: Callable[[Recorder], Recorder] = lambda record: record,
+) -> None:
+    """Record a runner's steps, on a GPU where graphs are wanted and possible.
+
+    Args:
+        most_decodes: sequences of the largest decode step.
+        report: called with a line about each kind of steps.
+        watch: makes another recorder of the one that records.
+    """
+    if runtime.device.type != "cuda" or options.enforce_eager:
+        return
+    if runtime.backend.name == "reference":  # it asks the device for the longest context
+        report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
+        return
+    prefills = prefill_sizes(options.max_num_batched_tokens) if options.prefill_graphs else []
+    for line in runner.capture(watch(GraphRecorder(runtime.device)), capture_sizes(most_decodes), prefills):
+        report(line)

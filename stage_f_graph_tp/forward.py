@@ -1,0 +1,77 @@
+"""A forward takes a step from its input to the model's final states, or further; a runner has several to choose from.
+
+    megakernel       a few decodes: one launch up to the sampled tokens      (megakernel_steps.py)
+    decode graphs    decodes: one replay up to the sampled tokens            (cuda_graph.py)
+    prefill graphs   up to some thousand tokens: one replay, final states    (prefill_graphs.py)
+    layers           every step: launched kernel by kernel, final states     (here)
+
+What a forward has not made, the head and the sampler make after it (`head.py`). A graph is recorded from the layers and
+from them, so that it computes what would be computed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.model import DecoderModel
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.step_input import StepInput, StepShape, attention_metadata
+
+
+class StepOutput(NamedTuple):
+    """What a forward has made of a step; None for what it has not. What is recorded is at fixed addresses."""
+
+    hidden: Tensor | None = None  # [tokens, hidden], or of the rows that sample alone: the final states
+    logits: Tensor | None = None  # [rows, vocab]; None also where several ranks have a part each
+    ids: Tensor | None = None  # int64 [rows]: the sampled tokens
+    kept: Tensor | None = None  # int64 [rows]: those for the host
+    check: Callable[[], None] | None = None  # waits for the step, and raises if its results are invalid
+    is_on_host: bool = False  # `kept` is in the host's memory when `check` has returned
+
+
+class Forward(Protocol):
+    """One way to run a step."""
+
+    def takes(self, shape: StepShape) -> StepShape | None:
+        """Return the shape in which it would run a step of this shape; None if it does not run such steps.
+
+        A shape that was returned is taken as it is: a rank that is sent it chooses the same forward.
+        """
+        ...
+
+    def pad(self, host: StepInput, exact: StepShape) -> None:
+        """Make what a step of shape `exact` does not fill of its input padding."""
+        ...
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        """Run a step whose input is on the device; `needs` is what its rows need of the sampler."""
+        ...
+
+
+class Layers:
+    """Runs a step kernel by kernel, up to the final states.
+
+    Args:
+        model, kv_cache: what every step runs on.
+        tokens: the tokens that the device already has.
+    """
+
+    def __init__(self, model: DecoderModel | Any, kv_cache: KVCache, tokens: LastTokens | Any) -> None:
+        self.model, self.kv_cache, self.tokens = model, kv_cache, tokens
+
+    def takes(self, shape: StepShape) -> StepShape:
+        """Take every step, as it is."""
+        return shape
+
+    def pad(self, host: StepInput, exact: StepShape) -> None:
+        """Leave the input alone: it has no padding."""
+
+    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int = 0) -> StepOutput:
+        """Compute the final states of all tokens."""
+        self.tokens.read(inputs, shape)
+        metadata = attention_metadata(inputs, shape)
+        return StepOutput(self.model(inputs.input_ids, inputs.positions, self.kv_cache, metadata))

@@ -1,0 +1,182 @@
+"""The LM head and the sampler: from final states to tokens on their way to the host.
+
+What a CUDA graph can hold is `sample`: logits, a token for each row, and the tokens kept where the next step reads
+them. What reaches beyond that (log-probabilities, a replaced sampler) is added behind it, for steps in which some row
+asks for it. The tokens are copied to the host without waiting, and `InFlight.wait` fetches them when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_d_paged.model import DecoderModel
+from stage_e_batching.engine import Sampled
+from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
+from stage_f_graph_tp.forward import StepOutput
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.step_input import StepInput, StepShape
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that the device has been told to run."""
+
+    sampled: SampledTokens | None  # None: nothing samples in this step
+    host_ids: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    check: Callable[[], None] | None = None  # see `StepOutput`
+
+    def wait(self) -> Sampled:
+        """Wait for the step's tokens.
+
+        Raises:
+            RuntimeError: the step's results are invalid.
+        """
+        if self.sampled is None:
+            return Sampled([])
+        if self.check is not None:
+            self.check()  # before anything is made of the results, which may be any numbers
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        assert self.host_ids is not None
+        token_ids = self.host_ids.tolist()
+        logprobs = self.sampled.logprobs
+        return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
+
+
+class StepHead(Protocol):
+    """What follows a forward."""
+
+    def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
+        """Get ready for the recording of decode steps of these shapes; returns a line about what it has recorded."""
+        ...
+
+    def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+        """Make what a graph can hold of what is missing."""
+        ...
+
+    def finish(
+        self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> Any:
+        """Make all that is missing, and start its way to the host."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what is under way; at any moment, and twice."""
+        ...
+
+    def release(self) -> None:
+        """Release the graphs, if it has any."""
+        ...
+
+
+class Head:
+    """The LM head over the whole vocabulary, and the sampler.
+
+    Args:
+        model: it has the LM head.
+        vocab_size: of the whole model.
+        sampler: of at least as many batch slots as `tokens`.
+        tokens: where the next step reads what was sampled.
+
+    Attributes:
+        beyond: what rows may need of the sampler that `sample` does not do.
+        makes_logits: whether `sample` makes whole rows of logits.
+    """
+
+    beyond = LOGPROBS | REPLACED
+    makes_logits = True
+
+    def __init__(
+        self, model: DecoderModel, vocab_size: int, dtype: torch.dtype, sampler: Sampler, tokens: LastTokens | Any
+    ) -> None:
+        self.model, self.sampler, self.tokens = model, sampler, tokens
+        self.device = tokens.by_slot.device
+        # Where recorded steps leave their logits, all of them at the same address; made when steps are recorded.
+        self._logits = torch.empty(0, vocab_size, dtype=dtype, device=self.device)
+        pinned = self.device.type == "cuda"
+        self._host_ids = [torch.empty(tokens.num_slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+
+    def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
+        """Make one place for the logits of all recorded steps of these shapes."""
+        rows = max((shape.num_samples for shape in shapes), default=0)
+        if self.device.type == "cuda" and self.makes_logits:
+            self._logits = self._logits.new_empty(rows, self._logits.shape[1])
+        return []
+
+    def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+        """Choose a token for every row of the final states or logits, and keep it for the next step."""
+        rows = output.hidden if output.logits is None else output.logits
+        assert rows is not None
+        ids, logits = self.choose(output, inputs.sampling.first(len(rows)))
+        return output._replace(logits=logits, ids=ids, kept=self.tokens.keep(ids, inputs, shape))
+
+    def choose(self, output: StepOutput, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
+        """Choose a token for every row; returns ids `[rows]` and logits `[rows, vocab]`."""
+        logits = output.logits
+        if logits is None:
+            assert output.hidden is not None
+            place = self._logits[: len(output.hidden)]
+            logits = self.model.compute_logits(output.hidden, out=place if len(place) == len(output.hidden) else None)
+        return self.sampler.choose(logits, rows), logits
+
+    def finish(
+        self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> InFlight:
+        """Make what is missing of a step's tokens, and start their copy to the host, without padding rows.
+
+        Args:
+            output: with the final states of all tokens, or of the rows that sample.
+            sample_slots: the batch slots of the rows that are not padding.
+            needs: what these rows need of the sampler.
+        """
+        count = len(sample_slots)
+        if count == 0:
+            return InFlight(None)
+        if output.is_on_host:
+            assert output.kept is not None
+            return InFlight(SampledTokens(output.kept), output.kept, check=output.check)
+        if output.ids is None:
+            if output.hidden is not None and count < shape.num_tokens:
+                output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
+            output = self.sample(output, inputs, shape)
+        assert output.kept is not None
+        if not needs & self.beyond:
+            return self._fetch(SampledTokens(output.kept[:count]), output.check)
+        try:
+            sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
+        except Exception:
+            if output.check is not None:
+                output.check()  # the sampler may have been handed what a step that gave up left
+            raise
+        sampled = replace(sampled, ids=self.tokens.keep(sampled.ids, inputs, shape))
+        return self._fetch(sampled, output.check)
+
+    def complete(self, output: StepOutput, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
+        """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
+        count = len(sample_slots)
+        assert output.logits is not None and output.ids is not None
+        return self.sampler.complete(output.logits[:count], output.ids[:count], rows, sample_slots)
+
+    def _fetch(self, sampled: SampledTokens, check: Callable[[], None] | None) -> InFlight:
+        """Start the copy of the tokens to the host."""
+        if self.device.type != "cuda":
+            return InFlight(sampled, sampled.ids.clone(), check=check)  # the next replay writes over them
+        self._host_ids.reverse()  # the other one may still be read
+        host_ids = self._host_ids[0][: len(sampled.ids)]
+        host_ids.copy_(sampled.ids, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return InFlight(sampled, host_ids, arrived, check)
+
+    def forget(self) -> None:
+        """Keep nothing of a step that was launched: all of it is in its `InFlight`."""
+
+    def release(self) -> None:
+        """Keep the memory: it has no graphs of its own."""

@@ -1,0 +1,41 @@
+"""The tokens that were sampled last, on the device: a step reads there what the step before has written.
+
+The host gets a copy of every token, but nothing on the device waits for the host to send it back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
+
+
+class LastTokens:
+    """Each batch slot's last sampled token.
+
+    Args:
+        num_slots: batch slots.
+        device: where the model computes.
+
+    Attributes:
+        by_slot: int64 `[num_slots + 1]`; the padding rows of a graph write to the last place.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.by_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.by_slot) - 1
+
+    def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
+        """Complete a step's input on the device: the tokens of its decodes, unless the host has sent them."""
+        decodes = shape.num_decodes
+        if decodes and shape.source == TokenSource.DEVICE:
+            torch.index_select(self.by_slot, 0, inputs.batch_slots[:decodes], out=inputs.input_ids[:decodes])
+
+    def keep(self, ids: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Keep a step's sampled tokens for the next step; returns what the host may see of them."""
+        self.by_slot.index_copy_(0, inputs.sample_slots[: len(ids)], ids)
+        return ids
