@@ -20,9 +20,9 @@ from contract.engines import GREEDY, MODEL, PROMPTS, ask
 from ranks import MIXED, SHARING, children, forked_ranks, in_other_ranks, killed_soon, stop, within_seconds
 
 import stage_e_batching
+from beyond.options import Options
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
-from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.pipeline_ranks import PipelineJob, StageRank, build_stage, build_stage_worker
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
@@ -310,7 +310,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
 
 def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
     gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
-    options = ScaleOutOptions(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    options = Options(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
     job = PipelineJob.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
     asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
     with pytest.raises(ValueError, match=asked):
@@ -401,7 +401,7 @@ def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_tok
 
 
 def test_as_many_batches_as_stages_are_in_flight_or_as_many_as_asked_for():
-    options = ScaleOutOptions(pipeline_parallel_size=3)
+    options = Options(pipeline_parallel_size=3)
     assert [replace(options, num_micro_batches=n).batches_in_flight for n in (None, 1, 5)] == [3, 1, 5]
-    assert ScaleOutOptions(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
-    assert type(ScaleOutOptions(pipeline_parallel_size=np.int64(3)).pipeline_parallel_size) is int
+    assert Options(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
+    assert type(Options(pipeline_parallel_size=np.int64(3)).pipeline_parallel_size) is int
