@@ -16,14 +16,15 @@ from test_beyond_scale_out_pipeline import TIGHT
 
 import stage_e_batching
 from beyond.options import Options
+from beyond.ranks import Job
 from beyond.scale_out import LLM
-from beyond.scale_out.pipeline_ranks import PipelineJob, most_decodes
+from beyond.scale_out.pipeline_ranks import most_decodes
 
 
 @pytest.fixture
 def replays() -> Iterator[Callable[[int], dict[int, int]]]:
     """Let every rank record its steps when it is built; tells how often each of them was replayed."""
-    with recording_ranks([1, 2, 4], [16, 20], PipelineJob) as replays_of:
+    with recording_ranks([1, 2, 4], [16, 20], Job) as replays_of:
         yield replays_of
 
 

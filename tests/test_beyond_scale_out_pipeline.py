@@ -21,9 +21,10 @@ from ranks import MIXED, SHARING, children, forked_ranks, in_other_ranks, killed
 
 import stage_e_batching
 from beyond.options import Options
+from beyond.ranks import Job, build_worker
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
-from beyond.scale_out.pipeline_ranks import PipelineJob, StageRank, build_stage, build_stage_worker
+from beyond.scale_out.pipeline_ranks import StageRank, build_stage
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
 from stage_a_naive.checkpoints.loading import resolve
@@ -311,10 +312,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
 def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
     gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
     options = Options(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
-    job = PipelineJob.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
+    job = Job.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
     asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
     with pytest.raises(ValueError, match=asked):
-        build_ranks(job, config, build_stage_worker)
+        build_ranks(job, config, build_worker)
 
 
 def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_scheduler_its_options(monkeypatch):
@@ -329,11 +330,11 @@ def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_schedule
 
 
 def test_a_stage_that_cannot_be_built_is_an_error_that_names_it():
-    def fail(job: PipelineJob) -> None:
+    def fail(config: ModelConfig) -> None:
         raise MemoryError("no room for the layers of this stage")
 
     reason = "rank 1 of 2 failed: MemoryError: no room for the layers of this stage"
-    with in_other_ranks(PipelineJob, "load_stage", fail), pytest.raises(WorkerError, match=reason):
+    with in_other_ranks(pipeline_ranks, "build_stage", fail), pytest.raises(WorkerError, match=reason):
         LLM(MODEL, device="cpu", pipeline_parallel_size=2)
 
 
