@@ -23,7 +23,7 @@ import stage_f_graph_tp
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.device_drafts import TableTokens
+from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.engine import SpeculativeEngine
 from beyond.speculation.llm import make_pools

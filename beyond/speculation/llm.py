@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.device_drafts import AheadBatch, TableTokens
+from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.draft_model import FollowingBatch, ModelDrafter
 from beyond.speculation.engine import SpeculativeEngine
-from beyond.speculation.host_drafts import DraftBatch, verification_graphs
+from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
 from beyond.speculation.scheduler import DraftScheduler
