@@ -40,7 +40,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        num_bytes = num_blocks * block_size * kv_bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+        num_bytes = num_blocks * block_size * self.bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
         available = available_memory(device)
         if num_bytes > available:
             raise MemoryError(
@@ -56,14 +56,14 @@ class KVCache:
         self.block_size = block_size
         self.layers = [(self.tensor[0, i], self.tensor[1, i]) for i in range(num_layers)]  # views, made once
 
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Count the bytes of one token's K and V in all layers."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
-
-
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Count the bytes of one token's K and V in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
 
 def available_memory(device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """The parts of a decoder, on flat batches: every tensor is `[tokens, …]`, with no batch dimension and no padding.
 
 Matrices that read the same input are packed into one, because one large product is faster than several small ones: Q, K
-and V become `qkv_proj`, gate and up become `gate_up_proj`. A packed layer records which rows belong to which matrix of
-the checkpoint and fills them in `load`. The two linears whose output is added to the residual stream take it along, so
+and V become `qkv_proj`, gate and up become `gate_up_proj`. A linear records which rows belong to which matrix of the
+checkpoint and fills them in `load`. Where the output is added to the residual stream, the linear takes that along, so
 that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta C`).
 
 Norms and rotary tables are computed in float32 and then rounded to the model's dtype, as in `transformers`. One thing
@@ -107,8 +107,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (pairs * cos).addcmul_(pairs.flip(-2), sin).view(x.shape)
 
 
-class PackedLinear(nn.Module):
-    """`x Wᵀ (+ b)`, the rows of W being those of several checkpoint matrices, `parts`: name -> rows, in order."""
+class Linear(nn.Module):
+    """`x Wᵀ (+ b)`, the rows of W being those of one or more checkpoint matrices, `parts`: name -> rows, in order."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device
@@ -127,21 +127,10 @@ class PackedLinear(nn.Module):
                 weights.fill(self.bias[own], f"{prefix}.{part}.bias")
             start += rows
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class ResidualLinear(nn.Module):
-    """`residual + x Wᵀ`, written over `residual`."""
-
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = parameter(out_features, in_features, dtype=dtype, device=device)
-
-    def load(self, weights: WeightLoader, prefix: str) -> None:
-        weights.fill(self.weight, f"{prefix}.weight")
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply; with a `residual` (and no bias), write `residual + x Wᵀ` over it."""
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
         return residual.addmm_(x, self.weight.t())
 
 

@@ -10,6 +10,7 @@ passed along contains it. One layer, with the residual stream `x` running throug
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,21 +22,28 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.layers import (
     Embedding,
-    PackedLinear,
+    Linear,
     QKNorm,
-    ResidualLinear,
     RMSNorm,
     RotaryEmbedding,
     rotate,
 )
 from stage_d_paged.weights import WeightLoader
 
+MakeLinear = Callable[[int, dict[str, int], bool, torch.dtype, torch.device], nn.Module]  # as `Linear`
+MakeEmbedding = Callable[[int, int, torch.dtype, torch.device], nn.Module]  # as `Embedding`
+
 
 class Attention(nn.Module):
     """Grouped-query self-attention whose keys and values live in the pool's blocks."""
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -43,18 +51,18 @@ class Attention(nn.Module):
         self.backend = backend
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
-        self.qkv_proj = PackedLinear(config.hidden_size, parts, config.qkv_bias, dtype, device)
+        self.qkv_proj = linear(config.hidden_size, parts, config.qkv_bias, dtype, device)
         self.qk_norm = None
         if config.qk_norm:
             eps = config.rms_norm_eps
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, eps, dtype, device)
-        self.o_proj = ResidualLinear(query, config.hidden_size, dtype, device)
+        self.o_proj = linear(query, {"o_proj": config.hidden_size}, False, dtype, device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.qkv_proj.load(weights, prefix)
         if self.qk_norm is not None:
             self.qk_norm.load(weights, prefix)
-        self.o_proj.load(weights, f"{prefix}.o_proj")
+        self.o_proj.load(weights, prefix)
 
     def forward(
         self,
@@ -77,16 +85,16 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, the SwiGLU of Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, linear: MakeLinear) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         parts = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = PackedLinear(hidden, parts, False, dtype, device)
-        self.down_proj = ResidualLinear(intermediate, hidden, dtype, device)
+        self.gate_up_proj = linear(hidden, parts, False, dtype, device)
+        self.down_proj = linear(intermediate, {"down_proj": hidden}, False, dtype, device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.gate_up_proj.load(weights, prefix)
-        self.down_proj.load(weights, f"{prefix}.down_proj")
+        self.down_proj.load(weights, prefix)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # each [tokens, intermediate]
@@ -97,13 +105,18 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = Attention(config, backend, dtype, device)
+        self.self_attn = Attention(config, backend, dtype, device, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.mlp = MLP(config, dtype, device, linear)
         self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
@@ -134,6 +147,7 @@ class DecoderModel(nn.Module):
         backend: how attention reads the KV cache's blocks.
         max_model_len: positions that the rotary tables cover.
         dtype, device: of its weights.
+        linear, lm_head: make its matrices; called as the classes that are the defaults.
     """
 
     # Modules that are called alike, but need not be of one class: later stages replace them.
@@ -150,16 +164,18 @@ class DecoderModel(nn.Module):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        linear: MakeLinear = Linear,
+        lm_head: MakeEmbedding = Embedding,
     ) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        tied = config.tie_word_embeddings  # the table of tokens is the LM head
+        self.embed_tokens = (lm_head if tied else Embedding)(config.vocab_size, config.hidden_size, dtype, device)
         self.rotary = RotaryEmbedding(config, max_model_len, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, backend, dtype, device) for _ in range(config.num_layers))
+        layers = (DecoderLayer(config, backend, dtype, device, linear) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.lm_head = self.embed_tokens if tied else lm_head(config.vocab_size, config.hidden_size, dtype, device)
 
     def load(self, weights: WeightLoader) -> None:
         """Fill all weights; `ModelError` names one that is missing, left over, or of the wrong shape."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +15,27 @@ from stage_d_paged.attention import AttentionBackend, pick_backend
 from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.fused_mlp import use_fused_mlp
-from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks, kv_bytes_per_token
-from stage_d_paged.model import DecoderModel
+from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks
+from stage_d_paged.layers import Embedding, Linear
+from stage_d_paged.model import DecoderModel, MakeEmbedding, MakeLinear
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.weights import TensorSource, WeightLoader, tensor_source
+
+
+class Formats(NamedTuple):
+    """How weights, and cached keys and values, are stored: what makes the parts that hold them, and reads them.
+
+    Each is called as its default, which stores numbers in the model's dtype.
+    """
+
+    linear: MakeLinear = Linear
+    lm_head: MakeEmbedding = Embedding
+    tensors: Callable[..., TensorSource] = tensor_source
+    pool: Any = KVCache  # has `bytes_per_token` too
+    backend: Callable[..., AttentionBackend] = pick_backend
+
+
+MODEL_DTYPE = Formats()
 
 
 @dataclass(frozen=True)
@@ -32,16 +50,17 @@ class Runtime:
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]  # what was chosen and why, a line each
+    pool: Any = KVCache  # makes the pool: `Formats.pool`
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token on this device."""
         config = self.model.config
-        return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        return self.pool.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
 
     def make_pool(self, num_blocks: int) -> KVCache:
         config = self.model.config
-        return KVCache(
+        return self.pool(
             config.num_layers,
             num_blocks,
             self.block_size,
@@ -52,6 +71,20 @@ class Runtime:
         )
 
 
+def empty_model(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: Formats,
+) -> DecoderModel:
+    """Make a model with uninitialised weights; `MemoryError` if they do not fit on the device."""
+    make = partial(DecoderModel, config, backend, max_model_len, dtype, linear=formats.linear, lm_head=formats.lm_head)
+    check_room(make(device=torch.device("meta")), device)
+    return make(device=device)
+
+
 def build_model(
     config: ModelConfig,
     backend: AttentionBackend,
@@ -59,10 +92,10 @@ def build_model(
     tensors: TensorSource,
     dtype: torch.dtype,
     device: torch.device,
+    formats: Formats = MODEL_DTYPE,
 ) -> DecoderModel:
     """Make a model and fill in its weights."""
-    check_room(DecoderModel(config, backend, max_model_len, dtype, torch.device("meta")), device)
-    model = DecoderModel(config, backend, max_model_len, dtype, device)
+    model = empty_model(config, backend, max_model_len, dtype, device, formats)
     model.load(WeightLoader(tensors))
     return model
 
@@ -75,6 +108,7 @@ def load_runtime(
     seed: int = 0,
     build: Callable[..., DecoderModel] = build_model,
     patch: Callable[[DecoderModel, Any, torch.device], str] = use_fused_mlp,
+    formats: Formats = MODEL_DTYPE,
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 
@@ -82,7 +116,7 @@ def load_runtime(
     by something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
-    backend = pick_backend(options.attention_backend, device, dtype, config.head_dim)
+    backend = formats.backend(options.attention_backend, device, dtype, config.head_dim)
     block_size = options.kvcache_block_size or backend.preferred_block_size
     if block_size % backend.block_size_multiple:
         raise ValueError(
@@ -90,12 +124,13 @@ def load_runtime(
             f"{backend.block_size_multiple}; leave kvcache_block_size away, or set attention_backend='triton'"
         )
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
-    tensors = tensor_source(source, seed, dtype, device)
-    model = build(config, backend, max_model_len, tensors, dtype, device)
+    tensors = formats.tensors(source, seed, dtype, device)
+    model = build(config, backend, max_model_len, tensors, dtype, device, formats)
     notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
-    return Runtime(config, backend, model.eval(), max_model_len, block_size, dtype, device, tuple(notes))
+    model.eval()
+    return Runtime(config, backend, model, max_model_len, block_size, dtype, device, tuple(notes), formats.pool)
 
 
 def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:

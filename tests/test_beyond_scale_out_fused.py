@@ -55,7 +55,7 @@ def make_stage(preset: str, stage: int, draw_norm_weights, is_fused: bool) -> Si
     config = replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), num_layers=NUM_LAYERS)
     backend, weights = pick_backend("reference", CPU, F32, config.head_dim), RandomWeights("random", 0, CPU, F32)
     group, position = RankGroup(Rendezvous(None, 0, 1), CPU), Position(stage, NUM_STAGES, 1)
-    model = build_stage(config, backend, 64, weights, F32, CPU, group, position)
+    model = build_stage(config, backend, 64, weights, F32, CPU, group=group, position=position)
     draw_norm_weights(model)
     if is_fused:
         fuse_layers(model, SKINNY)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
 from stage_a_naive.contract.errors import ModelError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints import memory
 from stage_a_naive.checkpoints.loading import load_hf_model, resolve
 from stage_d_paged.options import EngineOptions

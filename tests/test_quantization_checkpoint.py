@@ -74,8 +74,8 @@ def test_a_checkpoint_is_taken_over_value_by_value(tmp_path, form, group):
     expected = quantize_matrix(original * 1.004, torch.int8, group)
     own = slice(original.shape[1], original.shape[1] + original.shape[0])  # K's rows lie behind Q's
     attention = llm.runtime.model.layers[1].self_attn.qkv_proj
-    assert torch.equal(attention.values[own], expected.values)
-    assert torch.equal(attention.scales[own], expected.scales)
+    assert torch.equal(attention.weight.values[own], expected.values)
+    assert torch.equal(attention.weight.scales[own], expected.scales)
     plain = beyond.quantization.LLM("tutor", device="cpu", num_kvcache_blocks=32)
     assert llm.chat(CHAT, GREEDY)[0]["token_ids"] == plain.chat(CHAT, GREEDY)[0]["token_ids"]
 

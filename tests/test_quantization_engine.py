@@ -15,16 +15,15 @@ import beyond.quantization
 import stage_f_graph_tp
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
-from beyond.quantization.layers import QuantizedPackedLinear, empty_model
+from beyond.quantization.layers import QuantizedMatrix
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.ranks import QuantizedRowParallelLinear, build_quantized_shard
-from beyond.quantization.runtime import load_quantized_runtime
-from stage_a_naive.checkpoints.loading import resolve
+from beyond.quantization.parts import make_formats
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.runtime import choose_num_blocks
+from stage_d_paged.runtime import choose_num_blocks, empty_model
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
+from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear, build_sharded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {"num_kvcache_blocks": 64, "max_model_len": 256}
@@ -72,7 +71,8 @@ def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(gro
     options = QuantizationOptions(quantization="int8", quantization_group_size=group_size)
     config = parallel.config_of("qwen2-tiny", intermediate_size=600)
     whole = parallel.run_model(config, parallel.random_weights())
-    monkeypatch.setattr(parallel, "build_sharded_model", partial(build_quantized_shard, options=options))
+    build = partial(build_sharded_model, formats=make_formats(options, parallel.CPU))
+    monkeypatch.setattr(parallel, "build_sharded_model", build)
     shards = parallel.on_ranks(2, lambda group: parallel.run_model(config, parallel.random_weights(), group))
     assert torch.equal(*shards)
     assert (shards[0] - whole).norm() < 0.03 * whole.norm()
@@ -111,23 +111,23 @@ def test_a_default_pool_of_8_bits_holds_nearly_four_times_the_tokens_of_float32(
 def test_a_matrix_never_exists_whole_in_the_models_dtype(monkeypatch):
     """It is on no device until it is read, one checkpoint matrix at a time."""
     largest = []
-    load_rows = QuantizedPackedLinear.load_rows
+    load_rows = QuantizedMatrix.load_rows
 
     def watched(self, rows, weights, name):
         assert self.values.dtype == torch.int8 and not self.values.is_meta
         largest.append(self.values[rows].numel())
         load_rows(self, rows, weights, name)
 
-    monkeypatch.setattr(QuantizedPackedLinear, "load_rows", watched)
+    monkeypatch.setattr(QuantizedMatrix, "load_rows", watched)
     llm = make("random:qwen2-tiny", quantization="int8")
     layer = llm.runtime.model.layers[0]
-    assert max(largest) < layer.mlp.gate_up_proj.values.numel(), "gate and up are read one after the other"
+    assert max(largest) < layer.mlp.gate_up_proj.weight.values.numel(), "gate and up are read one after the other"
     assert not any(p.is_meta for p in llm.runtime.model.parameters())
 
 
 def test_an_lm_head_in_8_bits_leaves_the_table_of_an_untied_model_alone():
     model = make("random:llama-tiny", **ALL).runtime.model
-    assert model.lm_head.values.dtype == torch.int8
+    assert model.lm_head.matrix.values.dtype == torch.int8
     assert model.embed_tokens is not model.lm_head and model.embed_tokens.weight.is_floating_point()
 
 
@@ -136,14 +136,14 @@ def test_a_token_is_looked_up_in_the_dequantised_table(options):
     """The norm behind the table hides a wrong scale from the tutor's answers."""
     table = make(**ALL | options).runtime.model.embed_tokens
     ids = torch.tensor([3, 4000, 7])
-    assert torch.equal(table(ids), dequantize_matrix(table.weight, table.dtype, table.group_size)[ids])
+    assert torch.equal(table(ids), dequantize_matrix(table.matrix.weight, table.dtype, table.matrix.group_size)[ids])
 
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
 def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"fp8 needs compute capability \(8, 9\), this GPU has \(8, 6\); use 'int8'"):
-        load_quantized_runtime(resolve("tutor"), QuantizationOptions(**options), torch.device("cuda"), torch.bfloat16)
+        make_formats(QuantizationOptions(**options), torch.device("cuda"))
 
 
 def test_the_notes_say_what_is_in_8_bits(capfd):
@@ -183,13 +183,13 @@ def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
 
 def test_a_ranks_share_of_8_bit_layers_is_fused_as_such():
     pytest.importorskip("triton")
-    from beyond.quantization.fused_layers import EightBitLayer, fuse_layers
+    from beyond.quantization.fused_layers import QuantizedProducts, fuse_layers
 
-    options = QuantizationOptions(quantization="int8")
+    options, cpu = QuantizationOptions(quantization="int8"), torch.device("cpu")
     config = ModelConfig.from_hf(preset_config("qwen2-tiny"))
-    model = empty_model(config, None, 64, torch.float32, torch.device("cpu"), options)
+    model = empty_model(config, None, 64, torch.float32, cpu, make_formats(options, cpu))
     for layer in model.layers:
-        layer.self_attn.o_proj = QuantizedRowParallelLinear(layer.self_attn.o_proj, None)
-        layer.mlp.down_proj = QuantizedRowParallelLinear(layer.mlp.down_proj, None)
-    fuse_layers(model, None)
-    assert {type(layer) for layer in model.layers} == {EightBitLayer}
+        layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, None)
+        layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, None)
+    fuse_layers(model, options)
+    assert {type(layer._products) for layer in model.layers} == {QuantizedProducts}

@@ -164,7 +164,8 @@ def test_whole_models_give_the_references_tokens(preset, options, is_share, draw
     """`is_share`: as a rank's share whose sum over the ranks is its own part."""
     import beyond.quantization
     from beyond.quantization import SamplingParams, fused_layers
-    from beyond.quantization.ranks import QuantizedRowParallelLinear
+    from beyond.quantization.layers import QuantizedLinear
+    from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear
 
     prompts = [[5, 6, 7] * 21, [9, 10]]  # together more than few tokens
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -174,13 +175,15 @@ def test_whole_models_give_the_references_tokens(preset, options, is_share, draw
         draw_norm_weights(engine.runner.model)
     expected = reference.generate(prompts, params, False)
     model = llm.runner.model
-    fused_layers.use_kernels(model)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.product = fused_layers.QuantizedProducts(CPU)
     sums = []
     group = SimpleNamespace(all_reduce=lambda x, residual: sums.append(x) or residual.add_(x))
     for layer in model.layers if is_share else []:
-        layer.self_attn.o_proj = QuantizedRowParallelLinear(layer.self_attn.o_proj, group)
-        layer.mlp.down_proj = QuantizedRowParallelLinear(layer.mlp.down_proj, group)
-    fused_layers.fuse_layers(model, model.layers[0].self_attn.backend)
+        layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)
+        layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, group)
+    fused_layers.fuse_layers(model, llm.options)
     found = llm.generate(prompts, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
     assert bool(sums) == is_share
@@ -230,14 +233,15 @@ FAR = [(batch, (6, 3, 64), "int8", 64, 2**31 // (64 * 3 * 64)) for batch in ("de
     ],
 )
 def test_attention_is_the_reference(case, device, dtype):
-    from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
+    from beyond.quantization.attention.triton_paged import KERNELS
     from beyond.quantization.attention.triton_prefill import SCRATCH_BYTES
+    from stage_d_paged.attention.triton_paged import TritonAttention
 
     batch, heads, name, block_size, blocks_before = case
     batch = (BATCHES if device == CPU else REAL_BATCHES)[batch]
     query, k_cache, v_cache, metadata = make_batch(*batch, *heads, name, block_size, device, dtype)
     expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
-    backend = QuantizedTritonAttention(device, dtype, heads[2])
+    backend = TritonAttention(device, dtype, heads[2], KERNELS)
     k_cache, v_cache = behind(blocks_before, k_cache), behind(blocks_before, v_cache)
     tables = metadata.block_tables
     tables[tables >= 0] += blocks_before
@@ -255,8 +259,7 @@ def test_a_prefill_copies_blocks_that_fit_into_scratch_memory_and_no_more(more, 
     triton_prefill = pytest.importorskip("beyond.quantization.attention.triton_prefill")
     from stage_d_paged.attention import triton_prefill as in_16_bits
 
-    ours = "dequantize_blocks_kernel", "quantized_prefill_kernel"
-    launches = recorded_launches(monkeypatch, triton_prefill, *ours)
+    launches = recorded_launches(monkeypatch, triton_prefill, "dequantize_blocks_kernel")
     attended = recorded_launches(monkeypatch, in_16_bits, "_prefill_kernel")
     with torch.device("meta"):
         query, scales = torch.empty(8, 4, 16), torch.empty(9, 2, 4)
@@ -264,7 +267,8 @@ def test_a_prefill_copies_blocks_that_fit_into_scratch_memory_and_no_more(more, 
         tables = torch.empty(1, triton_prefill.SCRATCH_BYTES // (2 * 4 * 2 * 16 * 4) + more).int()
         metadata = AttentionMetadata(*(torch.empty(1).int() for _ in range(3)), tables, 8, 8)
         triton_prefill.prefill(query, cache, cache, metadata, 0.2, query)
-    assert [launch.kernel for launch in launches] == [ours[more]] and len(attended) == 1 - more
+    [attention] = attended
+    assert len(launches) == 1 - more and (attention.arguments[4] is scales) == bool(more)
     if not more:
         keys, values = launches[0].arguments[:2]
         assert keys.nbytes + values.nbytes == triton_prefill.SCRATCH_BYTES

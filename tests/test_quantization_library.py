@@ -50,7 +50,7 @@ def test_a_checkpoint_that_transformers_writes_with_torchao_is_taken_over(tmp_pa
     AutoTokenizer.from_pretrained(TUTOR_PATH).save_pretrained(tmp_path)
     llm = beyond.quantization.LLM(tmp_path, device="cpu", dtype="float32", num_kvcache_blocks=32)
     [output] = llm.chat([{"role": "user", "content": "What is a KV cache?"}], SamplingParams(temperature=0.0))
-    theirs, down = model.model.layers[2].mlp.down_proj.weight, llm.runtime.model.layers[2].mlp.down_proj
+    theirs, down = model.model.layers[2].mlp.down_proj.weight, llm.runtime.model.layers[2].mlp.down_proj.weight
     assert llm.options.quantization_group_size == group
     assert torch.equal(down.values, theirs.qdata) and torch.equal(down.scales, theirs.scale)
     prompt = torch.tensor([output["prompt_token_ids"]])

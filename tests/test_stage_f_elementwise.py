@@ -137,9 +137,10 @@ def test_the_norm_is_the_definition(case, device, dtype):
     ids=[*BATCHES, "splits of unequal contexts"],
 )
 def test_dependent_attention_is_the_definition(batch, heads, multiprocessors):
-    from stage_f_graph_tp.kernels.decode_attention import DependentAttention
+    from stage_d_paged.attention.triton_paged import TritonAttention
+    from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
 
-    backend = DependentAttention(CPU, F32, 24)
+    backend = TritonAttention(CPU, F32, 24, DEPENDENT)
     backend.sm_count = multiprocessors
     check_attention(backend, make_batch(*batch, *heads, 24, 16))
     assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
@@ -178,6 +179,6 @@ def test_stage_cs_operator_is_refused_where_it_cannot_be_used(options, fused, me
 @pytest.mark.gpu
 def test_on_a_gpu_decode_attention_is_a_dependent_launch_where_the_gpu_can():
     llm = stage_f_graph_tp.LLM("tutor", device="cuda", dtype="bfloat16", gpu_memory_utilization=0.1)
-    names = {type(layer.backend).__name__ for layer in llm.runner.model.layers}
+    names = {layer.backend.kernels.decode.__name__ for layer in llm.runner.model.layers}
     can = torch.cuda.get_device_capability() >= (9, 0)
-    assert names == {"DependentAttention" if can else "TritonAttention"}
+    assert names == {"dependent_decode" if can else "decode"}

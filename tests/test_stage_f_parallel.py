@@ -43,7 +43,7 @@ from stage_f_graph_tp.tensor_parallel.rendezvous import (
     open_rendezvous,
 )
 from stage_f_graph_tp.tensor_parallel.sharding import (
-    ShardedWeightLoader,
+    ShardedTensors,
     VocabParallelEmbedding,
     build_sharded_model,
     check_divisible,
@@ -213,8 +213,8 @@ def test_random_weights_are_the_same_for_any_number_of_ranks(ranks, vocab):
         ("model.layers.0.self_attn.q_proj.bias", 0, (heads,), (heads // ranks,)),
         ("model.layers.1.self_attn.o_proj.weight", 1, (hidden, heads), (hidden, heads // ranks)),
     ):
-        loaders = [ShardedWeightLoader(random_weights(), config, rank, ranks) for rank in range(ranks)]
-        slices = [loader.read(name, part) for loader in loaders]
+        shards = [ShardedTensors(random_weights(), config, rank, ranks) for rank in range(ranks)]
+        slices = [own.lazy(name, part)[:] for own in shards]
         assert {own.shape for own in slices} == {part}
         together = torch.cat(slices, dim)
         assert torch.equal(together.narrow(dim, 0, whole[dim]), random_tensor(name, whole, 0, CPU, F32))
@@ -283,7 +283,7 @@ def test_ranks_hold_a_large_model_once_but_for_its_norms(preset, ranks):
     def build(size: int, rank: int) -> int:
         group = SimpleNamespace(size=size, rank=rank)
         tensors, backend = Shapes("shapes", 0, meta, F32), pick_backend("reference", CPU, F32, config.head_dim)
-        model = build_sharded_model(config, backend, 64, tensors, F32, meta, group)
+        model = build_sharded_model(config, backend, 64, tensors, F32, meta, group=group)
         return sum(weight.numel() for weight in model.parameters())
 
     norms = config.hidden_size * (2 * config.num_layers + 1)

@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.text import markdown
 from beyond.quantization.floor import QuantizedBytes
-from beyond.quantization.layers import empty_model
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.floor import ModelBytes
 from stage_d_paged.kv_cache import blocks_that_fit
-from stage_d_paged.runtime import Runtime
+from stage_d_paged.runtime import Runtime, empty_model
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-7b")
 BATCHES = {"1 × 640": (1, 640), "32 × 4096": (32, 4096)}  # requests × context
@@ -40,7 +40,7 @@ def measure() -> dict:
     rows, fits = [], []
     for model in MODELS:
         for kind, options in KINDS.items():
-            cost = QuantizedBytes(preset_config(model), 2, QuantizationOptions(**options))
+            cost = QuantizedBytes(ModelBytes(preset_config(model), 2), QuantizationOptions(**options))
             for batch, (requests, context) in BATCHES.items():
                 kv_bytes = requests * context * cost.kv_bytes_per_token
                 rows.append(
@@ -71,7 +71,7 @@ def load_shapes(model: str, options: dict[str, object]) -> Runtime:
     chosen = QuantizationOptions(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
 
     def build(config: object, backend: object, max_model_len: int, tensors: object, *rest: object) -> object:
-        return empty_model(config, backend, max_model_len, *rest)  # `build_quantized_model` without the weights
+        return empty_model(config, backend, max_model_len, *rest)  # `build_model` without the weights
 
     return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), torch.bfloat16, build=build)
 

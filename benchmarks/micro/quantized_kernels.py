@@ -105,14 +105,15 @@ def launch_of(matrix: Matrix, weight: torch.Tensor | Quantized, tokens: int) -> 
 
 def measure_attention() -> Iterator[dict]:
     """A decode and a prefill kernel over caches in every format."""
-    from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
+    from beyond.quantization.attention.triton_paged import KERNELS
+    from stage_d_paged.attention.triton_paged import TritonAttention
 
     device = torch.device("cuda")
     for case, name in itertools.product(ATTENTION_CASES, COLUMNS):
         arguments, backend = arguments_of(case, 64), pick_backend("triton", device, DTYPE, case.head_dim)
         if name != "bfloat16":
             arguments = quantized_pools(arguments, name)
-            backend = QuantizedTritonAttention(device, DTYPE, case.head_dim)
+            backend = TritonAttention(device, DTYPE, case.head_dim, KERNELS)
         samples = graph_seconds([lambda a=a, b=backend: b.attend(*a, 0.1) for a in arguments], REPEATS)
         yield timed(samples, what="attention", case=case.name, format=name)
         torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.micro import caption
 from benchmarks.text import markdown, sections
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.chat import render_chat
 from stage_a_naive.checkpoints.loading import load_tokenizer, pick_device, pick_dtype, resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq

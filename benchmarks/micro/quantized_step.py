@@ -17,9 +17,8 @@ from benchmarks.micro.decode_step import launch_of, step_arguments, step_by_laye
 from benchmarks.text import grid
 from benchmarks.timing import graph_seconds
 from beyond.quantization.kv_cache import QuantizedKVCache
-from beyond.quantization.layers import QuantizedMatrix
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.runtime import Runtime
 from stage_f_graph_tp.megakernel import choose_decode_step, most_rows
@@ -47,7 +46,8 @@ def measure(models: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-7b")) -> dict:
             runtime = load_quantized_runtime(source, options, torch.device("cuda"), torch.bfloat16)
             for rows in ROWS:
                 sizes = {"weight_bytes": weight_bytes(runtime), "kv_bytes": runtime.bytes_per_token * CONTEXT * rows}
-                samples = graph_seconds([step_of(runtime, rows)], REPEATS, REPLAYS)
+                step = step_of(runtime, rows, options.uses_eight_bits)
+                samples = graph_seconds([step], REPEATS, REPLAYS)
                 found.append(timed(samples, model=name, kind=kind, rows=rows, **sizes))
             del runtime
             torch.cuda.empty_cache()
@@ -61,10 +61,9 @@ def weight_bytes(runtime: Runtime) -> int:
     return sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values() if id(p) not in unread)
 
 
-def step_of(runtime: Runtime, rows: int) -> Callable[[], object]:
+def step_of(runtime: Runtime, rows: int, eight_bits: bool) -> Callable[[], object]:
     """A decode step of `rows` requests, as the engine runs it."""
     arguments = step_arguments(runtime.model.config, rows, CONTEXT, BLOCK_SIZE)
-    eight_bits = any(isinstance(module, QuantizedMatrix) for module in runtime.model.modules())
     if not eight_bits and rows <= most_rows(runtime.config) and (kernel := choose_decode_step(runtime)) is not None:
         return launch_of(kernel, arguments)
     pool = arguments[-1]

@@ -17,7 +17,8 @@ from stage_a_naive.checkpoints.checkpoint import TensorSource
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_f_graph_tp.tensor_parallel.sharding import ShardedWeightLoader, shard_config
+from stage_d_paged.weights import WeightLoader
+from stage_f_graph_tp.tensor_parallel.sharding import ShardedTensors, shard_config
 
 MATRICES = {  # by the end of its name in the checkpoint
     "embed_tokens": "embedding,\nLM head",
@@ -81,7 +82,7 @@ def split(model: str, size: int) -> list[Part]:
     config, parts = ModelConfig.from_hf(resolve(model).config), []
     for rank in range(size):
         own = DecoderModel(shard_config(config, size), None, 8, torch.float32, torch.device("meta"))
-        own.load(ShardedWeightLoader(_Recorder(rank, parts), config, rank, size))
+        own.load(WeightLoader(ShardedTensors(_Recorder(rank, parts), config, rank, size)))
     return parts
 
 

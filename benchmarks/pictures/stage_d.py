@@ -12,7 +12,7 @@ from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged import LLM
 from stage_d_paged.attention.decode_plan import plan_decode
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.kv_cache import kv_bytes_per_token
+from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.layers import RMSNorm, RotaryEmbedding, rotate
 
 BLUE, ORANGE, GREEN, *_, GREY = PALETTE
@@ -142,7 +142,7 @@ def draw_gqa() -> Picture:
     for kv in range(kv_heads):
         groups.text((kv + 0.5) * heads / kv_heads - 0.5, -0.3, f"k{kv}, v{kv}", ha="center", fontsize=10)
     groups.axis("off")
-    per_head = kv_bytes_per_token(config.num_layers, 1, config.head_dim, torch.bfloat16) / 1024
+    per_head = KVCache.bytes_per_token(config.num_layers, 1, config.head_dim, torch.bfloat16) / 1024
     values = [heads * per_head, kv_heads * per_head]
     names = ["a KV head for\neach query head", f"GQA, {kv_heads} KV heads"]
     draw_bars(sizes, names, [(None, values, [GREY, BLUE])], [f"{value:.0f} KiB" for value in values], room=1.25)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
 from stage_a_naive.checkpoints.model_config import check_config, read_json_object
 from stage_a_naive.contract.errors import ModelError
+from stage_d_paged.weights import TensorSource, tensor_source
 
 STORAGE = ("int-quantized", "pack-quantized")
 # What is `weight` and `weight_scale` here, and what is not needed: the shape of a packed matrix follows from the file.
@@ -134,13 +136,13 @@ def options_of_checkpoint(source: ModelSource, options: QuantizationOptions) -> 
     return replace(options, quantization="int8", quantization_group_size=group_size)
 
 
-class Int8Tensors(SafetensorsDirectory):
+class Int8Tensors:
     """An int8 checkpoint, however it is stored, as `weight` (int8) and `weight_scale`."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, directory: SafetensorsDirectory) -> None:
+        self.name, self._directory = directory.name, directory
         self._stored_as: dict[str, str] = {}
-        for stored in self._file_of:
+        for stored in directory.names():
             module, dot, last = stored.rpartition(".")
             if last not in UNUSED:
                 self._stored_as[f"{module}{dot}{RENAMED.get(last, last)}"] = stored
@@ -151,17 +153,25 @@ class Int8Tensors(SafetensorsDirectory):
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored_as[name]
         if f"{name}_scale" not in self._stored_as:
-            return super().shape(stored)
-        part = self._files[self._file_of[stored]].get_slice(stored)
+            return self._directory.shape(stored)
+        part: Any = self._directory.lazy(stored, ())
         if part.get_dtype() not in ("I8", "I32"):
-            raise ModelError(f"{stored} in {self._file_of[stored]} is stored as {part.get_dtype()}; supported is int8")
+            raise ModelError(f"{stored} in {self.name} is stored as {part.get_dtype()}; supported is int8")
         rows, columns = part.get_shape()
         return rows, columns * 4 if stored.endswith("_packed") else columns
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
         stored = self._stored_as[name]
-        tensor = super().lazy(stored, shape)
+        tensor = self._directory.lazy(stored, shape)
         return unpack(tensor[:]) if stored.endswith("_packed") else tensor
+
+
+def open_tensors(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
+    """Find the weights of a model: as stage D's `tensor_source`, which this also does for an int8 checkpoint."""
+    tensors = tensor_source(source, seed, dtype, device)
+    if getattr(source.config, "quantization_config", None) and isinstance(tensors, SafetensorsDirectory):
+        return Int8Tensors(tensors)
+    return tensors
 
 
 def unpack(packed: Tensor) -> Tensor:

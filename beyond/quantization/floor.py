@@ -11,32 +11,32 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class QuantizedBytes(ModelBytes):
+class QuantizedBytes:
     """Stage A's count of bytes, with those matrices and caches in 8 bits that the options say.
 
     Args:
-        config: the Hugging Face configuration.
-        bytes_per_number: of what is not in 8 bits.
-        options: what is.
+        plain: the count without any.
+        options: what is in 8 bits.
     """
 
+    plain: ModelBytes
     options: QuantizationOptions
 
     @property
     def weight_bytes(self) -> int:
         """What one decode step reads of the weights, with their scales."""
         if self.options.quantization is None:
-            return super().weight_bytes
-        c, own = self.config, self.bytes_per_number
-        layers, head = self.matmul_parameters
-        queries, keys = c.num_attention_heads * self.head_dim, c.num_key_value_heads * self.head_dim
+            return self.plain.weight_bytes
+        c, own, head_dim = self.plain.config, self.plain.bytes_per_number, self.plain.head_dim
+        layers, head = self.plain.matmul_parameters
+        queries, keys = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
         layer = (
             self._matrix(queries + 2 * keys, c.hidden_size)
             + self._matrix(c.hidden_size, queries)
             + self._matrix(2 * c.intermediate_size, c.hidden_size)
             + self._matrix(c.hidden_size, c.intermediate_size)
         )
-        small = super().weight_bytes - own * (layers + head)  # norms and biases
+        small = self.plain.weight_bytes - own * (layers + head)  # norms and biases
         lm_head = self._matrix(c.vocab_size, c.hidden_size) if self.options.quantize_lm_head else own * head
         return c.num_hidden_layers * layer + lm_head + small
 
@@ -44,9 +44,13 @@ class QuantizedBytes(ModelBytes):
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers, with their scales."""
         if self.options.kv_cache_dtype == "auto":
-            return super().kv_bytes_per_token
-        c = self.config
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * (self.head_dim + SCALE_BYTES)
+            return self.plain.kv_bytes_per_token
+        c = self.plain.config
+        return 2 * c.num_hidden_layers * c.num_key_value_heads * (self.plain.head_dim + SCALE_BYTES)
+
+    def step_bytes(self, context: float) -> float:
+        """Return what a decode step of one sequence reads when `context` tokens are in its KV cache."""
+        return self.weight_bytes + context * self.kv_bytes_per_token
 
     def _matrix(self, rows: int, columns: int) -> int:
         scales = -(-columns // (self.options.quantization_group_size or columns))  # of each row

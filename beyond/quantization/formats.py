@@ -35,6 +35,11 @@ class Quantized(NamedTuple):
     values: Tensor  # int8 or float8_e4m3fn
     scales: Tensor  # float32
 
+    @property
+    def shape(self) -> torch.Size:
+        """As of the numbers that it stands for."""
+        return self.values.shape
+
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise every row of `x [..., n]` with a scale of its own.

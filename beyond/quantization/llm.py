@@ -15,7 +15,7 @@ from dataclasses import replace
 from beyond.quantization.checkpoint import options_of_checkpoint, resolve_quantized
 from beyond.quantization.floor import QuantizedBytes
 from beyond.quantization.options import QuantizationOptions
-from beyond.quantization.runtime import load_quantized_runtime
+from beyond.quantization.parts import load_quantized_runtime
 from stage_d_paged.runtime import Runtime, choose_num_blocks
 from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp import llm as stage_f
@@ -42,7 +42,7 @@ class LLM(stage_f.LLM):
     @property
     def model_bytes(self) -> QuantizedBytes:
         """What a decode step reads."""
-        return QuantizedBytes(self.source.config, self.dtype.itemsize, self.options)
+        return QuantizedBytes(super().model_bytes, self.options)
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         options = self.options = options_of_checkpoint(self.source, self.options)

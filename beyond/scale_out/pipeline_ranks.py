@@ -25,7 +25,7 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import Runtime, build_model, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp.compose import make_buffers, record_graphs
@@ -157,6 +157,8 @@ def build_stage(
     tensors: TensorSource,
     dtype: torch.dtype,
     device: torch.device,
+    formats: Formats = MODEL_DTYPE,
+    *,
     group: RankGroup,
     position: Position,
 ) -> DecoderModel:
@@ -170,7 +172,7 @@ def build_stage(
     part_tensors = StageTensors(tensors, layers, config.num_layers, has_tables=position.stage == 0)
     build = build_model if group.size == 1 else partial(build_sharded_model, group=group)
     try:
-        return build(part, backend, max_model_len, part_tensors, dtype, device)
+        return build(part, backend, max_model_len, part_tensors, dtype, device, formats)
     except ModelError as error:
         numbers = f"stage {position.stage}, whose layer 0 is the model's layer {layers.start}"
         raise ModelError(f"{numbers}: {error}") from None

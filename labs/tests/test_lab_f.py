@@ -23,7 +23,7 @@ from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import DigitTokenizer, check_whole_stage, request_of
 from labs.variants import early_end
-from stage_d_paged.layers import Embedding, ResidualLinear
+from stage_d_paged.layers import Embedding, Linear
 from stage_e_batching.engine import Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
@@ -228,7 +228,7 @@ class TestRowParallel:
 
         def work(group: ThreadGroup) -> Tensor:
             own = slice(group.rank * 8 // size, (group.rank + 1) * 8 // size)
-            columns = ResidualLinear(8 // size, 6, torch.float32, CPU)
+            columns = Linear(8 // size, {"o_proj": 6}, False, torch.float32, CPU)
             columns.weight.copy_(weight[:, own])
             return sharding.RowParallelLinear(columns, group)(x[:, own].contiguous(), residual.clone())
 

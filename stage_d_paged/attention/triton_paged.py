@@ -7,6 +7,9 @@ the sequences it was made for: they write different rows of one output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 
@@ -21,6 +24,17 @@ MIN_CAPABILITY = (8, 0)  # bfloat16 tensor cores, asynchronous copies to shared 
 _COUNTERS = 1 << 16  # arrival counters (sequences × KV heads) allocated in advance: 256 KiB
 
 
+class Kernels(NamedTuple):
+    """The functions that launch them, each called as its default."""
+
+    store: Callable[..., None] = store
+    prefill: Callable[..., None] = prefill
+    decode: Callable[..., None] = decode
+
+
+KERNELS = Kernels()
+
+
 class TritonAttention:
     """Our kernels. Float16, bfloat16 or float32; any head size up to 128; any block size."""
 
@@ -30,7 +44,7 @@ class TritonAttention:
     preferred_block_size = 64
     block_size_multiple = 1
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int, kernels: Kernels = KERNELS) -> None:
         interpreted = not isinstance(decode_kernel, triton.JITFunction)  # TRITON_INTERPRET=1 was set before the import
         if interpreted and dtype != torch.float32:
             raise BackendUnavailable(f"Triton's interpreter is for testing in float32, not in {dtype}")
@@ -44,6 +58,7 @@ class TritonAttention:
             raise BackendUnavailable(f"the Triton kernels compute in float16, bfloat16 or float32, not in {dtype}")
         if head_dim > MAX_HEAD_DIM:
             raise BackendUnavailable(f"head_dim={head_dim}: the Triton kernels take heads of up to {MAX_HEAD_DIM}")
+        self.kernels = kernels
         self.reason = "our Triton kernels, interpreted" if interpreted else "our Triton kernels"
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         # The splits of a sequence count themselves in here and leave zeros behind. Allocated once, so that no launch
@@ -54,17 +69,17 @@ class TritonAttention:
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: Any,
+        v_cache: Any,
         slot_mapping: torch.Tensor,
     ) -> None:
-        store(key, value, k_cache, v_cache, slot_mapping)
+        self.kernels.store(key, value, k_cache, v_cache, slot_mapping)
 
     def attend(
         self,
         query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: Any,
+        v_cache: Any,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -76,24 +91,12 @@ class TritonAttention:
             raise ValueError(f"query has strides {query.stride()}; a token's heads must be adjacent: {[head_dim, 1]}")
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
         if metadata.max_query_len > 1:
-            prefill(query, k_cache, v_cache, metadata, scale, out)
+            self.kernels.prefill(query, k_cache, v_cache, metadata, scale, out)
         # Where every sequence has the same number of queries, and that is not one, none is a decode.
         if metadata.max_query_len == 1 or tokens != seqs * metadata.max_query_len:
-            self.decode(query, k_cache, v_cache, metadata, scale, out)
+            counters = self.arrival_counters(seqs * kv_heads)
+            self.kernels.decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count)
         return out
-
-    def decode(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
-        counters = self.arrival_counters(metadata.context_lens.shape[0] * k_cache.shape[2])
-        decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count)
 
     def arrival_counters(self, count: int) -> torch.Tensor:
         """Return at least `count` counters, int32 zeros."""

@@ -62,6 +62,13 @@ def find_sequence(tile, cu_seqlens_q, num_seqs, TILE: tl.constexpr):
 
 
 @triton.jit
+def _scales_of(block, start, key, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Compute where the scales of the keys `start + key` are stored, int64 [BLOCK_N]; `block` as in `slots_of`."""
+    offset = start % BLOCK_SIZE + key if BLOCK_SIZE % BLOCK_N == 0 else (start + key) % BLOCK_SIZE
+    return (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + offset
+
+
+@triton.jit
 def _attend_to_keys(
     acc,
     total,
@@ -69,6 +76,8 @@ def _attend_to_keys(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     k_tiles,
     v_tiles,
     table,
@@ -78,6 +87,7 @@ def _attend_to_keys(
     kv_head,
     scale_log2,
     slot_stride,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -94,6 +104,7 @@ def _attend_to_keys(
         valid = start + key < last
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
+        scale_offset = _scales_of(block, start, key, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N)
         # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
         block = look_up(table, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
@@ -110,13 +121,22 @@ def _attend_to_keys(
         else:
             k = tl.load(k_cache + pool_offset, mask=(column < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(v_cache + pool_offset, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        if k_scales is not None:  # a key's scale multiplies its score, a value's scale its weight
+            k_scale = tl.load(k_scales + scale_offset, mask=valid, other=0.0)  # [BLOCK_N]
+            v_scale = tl.load(v_scales + scale_offset, mask=valid, other=0.0)
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if k_scales is not None:
+            scores *= k_scale[None, :]
         if MASKED:
             scores = tl.where((start + key)[None, :] <= position[:, None], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(p, 1)
+        if k_scales is not None:
+            p *= v_scale[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         highest = new_highest
     return acc, total, highest
@@ -129,6 +149,8 @@ def _prefill_kernel(
     query,  # [tokens, heads, head_dim]
     k_cache,  # [blocks, block_size, kv_heads, head_dim]
     v_cache,
+    k_scales,  # float32 [blocks, kv_heads, block_size]: what a head's stored numbers are multiplied by; or None
+    v_scales,
     k_tiles,  # TMA descriptors of [slots, kv_heads * head_dim] in tiles [BLOCK_N, head_dim], or None
     v_tiles,
     block_tables,  # [seqs, table_width]
@@ -185,6 +207,8 @@ def _prefill_kernel(
         q,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         k_tiles,
         v_tiles,
         table,
@@ -194,6 +218,7 @@ def _prefill_kernel(
         kv_head,
         scale_log2,
         slot_stride,
+        KV_HEADS,
         HEAD_DIM,
         HEAD_PAD,
         BLOCK_SIZE,
@@ -208,6 +233,8 @@ def _prefill_kernel(
         q,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         k_tiles,
         v_tiles,
         table,
@@ -217,6 +244,7 @@ def _prefill_kernel(
         kv_head,
         scale_log2,
         slot_stride,
+        KV_HEADS,
         HEAD_DIM,
         HEAD_PAD,
         BLOCK_SIZE,
@@ -260,21 +288,29 @@ def prefill(
     scale: float,
     out: torch.Tensor,  # [tokens, heads, head_dim], contiguous
     config: PrefillConfig | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write to `out` the attention of every sequence that has more than one query; other rows are left alone."""
+    """Write to `out` the attention of every sequence that has more than one query; other rows are left alone.
+
+    `scales`: of keys and of values, float32 `[blocks, kv_heads, block_size]`, where a head of a token is stored in
+    units of its own; None where the pool holds the numbers themselves.
+    """
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
     config = config or choose_prefill_config(query.element_size(), hopper, tokens)
     block_m = max(config.block_m, triton.next_power_of_2(group))
-    k_tiles, v_tiles = (_descriptor(cache, config.block_n) for cache in (k_cache, v_cache))
+    k_tiles, v_tiles = None, None
+    if scales is None:
+        k_tiles, v_tiles = (_descriptor(cache, config.block_n) for cache in (k_cache, v_cache))
     tiles = tokens // (block_m // group) + seqs
     _prefill_kernel[(tiles * kv_heads,)](
         out,
         query,
         k_cache,
         v_cache,
+        *(scales or (None, None)),
         k_tiles,
         v_tiles,
         metadata.block_tables,

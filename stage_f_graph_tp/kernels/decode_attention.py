@@ -16,8 +16,8 @@ import triton.language as tl
 
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import plan_decode
-from stage_d_paged.attention.triton_decode import LOG2_E, look_up, online_softmax, write_result
-from stage_d_paged.attention.triton_paged import TritonAttention
+from stage_d_paged.attention.triton_decode import LOG2_E, decode, look_up, online_softmax, write_result
+from stage_d_paged.attention.triton_paged import Kernels
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
 
@@ -109,42 +109,44 @@ def dependent_decode_kernel(
     )
 
 
-class DependentAttention(TritonAttention):
-    """Stage D's Triton kernels, with the decode step's launched by PDL; mixed batches are stage D's entirely."""
+def dependent_decode(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: torch.Tensor,
+    arrival_counters: torch.Tensor,
+    sm_count: int,
+) -> None:
+    """Launch stage D's decode attention by PDL; arguments as its `decode`, which serves mixed batches."""
+    if metadata.max_query_len > 1:
+        decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count)
+        return
+    tables, lengths = metadata.block_tables, metadata.context_lens
+    plan = plan_decode(
+        len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, sm_count
+    )
+    partial_out, partial_lse = plan.make_partials(query.device)
+    dependent_decode_kernel[plan.programs,](
+        out,
+        query,
+        k_cache,
+        v_cache,
+        tables,
+        lengths,
+        partial_out,
+        partial_lse,
+        arrival_counters,
+        scale * LOG2_E,
+        query.stride(0),
+        k_cache.stride(1),
+        tables.stride(0),
+        plan.num_splits,
+        plan.split_keys,
+        **plan.constants,
+        **pdl_settings(query.device),
+    )
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        if metadata.max_query_len > 1:
-            super().decode(query, k_cache, v_cache, metadata, scale, out)
-            return
-        tables, lengths = metadata.block_tables, metadata.context_lens
-        plan = plan_decode(
-            len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, self.sm_count
-        )
-        partial_out, partial_lse = plan.make_partials(query.device)
-        dependent_decode_kernel[plan.programs,](
-            out,
-            query,
-            k_cache,
-            v_cache,
-            tables,
-            lengths,
-            partial_out,
-            partial_lse,
-            self.arrival_counters(len(lengths) * k_cache.shape[2]),
-            scale * LOG2_E,
-            query.stride(0),
-            k_cache.stride(1),
-            tables.stride(0),
-            plan.num_splits,
-            plan.split_keys,
-            **plan.constants,
-            **pdl_settings(query.device),
-        )
+
+DEPENDENT = Kernels(decode=dependent_decode)

@@ -4,7 +4,7 @@ A decode step's tensors are tiny: for 32 sequences of Qwen2.5-0.5B, all queries 
 starting kernels and waiting for memory, not into arithmetic, so every launch saved is a microsecond or more per layer.
 In stage D, the way from the QKV product to attention is a norm of the heads (Qwen3), three element-wise kernels for the
 rotation, and the store into the blocks; `rotate_and_store` is one kernel. `silu_and_multiply` is the MLP's activation
-in one kernel instead of two. The sums with the residual are part of the matrix products already (`ResidualLinear`).
+in one kernel instead of two. The sums with the residual are part of the matrix products already (stage D's `Linear`).
 
 **No kernel for the norm.** With the norm's weight `g` in the matrix, `W' = W diag(g)`, `rms_norm(x) Wᵀ` is
 `x W'ᵀ / sqrt(mean(x²) + eps)`: one number per row. So the product takes the rows as they are, and the kernel behind it,
@@ -44,11 +44,28 @@ def _row_scale(x, x_stride, row, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr
 
 
 @triton.jit
+def scale_of(most, LARGEST: tl.constexpr):
+    """Return the scale of rows whose largest absolute number is `most`, which is stored as LARGEST; 1 for zeros."""
+    return tl.where(most == 0.0, 1.0, most / LARGEST)
+
+
+@triton.jit
+def nearest(x, dtype: tl.constexpr):
+    """Round to the nearest number of `dtype`, ties to even."""
+    if dtype == tl.int8:
+        shifted = x + 12582912.0  # 1.5 × 2^23: float32 has no fractions there, so the sum is rounded
+        return (shifted - 12582912.0).to(tl.int8)
+    return x.to(dtype)
+
+
+@triton.jit
 def _rotate_and_store_kernel(
     qkv,
     query,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     cos,
     sin,
     positions,
@@ -70,6 +87,8 @@ def _rotate_and_store_kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
     ROWS_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,  # number that the pool can hold, where it has scales
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -107,6 +126,16 @@ def _rotate_and_store_kernel(
     target = token * (HEADS * 2 * HALF) + in_head
     tl.store(query + target, y1, mask=is_query)
     tl.store(query + target + HALF, y2, mask=is_query)
+    if k_scales is not None:
+        row = tl.arange(0, HEADS_PAD)
+        scale = scale_of(tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1)), LARGEST)  # [HEADS_PAD]
+        y1 = nearest(y1 / scale[:, None], k_cache.dtype.element_ty)
+        y2 = nearest(y2 / scale[:, None], k_cache.dtype.element_ty)
+        scale_offset = (slot // BLOCK_SIZE * KV_HEADS + row - HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(k_scales + scale_offset, scale, mask=(row >= HEADS) & (row < HEADS + KV_HEADS) & (slot >= 0))
+        scale_offset -= KV_HEADS * BLOCK_SIZE
+        is_value = (row >= HEADS + KV_HEADS) & (row < HEADS + 2 * KV_HEADS) & (slot >= 0)
+        tl.store(v_scales + scale_offset, scale, mask=is_value)
     is_key = inside & (head >= HEADS) & turns & (slot >= 0)
     key_offset = slot * slot_stride + (head - HEADS) * (2 * HALF) + column
     tl.store(k_cache + key_offset, y1, mask=is_key)
@@ -115,6 +144,11 @@ def _rotate_and_store_kernel(
     value_offset = key_offset - KV_HEADS * 2 * HALF
     tl.store(v_cache + value_offset, y1, mask=is_value)
     tl.store(v_cache + value_offset + HALF, y2, mask=is_value)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest finite number of a dtype."""
+    return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
 def rotation_warps(tokens: int) -> int:
@@ -132,6 +166,7 @@ def rotate_and_store(
     norm: tuple[Tensor, float] | None = None,
     rows: Rows | None = None,
     bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Norm the heads (where the model does), rotate queries and keys, store keys and values in their blocks.
 
@@ -145,6 +180,8 @@ def rotate_and_store(
         norm: the weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm.
         rows: what the product was given, if that is still to be normalised.
         bias: `[(heads + 2 kv_heads) * head_dim]`, if the product is still to be increased by it.
+        scales: of keys and of values, float32 `[blocks, kv_heads, block_size]`, to be written too where the cache holds
+            each head of a token in units of its own.
 
     Returns:
         The rotated queries, `[tokens, heads, head_dim]`. The arithmetic is float32, rounded once at the end.
@@ -161,6 +198,7 @@ def rotate_and_store(
         query,
         k_cache,
         v_cache,
+        *(scales or (None, None)),
         cos,
         sin,
         positions,
@@ -182,6 +220,8 @@ def rotate_and_store(
         HAS_BIAS=bias is not None,
         ROWS=width,
         ROWS_PAD=triton.next_power_of_2(max(1, width)),
+        BLOCK_SIZE=0 if scales is None else k_cache.shape[1],
+        LARGEST=0.0 if scales is None else largest(k_cache.dtype),
         num_warps=rotation_warps(tokens),
         **pdl_settings(qkv.device),
     )

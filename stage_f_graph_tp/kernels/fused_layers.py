@@ -12,7 +12,8 @@ It works on whole models and on one rank's share alike.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.attention.triton_paged import TritonAttention
-from stage_d_paged.layers import ResidualLinear, RMSNorm, RotaryEmbedding
+from stage_d_paged.layers import Linear, RMSNorm, RotaryEmbedding
 from stage_d_paged.model import DecoderLayer, DecoderModel
-from stage_f_graph_tp.kernels.decode_attention import DependentAttention
+from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
 from stage_f_graph_tp.kernels.elementwise import Rows, rms_norm, rotate_and_store, silu_and_multiply
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import (
@@ -35,7 +36,7 @@ from stage_f_graph_tp.kernels.skinny_gemm import (
 )
 
 Rotation = tuple[Tensor, Tensor, Tensor]
-_MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
+MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
 
 
 class RotaryTables(nn.Module):
@@ -61,24 +62,86 @@ class FusedNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class LayerProducts(Protocol):
+    """The products of a layer, and what is fused with them; how depends on how the matrices are stored.
+
+    `SkinnyGemms` are those of matrices in the model's dtype. A `stream` is whatever `begin` and `add` return: the
+    residual stream `x` with a part of its next norm.
+    """
+
+    max_tokens: int  # up to which `begin`, `add` and `gate_up_silu` are used
+
+    def begin(self, x: Tensor, norm: RMSNorm) -> Any:
+        """Make a stream of the first layer's input."""
+
+    def project(self, x: Any, norm: RMSNorm, linear: Any) -> tuple[Tensor, Rows | None, Tensor | None]:
+        """Multiply the norm of `x`, rows or a stream; returns what is left of the norm, and of the bias, as well."""
+        ...
+
+    def gate_up_silu(self, stream: Any, norm: RMSNorm, linear: Any) -> Tensor:
+        """Compute `silu(gate) * up` of the norm of a stream."""
+        ...
+
+    def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Any:
+        """Compute `residual + linear(x)`: a stream for a norm of weight `gain`, or without one the sum itself."""
+
+
+class SkinnyGemms:
+    """Products with matrices in the model's dtype, into which the norms' weights were moved (`move_norm_weights`).
+
+    Args:
+        device: of the arrival counters, which all layers share.
+        max_tokens: tokens up to which a layer uses the skinny GEMMs.
+    """
+
+    def __init__(self, device: torch.device, max_tokens: int = SKINNY_GEMM_MAX_TOKENS) -> None:
+        self.max_tokens = max_tokens
+        self._arrival_counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+    def begin(self, x: Tensor, norm: RMSNorm) -> Stream:
+        return sum_squares(x)
+
+    def project(self, x: Tensor | Stream, norm: RMSNorm, linear: Linear) -> tuple[Tensor, Rows | None, Tensor | None]:
+        x = x.x if isinstance(x, Stream) else x
+        # float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
+        first = x.dtype == torch.float16
+        given, rows = (rms_norm(x, norm.weight, norm.eps), None) if first else (x, Rows(x, norm.eps))
+        return F.linear(given, linear.weight), rows, linear.bias
+
+    def gate_up_silu(self, stream: Stream, norm: RMSNorm, linear: Linear) -> Tensor:
+        return gate_up_silu(stream, norm.eps, linear.weight)
+
+    def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
+        """As `LayerProducts.add`. Of a shard, the kernel adds up the ranks' products too, if it can."""
+        peers = getattr(linear, "peers", None)
+        if isinstance(linear, Linear) or peers is not None:
+            stream = product_add(x, linear.weight, residual, self._arrival_counters, peers=peers)
+            return stream.x if gain is None else stream
+        total = linear(x, residual)
+        return total if gain is None else sum_squares(total)
+
+
 class FusedLayer(nn.Module):
     """A decoder layer in seven launches, or in five with skinny GEMMs.
 
     Args:
-        layer: the layer whose weights it uses; the norms' weights are in the matrices (`move_norm_weights`).
+        layer: the layer whose weights it uses.
         backend: attention.
-        arrival_counters: int32 zeros for `product_add`, shared by all layers.
-        skinny_max_tokens: tokens up to which it uses the skinny GEMMs.
-        is_last: it returns hidden states; other layers may return a `Stream`, which the next one takes.
+        products: how it multiplies by its matrices.
+        store: rotates queries and keys and stores keys and values: called as `rotate_and_store`.
+        qkv_rotate: computes all of that from a stream in one launch, where there is such a kernel.
+        next_norm: the norm that reads the layer's output. The last layer has none and returns hidden states; others may
+            return a stream, which the next one takes.
     """
 
     def __init__(
         self,
         layer: DecoderLayer,
         backend: AttentionBackend,
-        arrival_counters: Tensor,
-        skinny_max_tokens: int,
-        is_last: bool,
+        products: LayerProducts,
+        store: Callable[..., Tensor],
+        qkv_rotate: Callable[..., Tensor] | None,
+        next_norm: RMSNorm | None,
     ) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
@@ -86,96 +149,45 @@ class FusedLayer(nn.Module):
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
         self.backend = backend
-        self._arrival_counters = arrival_counters
-        self._skinny_max_tokens = skinny_max_tokens
-        self._is_last = is_last
+        self._products = products
+        self._store, self._qkv_rotate = store, qkv_rotate
+        self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
 
     def forward(
         self,
-        x: Tensor | Stream,  # [tokens, hidden], overwritten
+        x: Any,  # [tokens, hidden], overwritten; or a stream
         rotation: Rotation,
-        layer_cache: tuple[Tensor, Tensor],  # each [blocks, block_size, kv_heads, head_dim]
+        layer_cache: Any,  # keys and values, each [blocks, block_size, kv_heads, head_dim]
         metadata: AttentionMetadata,
-    ) -> Tensor | Stream:
-        attention = self.self_attn
-        if metadata.slot_mapping.shape[0] > self._skinny_max_tokens:
-            assert isinstance(x, Tensor)  # the layer before had as many tokens
-            query = self._queries(x, rotation, layer_cache, metadata.slot_mapping)
+    ) -> Any:
+        attention, mlp, products = self.self_attn, self.mlp, self._products
+        norm, slots = self.post_attention_layernorm, metadata.slot_mapping
+        if slots.shape[0] > products.max_tokens:  # so had the layer before: x is a tensor
+            query = self._queries(x, rotation, layer_cache, slots)
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
-            return self._mlp(attention.o_proj(attended.flatten(1), x))
-        stream = _as_stream(x)
-        query = self._skinny_queries(stream, rotation, layer_cache, metadata.slot_mapping)
+            x = attention.o_proj(attended.flatten(1), x)
+            gate_up, rows, _ = products.project(x, norm, mlp.gate_up_proj)
+            return mlp.down_proj(silu_and_multiply(gate_up, rows), x)
+        stream = products.begin(x, self.input_layernorm) if isinstance(x, Tensor) else x
+        query = self._queries(stream, rotation, layer_cache, slots)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
-        stream = _as_stream(self._add_product(attended.flatten(1), attention.o_proj, stream.x))
-        activated = gate_up_silu(stream, self.post_attention_layernorm.eps, self.mlp.gate_up_proj.weight)
-        total = self._add_product(activated, self.mlp.down_proj, stream.x)
-        return total.x if self._is_last and isinstance(total, Stream) else total
+        stream = products.add(attended.flatten(1), attention.o_proj, stream.x, norm.weight)
+        activated = products.gate_up_silu(stream, norm, mlp.gate_up_proj)
+        return products.add(activated, mlp.down_proj, stream.x, self._next_gain)
 
-    def _queries(self, x: Tensor, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    def _queries(self, x: Any, rotation: Rotation, layer_cache: Any, slots: Tensor) -> Tensor:
         """Compute rotated queries, `[tokens, heads, head_dim]`, and store keys and values in their blocks."""
-        attention, (x, rows) = self.self_attn, _before_norm(x, self.input_layernorm)
-        cos, sin, positions = rotation
-        packed = F.linear(x, attention.qkv_proj.weight).view(x.shape[0], -1, attention.head_dim)
-        return rotate_and_store(
-            packed,
-            attention.num_heads,
-            (cos, sin),
-            positions,
-            layer_cache,
-            slots,
-            self._head_norm,
-            rows,
-            attention.qkv_proj.bias,
-        )
-
-    def _skinny_queries(
-        self, stream: Stream, rotation: Rotation, layer_cache: tuple[Tensor, Tensor], slots: Tensor
-    ) -> Tensor:
-        """As `_queries`, in one launch."""
-        attention, qkv = self.self_attn, self.self_attn.qkv_proj
-        cos, sin, positions = rotation
-        return qkv_rotate(
-            stream,
-            self.input_layernorm.eps,
-            qkv.weight,
-            qkv.bias,
-            attention.num_heads,
-            (cos, sin),
-            positions,
-            layer_cache,
-            slots,
-            self._head_norm,
-        )
-
-    @property
-    def _head_norm(self) -> tuple[Tensor, float] | None:
-        norm = self.self_attn.qk_norm
-        return None if norm is None else (norm.weight, norm.eps)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        mlp, (given, rows) = self.mlp, _before_norm(x, self.post_attention_layernorm)
-        return mlp.down_proj(silu_and_multiply(mlp.gate_up_proj(given), rows), x)
-
-    def _add_product(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor | Stream:
-        """Compute `residual + linear(x)`. Of a shard, the kernel adds up the ranks' products too, if it can."""
-        peers = getattr(linear, "peers", None)
-        if type(linear) is not ResidualLinear and peers is None:
-            return linear(x, residual)
-        return product_add(x, linear.weight, residual, self._arrival_counters, peers=peers)
-
-
-def _as_stream(x: Tensor | Stream) -> Stream:
-    return x if isinstance(x, Stream) else sum_squares(x)
-
-
-def _before_norm(x: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows | None]:
-    """Return what a product is given, and what is left of the norm for the kernel behind it.
-
-    float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
-    """
-    if x.dtype == torch.float16:
-        return rms_norm(x, norm.weight, norm.eps), None
-    return x, Rows(x, norm.eps)
+        attention, norm = self.self_attn, self.input_layernorm
+        qkv, heads, head_norm = attention.qkv_proj, attention.num_heads, attention.qk_norm
+        head_norm = None if head_norm is None else (head_norm.weight, head_norm.eps)
+        *tables, positions = rotation
+        if self._qkv_rotate is not None and not isinstance(x, Tensor):
+            return self._qkv_rotate(
+                x, norm.eps, qkv.weight, qkv.bias, heads, tables, positions, layer_cache, slots, head_norm
+            )
+        packed, rows, bias = self._products.project(x, norm, qkv)
+        packed = packed.view(packed.shape[0], -1, attention.head_dim)
+        return self._store(packed, heads, tables, positions, layer_cache, slots, head_norm, rows, bias)
 
 
 def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS) -> None:
@@ -185,13 +197,26 @@ def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TO
     """
     device = model.norm.weight.device
     backend = _dependent(model.layers[0].self_attn.backend, model, device)
-    arrival_counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     move_norm_weights(model)
-    last = model.layers[-1]
-    layers = [FusedLayer(layer, backend, arrival_counters, skinny_max_tokens, layer is last) for layer in model.layers]
+    replace_layers(model, backend, SkinnyGemms(device, skinny_max_tokens), rotate_and_store, qkv_rotate)
+
+
+def replace_layers(
+    model: DecoderModel,
+    backend: AttentionBackend,
+    products: LayerProducts,
+    store: Callable[..., Tensor],
+    qkv_rotate: Callable[..., Tensor] | None = None,
+) -> None:
+    """Replace a model's layers by fused ones, in place; arguments as `FusedLayer`."""
+    next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
+    layers = [
+        FusedLayer(layer, backend, products, store, qkv_rotate, next_norm)
+        for layer, next_norm in zip(model.layers, next_norms, strict=True)
+    ]
+    model.layers = nn.ModuleList(layers)
     model.rotary = RotaryTables(model.rotary)
     model.norm = FusedNorm(model.norm)
-    model.layers = nn.ModuleList(layers)
 
 
 @torch.no_grad()
@@ -214,4 +239,4 @@ def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.dev
     """Return the backend with its decode kernel launched by PDL, if it is our Triton kernels and the GPU can."""
     if not (isinstance(backend, TritonAttention) and pdl_settings(device)["PDL"]):
         return backend
-    return DependentAttention(device, model.norm.weight.dtype, model.config.head_dim)
+    return TritonAttention(device, model.norm.weight.dtype, model.config.head_dim, DEPENDENT)

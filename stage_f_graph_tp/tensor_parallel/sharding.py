@@ -15,7 +15,7 @@ the others, and an all-reduce puts them together. As the LM head, each rank scor
 parts are gathered only for requests that need them all (`shard_sampling.py`).
 
 So a rank's share of stage D's model is stage D's model, built from a smaller config (`shard_config`), filled with
-slices (`ShardedWeightLoader`), with a collective behind every row-parallel linear and every embedding.
+slices (`ShardedTensors`), with a collective behind every row-parallel linear and every embedding.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stage_a_naive.checkpoints.memory import check_room
+from stage_a_naive.checkpoints.checkpoint import LazyTensor
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.layers import Embedding, ResidualLinear
+from stage_d_paged.layers import Embedding
 from stage_d_paged.model import DecoderModel
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, empty_model
 from stage_d_paged.weights import TensorSource, WeightLoader
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 
@@ -72,13 +73,13 @@ def build_sharded_model(
     tensors: TensorSource,
     dtype: torch.dtype,
     device: torch.device,
+    formats: Formats = MODEL_DTYPE,
+    *,
     group: RankGroup,
 ) -> DecoderModel:
     """Build this rank's share of stage D's model, with its weights and its collectives."""
-    share = shard_config(config, group.size)
-    check_room(DecoderModel(share, backend, max_model_len, dtype, torch.device("meta")), device)
-    model = DecoderModel(share, backend, max_model_len, dtype, device)
-    model.load(ShardedWeightLoader(tensors, config, group.rank, group.size))
+    model = empty_model(shard_config(config, group.size), backend, max_model_len, dtype, device, formats)
+    model.load(WeightLoader(ShardedTensors(tensors, config, group.rank, group.size)))
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)
         layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, group)
@@ -88,37 +89,48 @@ def build_sharded_model(
     return model
 
 
-class ShardedWeightLoader(WeightLoader):
-    """Reads only this rank's slice of every tensor.
+class ShardedTensors:
+    """A checkpoint as one rank sees it: of every tensor that is cut, only this rank's slice.
 
     Args:
-        tensors: the whole checkpoint.
+        whole: the whole checkpoint.
         config: the whole model's shape.
         rank, size: this rank, and how many there are.
     """
 
-    def __init__(self, tensors: TensorSource, config: ModelConfig, rank: int, size: int) -> None:
-        super().__init__(tensors)
-        kv_dim = config.num_kv_heads * config.head_dim
-        kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
+    def __init__(self, whole: TensorSource, config: ModelConfig, rank: int, size: int) -> None:
+        self.name, self._whole = whole.name, whole
+        kv_dim, kv_parts = config.num_kv_heads * config.head_dim, min(size, config.num_kv_heads)
         rows = {"q_proj": config.num_heads * config.head_dim, "embed_tokens": config.vocab_size}
         rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        # Of each tensor that is cut: along which dimension, its whole length there, and whose part this rank takes.
-        self._cuts = {name: (0, total, rank) for name, total in rows.items()}
-        self._cuts |= {"lm_head": (0, config.vocab_size, rank), "k_proj": (0, kv_dim, kv_rank)}
-        self._cuts |= {"v_proj": (0, kv_dim, kv_rank), "o_proj": (1, rows["q_proj"], rank)}
-        self._cuts |= {"down_proj": (1, config.intermediate_size, rank)}
+        # Of each tensor that is cut: along which dimension, its whole length there, how many parts, and this rank's.
+        self._cuts = {name: (0, total, size, rank) for name, total in rows.items()}
+        self._cuts |= {"lm_head": (0, config.vocab_size, size, rank)}
+        self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (0, kv_dim, kv_parts, rank * kv_parts // size))
+        self._cuts |= {"o_proj": (1, rows["q_proj"], size, rank)}
+        self._cuts |= {"down_proj": (1, config.intermediate_size, size, rank)}
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def names(self) -> set[str] | None:
+        return self._whole.names()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of this rank's slice; of a tensor that cannot be cut like this, its whole shape."""
+        stored, cut = self._whole.shape(name), self._cuts.get(name.split(".")[-2])
+        if stored is None or cut is None:
+            return stored
+        dim, total, parts, _ = cut
+        return (*stored[:dim], -(-total // parts), *stored[dim + 1 :]) if stored[dim] == total else stored
+
+    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
         """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the whole's end are zeros."""
-        layer = name.split(".")[-2]
-        if layer not in self._cuts:
-            return super().read(name, shape)
-        dim, total, part = self._cuts[layer]
+        cut = self._cuts.get(name.split(".")[-2])
+        if cut is None:
+            return self._whole.lazy(name, shape)
+        dim, total, _, part = cut
         start = min(part * shape[dim], total)
         stop = min(start + shape[dim], total)
-        whole = (*shape[:dim], total, *shape[dim + 1 :])
-        own = self.lazy(name, whole)[(slice(None),) * dim + (slice(start, stop),)]
+        whole = self._whole.lazy(name, (*shape[:dim], total, *shape[dim + 1 :]))
+        own = whole[(slice(None),) * dim + (slice(start, stop),)]
         missing = shape[dim] - (stop - start)
         return F.pad(own, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else own
 
@@ -130,13 +142,17 @@ class RowParallelLinear(nn.Module):
         linear: stage D's layer, holding this rank's columns.
     """
 
-    def __init__(self, linear: ResidualLinear, group: RankGroup) -> None:
+    def __init__(self, linear: nn.Module, group: RankGroup) -> None:
         super().__init__()
-        self.weight = linear.weight
+        self.linear = linear
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.group.all_reduce(F.linear(x, self.weight), residual)
+        return self.group.all_reduce(self.linear(x), residual)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
 
     @property
     def peers(self) -> Peers | None:

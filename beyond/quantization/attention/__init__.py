@@ -1,26 +1,26 @@
-"""Paged attention that reads 8-bit keys and values: `use_eight_bits` gives a backend its counterpart here."""
+"""Paged attention that reads 8-bit keys and values: `pick_quantized_backend` is the way in."""
 
 from __future__ import annotations
 
 import torch
 
-from stage_d_paged.attention import AttentionBackend
+from stage_d_paged.attention import AttentionBackend, pick_backend
 
 
-def use_eight_bits(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> AttentionBackend:
-    """Return the backend of the same name that stores and reads `Quantized` keys and values.
+def pick_quantized_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """Return the backend that stage D's `pick_backend` picks, storing and reading `Quantized` keys and values.
 
     Raises:
-        ValueError: there is none, as for flash-attn.
+        ValueError: as there; or there is none of that name for 8 bits, as for flash-attn.
     """
+    backend = pick_backend(name, device, dtype, head_dim)
     if backend.name == "reference":
         from beyond.quantization.attention.reference import QuantizedReferenceAttention
 
         return QuantizedReferenceAttention(device)
     if backend.name == "triton":
-        from beyond.quantization.attention.triton_paged import QuantizedTritonAttention
+        from beyond.quantization.attention.triton_paged import KERNELS
+        from stage_d_paged.attention.triton_paged import TritonAttention
 
-        return QuantizedTritonAttention(device, dtype, head_dim)
+        return TritonAttention(device, dtype, head_dim, KERNELS)
     raise ValueError(f"attention_backend={backend.name!r} cannot read an 8-bit KV cache; use 'triton' or 'reference'")

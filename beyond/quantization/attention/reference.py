@@ -12,8 +12,13 @@ from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.reference import ReferenceAttention
 
 
-class QuantizedReferenceAttention(ReferenceAttention):
+class QuantizedReferenceAttention:
     """Any device, any floating dtype, any head size; the definition that the kernels are tested against."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._attention = plain = ReferenceAttention(device)
+        self.name, self.reason = plain.name, plain.reason
+        self.preferred_block_size, self.block_size_multiple = plain.preferred_block_size, plain.block_size_multiple
 
     def store(self, key: Tensor, value: Tensor, k_cache: Quantized, v_cache: Quantized, slot_mapping: Tensor) -> None:
         """Quantise each head of each token and write it, with its scale, into its slot; slot -1 writes nothing."""
@@ -36,7 +41,7 @@ class QuantizedReferenceAttention(ReferenceAttention):
         tables = tables.masked_fill(first >= metadata.context_lens[:, None], 0)
         used, tables = tables.unique(return_inverse=True)
         keys, values = (_dequantize(cache, used, query.dtype) for cache in (k_cache, v_cache))
-        return super().attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale)
+        return self._attention.attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale)
 
 
 def _dequantize(cache: Quantized, blocks: Tensor, dtype: torch.dtype) -> Tensor:
