@@ -1,235 +1,173 @@
-"""The engine: every step is three lines, schedule -> run -> postprocess.
+"""The engine: a ring that every step goes round.
 
-    schedule      which sequences run, how much of each   (scheduler.py, plain Python)
-    run           the model and the sampler               (model_runner.py, the device)
-    postprocess   add the tokens, free the blocks of ended sequences  (here)
+    schedule      which sequences run, how much of each            (scheduler.py, plain Python)
+    launch        the model and the sampler, without waiting       (runner.py, the device)
+    collect       wait for the tokens
+    postprocess   add them, free the blocks of sequences that have ended
 
-Calls in several threads share the steps: one thread runs a step for all, the others wait for its end. What becomes of
-requests that are aborted, or whose step breaks off, is the subject of `live_requests.py`.
+How many steps stay in flight when one has been launched is the ring's *depth*. With 0 the tokens of a step are waited
+for at once: schedule, run, postprocess. With 1 the next step is launched before the tokens of the last one are fetched.
+
+The ring has no lock and knows no caller: who calls it, and what becomes of a step that breaks off, is in `calls/`. What
+it asks of its parts is in `parts.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from contextlib import suppress
+from itertools import repeat
 
-from stage_a_naive.contract.outputs import Completion, Request
-from stage_e_batching.live_requests import LiveRequests
-from stage_e_batching.mailbox import Event, Mailbox
+from stage_e_batching.counters import Counters
+from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep
-
-INSIDE_STEP = (
-    "the engine was called from inside one of its own steps (by a sampling_fn or a signal handler); "
-    "call it between steps, as the on_text callback of generate does"
-)
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
+from stage_e_batching.trace import Trace
 
 
-class Sampled(NamedTuple):
-    """A step's result, on the host: one entry for each sequence that samples, in the step's order."""
-
-    token_ids: list[int]
-    logprobs: Sequence[dict[int, float] | None] | None = None  # None where no request asks for any
-    errors: dict[int, Exception] | None = None  # of entries whose `sampling_fn` failed; their ids mean nothing
-
-
-class Runner(Protocol):
-    """What the engine needs of a model."""
-
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Compute the step and sample the tokens of the sequences that sample."""
-        ...
-
-
-class Engine(LiveRequests):
-    """Requests in, events out.
+class Engine:
+    """Sequences in, tokens out.
 
     Args:
-        scheduler: decides the steps.
+        scheduler: decides the steps; what is added to it runs to its end.
         runner: computes them.
-        options: `tokenizer`, `eos_token_ids`, `max_model_len` and `trace`, as in `LiveRequests`.
+        depth: steps that stay in flight when another one has been launched.
+        pace: says that before every step instead.
+        drafts: guess tokens that a step verifies.
+        counters: what the engine counts in; new ones by default.
+        trace: a record of every step.
+
+    Attributes:
+        reports: are called with every step that has run.
+        news: sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
     """
 
-    longest_wait = 0.1  # seconds for the end of another thread's step; after that, for the lock itself
-
-    def __init__(self, scheduler: Scheduler, runner: Runner, **options: Any) -> None:
-        super().__init__(scheduler, **options)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        depth: int = 0,
+        pace: Pace | None = None,
+        drafts: Drafts | None = None,
+        counters: Counters | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.scheduler = scheduler
         self.runner = runner
-
-    def new_mailbox(self) -> Mailbox:
-        """Make a mailbox for the requests of one call. They are dropped when it ceases to exist."""
-        return Mailbox(self._gone)
-
-    def add_request(self, request: Request, mailbox: Mailbox | None = None, streams: bool = True) -> int:
-        """Queue a request; returns its id.
-
-        Args:
-            mailbox: gets the request's events; without one, `step` returns them.
-            streams: False makes the text once, at the end, which is cheaper, and gives no event but the end.
-
-        Raises:
-            ValueError: the prompt could never run; nothing was queued.
-            RuntimeError: called from inside a step.
-        """
-        self.scheduler.check_prompt(len(request.prompt_token_ids))
-        completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
-        sequence = self.sequence_class(
-            completion,
-            arrival_time=time.perf_counter(),
-            owner=(self._mailbox if mailbox is None else mailbox).owner,
-            streams=streams,
-        )
-        if self._inside_step:
-            raise RuntimeError(INSIDE_STEP)
-        with self._lock:
-            self._begin()
-            sequence.owner.unfinished.add(sequence)
-            self.scheduler.add(sequence)
-            self._midway = False
-        return sequence.request_id
-
-    def step(self) -> list[Event]:
-        """Run one step for all requests; returns the news of those that came without a mailbox."""
-        self._step_unless_news(None)
-        with self._lock:  # its mailbox is that of all threads that call `step`
-            return self._mailbox.take()
-
-    def is_finished(self) -> bool:
-        """Tell whether `step` has returned the ends of all requests that came without a mailbox."""
-        return not (self._mailbox.owner.unfinished or self._mailbox.has_news)
-
-    def advance(self, mailbox: Mailbox) -> None:
-        """Run a step, or wait while another thread runs one. Call it until there is news in `mailbox`."""
-        if self._midway and not self._inside_step:
-            self._waiting.append(mailbox)
-            if self._midway and mailbox.wait(self.longest_wait):
-                return
-        self._step_unless_news(mailbox)
-
-    def _step_unless_news(self, mailbox: Mailbox | None) -> None:
-        """Run a step, unless another thread's has brought news while this one waited for the lock."""
-        if self._inside_step:
-            raise RuntimeError(INSIDE_STEP)
-        try:
-            with self._lock:
-                if mailbox is not None and mailbox.has_news:
-                    return
-                self._begin()
-                self.run_step()
-                self._midway = False
-        except BaseException:
-            self.settle()
-            raise
-        finally:
-            if self._waiting:
-                self._wake_up()
-
-    def _begin(self) -> None:
-        """Begin a change, under the lock: first catch up on what is due, if anything is."""
-        if self._midway or self._gone or self._aborted:
-            self._catch_up()
-        self._midway = True
+        self.depth = depth
+        self.pace = pace
+        self.drafts = drafts
+        self.counters = counters or Counters()
+        self.trace = trace
+        self.reports: list[Report] = []
+        self.news: deque[BatchSequence] = deque()
+        self._launched: Launched = deque()
+        self._uncertain: BatchSequence | None = None  # it is being given a token
 
     def run_step(self) -> None:
-        """Decide a step, compute it, and add its tokens to their requests."""
+        """Launch the next step, then collect those before the `depth` latest."""
+        depth = self._next_depth()
         step = self.schedule()
-        sampled = self.runner.run(step)
-        self.postprocess(step, sampled)
+        if step.sequences:
+            self._launched.append((step, self.runner.launch(step)))
+            if depth:
+                self.scheduler.count_in_flight(step)
+        else:  # nothing can run before the tokens of the oldest step are known
+            self.postprocess(step, Sampled([]))
+            depth = max(0, len(self._launched) - 1)
+        self._collect(depth)
+
+    def _next_depth(self) -> int:
+        """Return how many steps may be in flight; none where a draft needs their tokens."""
+        drafts = self.drafts
+        if drafts is not None and drafts.are_promising():
+            if drafts.need_tokens:
+                self._collect(0)
+            if drafts.propose() and drafts.need_tokens:
+                return 0
+        return self.depth if self.pace is None else self.pace.next_depth(self._launched)
+
+    def _collect(self, depth: int) -> None:
+        """Wait for the tokens of the oldest steps, until `depth` are in flight."""
+        while len(self._launched) > depth:
+            step, in_flight = self._launched.popleft()
+            self.postprocess(step, in_flight.wait())
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step."""
         step = self.scheduler.schedule()
-        for sequence in step.admitted:  # now: it may have been preempted when the step's tokens are there
-            if sequence.is_new:
-                self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-                self.counters.num_cached_tokens += sequence.num_cached_tokens
-        if self.trace:
+        self.counters.count_admitted(step)
+        if self.drafts is not None:
+            self.drafts.complete(step)
+        if self.trace is not None:
             self.trace.begin(step, self.scheduler)
         return step
 
     def postprocess(self, step: ScheduledStep, sampled: Sampled) -> None:
         """Give each sequence its token, and release those that are done."""
         now = time.perf_counter()
-        self._count(step)
+        self.counters.count_step(step)
+        if self.drafts is not None:
+            sampled = self.drafts.accept(step, sampled)
         ended: list[BatchSequence] = []
-        sampling = step.sequences if all(step.samples) else [entry.sequence for entry in step if entry.samples]
-        logprobs = sampled.logprobs or [None] * len(sampling)
-        errors = sampled.errors
+        sampling = step.sampling
+        logprobs = sampled.logprobs or repeat(None, len(sampling))
+        errors, finished, num_late = sampled.errors, State.FINISHED, 0
         for i, (sequence, token_id, logprob) in enumerate(zip(sampling, sampled.token_ids, logprobs, strict=True)):
-            if errors and i in errors:
+            if sequence.num_in_flight:
+                sequence.num_in_flight -= 1
+            if sequence.state is finished or (ended and ended[-1] is sequence):  # this is a token too many
+                num_late += 1
+            elif errors and i in errors:
                 sequence.error = errors[i]
                 ended.append(sequence)
-            elif self._append(sequence, token_id, logprob, now):
-                ended.append(sequence)
+            else:
+                self._uncertain = sequence
+                is_last = sequence.append(token_id, logprob, now)
+                if sequence.streams:
+                    self.news.append(sequence)
+                if is_last:
+                    ended.append(sequence)
         self._uncertain = None
         for sequence in ended:
-            self._remove(sequence)
-        self.counters.num_generated_tokens += len(sampling)
-        if self.trace:
+            self.remove(sequence)
+        self.counters.num_generated_tokens += len(sampling) - num_late
+        if self.drafts is not None:
+            self.drafts.settle(step)
+        if self.trace is not None:
             self.trace.end(step, ended, now)
+        for report in self.reports:
+            report(step, ended, now)
         if not self.scheduler.has_unfinished():
-            self._check_idle()
+            self.scheduler.check_idle()
 
-    def _append(self, sequence: BatchSequence, token_id: int, logprob: dict[int, float] | None, now: float) -> bool:
-        """Give a sequence its next token. Returns whether that ended it."""
-        if sequence.first_token_time == 0.0:
-            sequence.first_token_time = now
-        self._uncertain = sequence
-        completion = sequence.completion
-        try:
-            completion.append(token_id, logprob)
-        except Exception:
-            self._replay(sequence)
-            if sequence.error is None:  # it came from outside, as a signal handler's does: not the text's own error
-                raise
-            return True
-        if sequence.streams:
-            self._tell(sequence)
-        return completion.finish_reason is not None
+    def remove(self, sequence: BatchSequence) -> None:
+        """Note the end of a sequence, done or not, and release what it holds. A second call does nothing."""
+        if self.scheduler.find(sequence.request_id) is not sequence:
+            return
+        if sequence.is_finished and sequence.error is None:
+            sequence.end(time.perf_counter())
+            self.counters.num_finished += 1
+        else:
+            self.counters.num_aborted += 1
+        self.news.append(sequence)
+        self.scheduler.remove(sequence)
 
-    def _tell(self, sequence: BatchSequence) -> None:
-        """Note in the mailbox of a request's call that there is something to read."""
-        mailbox = sequence.owner()
-        if mailbox is not None:
-            mailbox.put(sequence)
-
-    def _remove(self, sequence: BatchSequence) -> None:
-        """Note the end of a request, if it has ended, and release what it holds."""
-        if self.scheduler.find(sequence.request_id) is sequence:  # else an interrupt while it arrived kept it out
-            if sequence.is_finished and sequence.error is None:
-                sequence.finish_time = time.perf_counter()
-                sequence.output = sequence.completion.to_output(
-                    sequence.arrival_time, *sequence.times, sequence.num_cached_tokens
-                )
-                self.counters.num_finished += 1
+    def forget(self) -> None:
+        """Start again from what is certain, the tokens of each request; at any moment, and twice."""
+        if self._uncertain is not None:
+            self._uncertain.replay()
+            self._uncertain = None
+        while self._launched:
+            with suppress(Exception):  # it may have failed as well; what it reports then is reported already
+                self._launched.popleft()[1].wait()
+        for part in (self.runner, self.scheduler, self.drafts, self.trace):
+            if part is not None:
+                part.forget()
+        for sequence in self.scheduler.unfinished:
+            if sequence.error is not None or sequence.is_finished:
+                self.remove(sequence)
             else:
-                self.counters.num_aborted += 1
-            self._tell(sequence)
-            self.scheduler.remove(sequence)
-        sequence.owner.unfinished.discard(sequence)
-
-    def _count(self, step: ScheduledStep) -> None:
-        counters = self.counters
-        counters.num_steps += len(step) > 0
-        counters.num_prefill_tokens += step.total_tokens - step.num_decodes - step.num_recomputed
-        counters.num_recomputed_tokens += step.num_recomputed
-        counters.num_preemptions += len(step.preempted)
-
-    def _check_idle(self) -> None:
-        """Check that every block is free when nothing runs and nothing waits: a leak is found where it happened."""
-        used = self.scheduler.block_manager.num_used
-        if used:
-            raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters, and how full the engine is now."""
-        self.settle()
-        manager = self.scheduler.block_manager
-        return asdict(self.counters) | {
-            "num_waiting": len(self.scheduler.waiting),
-            "num_running": self.scheduler.num_running,
-            "num_used_blocks": manager.num_used,
-            "num_blocks": manager.num_blocks,
-        }
+                self.news.append(sequence)

@@ -23,13 +23,14 @@ from stage_a_naive.entrypoints.frontend import Frontend, OnText, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
-from stage_e_batching.mailbox import Event
-from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.rates import Rates
+from stage_e_batching.runner import ModelRunner
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.stepping import Stepping
 from stage_e_batching.trace import Trace
 
 
@@ -50,7 +51,6 @@ class LLM(Frontend):
     """
 
     options_class = BatchingOptions
-    engine_class = Engine
     scheduler_class = Scheduler
 
     def __init__(
@@ -71,16 +71,15 @@ class LLM(Frontend):
         self.vocab_size = self.runtime.config.vocab_size
         self.max_model_len = self.runtime.max_model_len
         self.kv_cache = self.runner.kv_cache
-        self.engine = self.engine_class(
-            self._scheduler(),
-            self.runner,
+        self.trace = Trace(self.options.trace) if self.options.trace else None
+        self.engine = self._engine()
+        self.calls = Calls(
+            self.engine,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
-            trace=Trace(self.options.trace) if self.options.trace else None,
         )
-        self._finished: list[tuple[int, list[int]]] = []  # requests that `step` has not returned yet
-        self._errors: list[Exception] = []  # what ended others, and `step` has not raised yet
+        self._stepping = Stepping(self.calls)
         self.build_time = time.perf_counter() - start
 
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
@@ -91,6 +90,9 @@ class LLM(Frontend):
         sampler = make_sampler(runtime, options)  # before the pool, which takes the memory that is left
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
         return runtime, ModelRunner(runtime, kv_cache, sampler)
+
+    def _engine(self) -> Engine:
+        return Engine(self._scheduler(), self.runner, trace=self.trace)
 
     def _scheduler(self, make: Callable[..., Scheduler] | None = None) -> Scheduler:
         return (make or self.scheduler_class)(
@@ -121,7 +123,7 @@ class LLM(Frontend):
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
         self._check_usable()
-        with closing(serve(self.engine, requests, streams=True)) as events:
+        with closing(serve(self.calls, requests, streams=True)) as events:
             for request, event in events:
                 if event.text:
                     yield request.index, event.text
@@ -129,7 +131,7 @@ class LLM(Frontend):
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
         [request] = self.requests([prompt], sampling_params)
-        return self.engine.add_request(request, streams=False)
+        return self._stepping.add(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of everything that was added.
@@ -142,20 +144,11 @@ class LLM(Frontend):
             Exception: what ended a request, which is dropped; the others go on.
         """
         self._check_usable()
-        counters = self.engine.counters
-        prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
-        events = self.engine.step()
-        self._finished += [(event.request_id, event.output["token_ids"]) for event in events if event.output]
-        self._errors += [event.error for event in events if event.error is not None]
-        if self._errors:
-            raise self._errors.pop(0)
-        finished, self._finished = self._finished, []
-        prefilled = counters.num_run_prefill_tokens - prefilled
-        return finished, prefilled or decoded - counters.num_generated_tokens
+        return self._stepping.step()
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned all requests that were added, or raised what ended them."""
-        return not self._finished and not self._errors and self.engine.is_finished()
+        return self._stepping.is_finished()
 
     def exit(self) -> None:
         """Close the engine (nano-vllm's name for `close`)."""
@@ -164,8 +157,8 @@ class LLM(Frontend):
     def close(self) -> None:
         """Close the trace file, if there is one; later calls are refused. A second call does nothing."""
         super().close()
-        if self.engine.trace is not None:
-            self.engine.trace.close()
+        if self.trace is not None:
+            self.trace.close()
 
     def _one_call(self) -> AbstractContextManager[None]:
         return nullcontext()  # every call has its own mailbox: they share the engine's steps
@@ -182,7 +175,7 @@ class LLM(Frontend):
         outputs: dict[int, GenerationOutput] = {}
         bar = progress_bar(total=len(requests), desc="generate", unit="request") if use_tqdm else None
         rates = Rates(bar, self.engine.counters) if bar is not None else None
-        with bar or nullcontext(), closing(serve(self.engine, requests, on_text is not None, rates)) as events:
+        with bar or nullcontext(), closing(serve(self.calls, requests, on_text is not None, rates)) as events:
             for request, event in events:
                 if event.text and on_text is not None:
                     on_text(request.index, event.text)
@@ -206,7 +199,7 @@ def make_sampler(runtime: Runtime, options: BatchingOptions) -> Sampler:
 
 
 def serve(
-    engine: Engine, requests: Sequence[Request], streams: bool, rates: Rates | None = None
+    calls: Calls, requests: Sequence[Request], streams: bool, rates: Rates | None = None
 ) -> Generator[tuple[Request, Event], None, None]:
     """Drive the engine until all of `requests` are answered, yielding each one's events.
 
@@ -220,11 +213,11 @@ def serve(
     Raises:
         Exception: what ended one of the requests.
     """
-    mailbox = engine.new_mailbox()
+    mailbox = calls.new_mailbox()
     pending: dict[int, Request] = {}
     try:
         for request in requests:
-            pending[engine.add_request(request, mailbox, streams)] = request
+            pending[calls.add_request(request, mailbox, streams)] = request
         while pending:
             for event in mailbox.take():
                 if event.error is not None:
@@ -234,10 +227,10 @@ def serve(
                     del pending[event.request_id]
                 yield request, event
             if pending:
-                engine.advance(mailbox)
+                calls.advance(mailbox)
                 if rates is not None:
                     rates.show()
     finally:
         if mailbox.owner.unfinished:
             mailbox.close()
-            engine.settle()
+            calls.settle()

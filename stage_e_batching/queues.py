@@ -135,19 +135,25 @@ class Queues:
         sequence.state = State.FINISHED
         del self._unfinished[sequence.request_id]
 
-    def recover(self) -> None:
+    def forget(self) -> None:
         """Start again with an empty pool after a step that failed half-way; every request waits and loses no token.
 
         What the pool's blocks hold is not known any more, and an interrupt may have hit between any two lines, so the
-        books are not repaired but begun anew. Steps that were scheduled before are invalid.
+        books are not repaired but begun anew. Steps that were scheduled before are invalid. It may be called twice.
         """
         self._start_empty()
         for sequence in self.unfinished:
             sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
             sequence.block_table = []
-            sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
+            sequence.num_computed_tokens = sequence.num_indexed_blocks = sequence.num_in_flight = 0
             sequence.batch_slot, sequence.state = -1, State.WAITING
             self.waiting.append(sequence)
+
+    def check_idle(self) -> None:
+        """Check that every block is free when nothing runs and nothing waits: a leak is found where it happened."""
+        used = self.block_manager.num_used
+        if used:
+            raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
     def _vacate(self, sequence: BatchSequence) -> None:
         self.block_manager.free(sequence)

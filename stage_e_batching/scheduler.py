@@ -22,7 +22,9 @@ Rules that keep it fair and finite:
   passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
 * Where prompts have steps of their own, at most `MAX_PROMPT_STEPS` of them follow one another while decodes wait.
 
-`schedule()` advances the counts by what it scheduled; the engine appends the sampled tokens when the step has run.
+`schedule()` advances the counts by what it scheduled; the engine appends the sampled tokens when the step has run. A
+token that was launched and has not arrived is *in flight*. For the scheduler it counts as there: the sequence is longer
+by one, and its next position can be scheduled.
 
 Plain Python, no tensors: every rule can be tested without a model.
 """
@@ -30,7 +32,7 @@ Plain Python, no tensors: every rule can be tested without a model.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 
 from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
@@ -61,6 +63,8 @@ class Scheduler(Queues):
     Raises:
         ValueError: a step's tokens would not suffice for one token of every running sequence.
     """
+
+    sequence_class = BatchSequence
 
     def __init__(
         self,
@@ -106,6 +110,14 @@ class Scheduler(Queues):
         if not step.sequences:
             step.idle_reason = "no request that waits fits" if self.waiting else "nothing to do"
         return step
+
+    def count_in_flight(self, step: ScheduledStep) -> None:
+        """Let every sequence that samples be longer by a token; one that is complete with it runs no more."""
+        decoding = self.decoding
+        for sequence in dict.fromkeys(step.sampling):
+            sequence.num_in_flight += 1
+            if len(sequence) == sequence.max_total_tokens:
+                del decoding[bisect_left(decoding, sequence.request_id, key=by_arrival)]
 
     def _schedule_one_kind(self, step: ScheduledStep) -> None:
         """Schedule whole prompts, or else decodes. After `MAX_PROMPT_STEPS` steps of prompts the decodes go first."""

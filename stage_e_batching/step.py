@@ -44,6 +44,7 @@ class BatchSequence(Sequence):
     highest_computed: int = 0  # most tokens computed before it lost its blocks: what is below is computed again
     times_overtaken: int = 0  # requests that came later and were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
+    num_in_flight: int = 0  # tokens that were launched and are not known yet
 
     owner: Any = None  # a weak reference, which leads to the mailbox of the call that made it
     output: GenerationOutput | None = None  # set when it is complete
@@ -52,10 +53,39 @@ class BatchSequence(Sequence):
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
 
+    def __len__(self) -> int:
+        """Return its number of tokens, those in flight included."""
+        return len(self.completion.all_token_ids) + self.num_in_flight
+
     @property
     def is_new(self) -> bool:
         """Whether nothing of it has run yet, here also not before it lost its blocks."""
         return self.highest_computed == 0
+
+    def append(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> bool:
+        """Add the next token; returns whether it is the last, also because the text it makes raised an error."""
+        if self.first_token_time == 0.0:
+            self.first_token_time = now
+        try:
+            self.completion.append(token_id, logprobs)
+        except Exception:
+            self.replay()
+            if self.error is None:  # it came from outside, as a signal handler's does: not the text's own error
+                raise
+            return True
+        return self.completion.finish_reason is not None
+
+    def end(self, now: float) -> None:
+        """Make the output of a complete answer."""
+        self.finish_time = now
+        self.output = self.completion.to_output(self.arrival_time, *self.times, self.num_cached_tokens)
+
+    def replay(self) -> None:
+        """Make the text anew from the tokens. What raises again is the request's own error, and its end."""
+        try:
+            self.completion = self.completion.replayed()
+        except Exception as error:
+            self.error = error
 
 
 S = TypeVar("S", bound=BatchSequence)  # what an engine's sequences are: later ones know more of theirs
@@ -101,6 +131,13 @@ class ScheduledStep(Generic[S]):
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
         return map(ScheduledSequence, self.sequences, self.starts, self.num_tokens, self.samples)
+
+    @property
+    def sampling(self) -> list[S]:
+        """The sequences that a token is sampled for."""
+        if all(self.samples):
+            return self.sequences
+        return [sequence for sequence, samples in zip(self.sequences, self.samples, strict=True) if samples]
 
     @property
     def total_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """The engine with the CPU out of the loop, and more GPUs.
 
-    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (overlap.py)
+    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's ring)
                       one graph replay, or eager with fused kernels           (runner.py, cuda_graph.py)
                       on every rank                                           (ranks.py, tensor_parallel/)
 
@@ -25,7 +25,6 @@ from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.runner import StepRunner
 
 if TYPE_CHECKING:
@@ -72,9 +71,10 @@ class LLM(stage_e.LLM):
                 self._end_ranks()
             raise
 
-    @property
-    def engine_class(self) -> type[Engine]:
-        return OverlappedEngine if self.options.overlap else Engine
+    def _engine(self) -> Engine:
+        """The ring of stage E; with overlap, a step is launched before the tokens of the last one are fetched."""
+        depth = 1 if self.options.overlap else 0
+        return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         if self.options.tensor_parallel_size > 1:

@@ -26,8 +26,8 @@ from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_e_batching.engine import Sampled
 from stage_e_batching.llm import make_sampler
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder

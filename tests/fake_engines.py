@@ -10,20 +10,22 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from fake_model import EOS, VOCAB, FakeRunner, FakeTokenizer, LateTokens, next_token
-from fake_model import make_engine as make_plain
+from fake_model import VOCAB, FakeRunner, LateTokens, calls_of, next_token
+from fake_model import make_calls as make_plain
 from torch import Tensor
 
-from beyond.scale_out.pipeline_engine import PipelineEngine
+from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
-from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import AheadBatch, TableTokens
-from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_inputs import DraftBatch
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
-from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.calls import Calls
+from stage_e_batching.engine import Engine
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.compose import compose_runner
@@ -31,7 +33,6 @@ from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
 
 DRAFT = 4  # guesses of the device
-ENDS = {"tokenizer": FakeTokenizer(), "eos_token_ids": frozenset({EOS})}
 
 
 def following(tokens: list[int], wrong: list[bool]) -> list[int]:
@@ -74,9 +75,6 @@ class DraftRunner(FakeRunner):
         super().__init__(scheduler, fail_at)
         self.batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        return self.compute(step, self.check_input(step))
-
     def known_tokens(self, sequence: SpeculativeSequence, start: int, end: int) -> list[int]:
         return [*sequence.token_ids, *sequence.draft][start:end]
 
@@ -92,11 +90,13 @@ def make_guessing(
     max_model_len: int = 4096,
     fail_at: frozenset[int] = frozenset(),
     **options: object,
-) -> SpeculativeEngine:
+) -> Calls:
     max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
     scheduler = DraftScheduler(max_rows=max_rows, **options)
     runner = DraftRunner(scheduler, max_rows, fail_at)
-    return SpeculativeEngine(scheduler, runner, drafter=drafter, overlap=overlap, max_model_len=max_model_len, **ENDS)
+    counters = SpeculationCounters()
+    drafts = HostDrafts(drafter, scheduler, counters)
+    return calls_of(Engine(scheduler, runner, depth=int(overlap), drafts=drafts, counters=counters), max_model_len)
 
 
 # ---- guesses of the device -------------------------------------------------------------------------------------------
@@ -187,11 +187,13 @@ def make_ahead(
     max_model_len: int = 4096,
     fail_at: frozenset[int] = frozenset(),
     **options: object,
-) -> AheadEngine:
+) -> Calls:
     max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
     scheduler = DraftScheduler(max_rows=max_rows, **options)
     runner = HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at)
-    return AheadEngine(scheduler, runner, drafter=drafter, draft_tokens=DRAFT, max_model_len=max_model_len, **ENDS)
+    counters = SpeculationCounters()
+    drafts = DeviceDrafts(drafter, scheduler, counters, DRAFT)
+    return calls_of(Engine(scheduler, runner, depth=1, drafts=drafts, counters=counters), max_model_len)
 
 
 # ---- stages of a pipeline --------------------------------------------------------------------------------------------
@@ -211,6 +213,9 @@ class Returning:
             assert self.runner.occupants[slot] is sequence, "the sampler's row belongs to another request already"
             self.runner.last_tokens[slot] = token
         return self.late
+
+    def wait(self) -> Sampled:
+        return self.sample().wait()
 
 
 class StagesRunner(FakeRunner):
@@ -244,12 +249,13 @@ class StagesRunner(FakeRunner):
 
 def make_pipeline(
     *, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, num_micro_batches: int = 3, **options: object
-) -> PipelineEngine:
+) -> Calls:
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
-    return PipelineEngine(scheduler, StagesRunner(scheduler, fail_at), max_model_len=max_model_len, **ENDS)
+    engine = Engine(scheduler, StagesRunner(scheduler, fail_at), pace=MicroBatches(scheduler))
+    return calls_of(engine, max_model_len)
 
 
-Make = Callable[..., Engine]
+Make = Callable[..., Calls]
 ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often guesses are wrong
     "one step ahead": lambda seed, errors: partial(make_plain, late=True),
     "guesses": lambda seed, errors: partial(make_guessing, drafter=HashDrafter(seed, errors, 6)),

@@ -9,6 +9,7 @@ to the device is built for every step as well, and compared with what the step s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -16,11 +17,12 @@ import numpy as np
 
 from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.calls import Calls
+from stage_e_batching.engine import Engine
+from stage_e_batching.parts import Sampled
 from stage_e_batching.scheduler import MAX_OVERTAKES, Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.overlap import OverlappedEngine
 from stage_f_graph_tp.step_input import TokenSource, host_views
 
 VOCAB = 61
@@ -79,10 +81,9 @@ class LateTokens:
 
 
 class FakeRunner:
-    """Runs scheduled steps on the fake model, at once (`run`) or as a device does that is waited for (`launch`).
+    """Runs scheduled steps on the fake model, as a device does that is waited for.
 
-    `fail_at`: steps that raise half-way through, by count. Of those launched, the ones of even number raise when they
-    are waited for.
+    `fail_at`: steps that raise, by count: half-way through, and those of even number when they are waited for.
     """
 
     def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:
@@ -95,9 +96,6 @@ class FakeRunner:
         self.launched: list[LateTokens] = []
         self.batch = InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size)
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        return self.compute(step, step.num_decodes)
-
     def launch(self, step: ScheduledStep) -> LateTokens:
         on_device = self.check_input(step)
         number = len(self.steps) + 1
@@ -106,6 +104,12 @@ class FakeRunner:
             self._fail_at -= {number}
         self.launched.append(LateTokens(self.compute(step, on_device), late))
         return self.launched[-1]
+
+    def forget(self) -> None:
+        for step in self.launched:
+            if not step.waited:
+                with suppress(RuntimeError):
+                    step.wait()
 
     def compute(self, step: ScheduledStep, on_device: int) -> Sampled:
         """Run a step. The tokens of its first `on_device` entries are those that were sampled last."""
@@ -173,14 +177,27 @@ class FakeRunner:
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class CountedTokens:
+    """A step's tokens: every one is a 1."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def wait(self) -> Sampled:
+        return Sampled([1] * self._count)
+
+
 class CountingRunner:
-    """Takes no time: every token is a 1. For tests that count steps and need no right answers."""
+    """Takes no time. For tests that count steps and need no right answers."""
 
-    def run(self, step: ScheduledStep) -> Sampled:
-        return Sampled([1] * sum(step.samples))
+    def launch(self, step: ScheduledStep) -> CountedTokens:
+        return CountedTokens(sum(step.samples))
+
+    def forget(self) -> None:
+        """Nothing is under way."""
 
 
-def make_engine(
+def make_calls(
     *,
     late: bool = False,
     fail_at: frozenset[int] = frozenset(),
@@ -190,23 +207,21 @@ def make_engine(
     scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
-) -> Engine:
+) -> Calls:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
     scheduler = scheduler_class(**options)
-    engine_class = OverlappedEngine if late else Engine
-    return engine_class(
-        scheduler,
-        runner or runner_class(scheduler, fail_at),
-        tokenizer=tokenizer or FakeTokenizer(),
-        eos_token_ids=frozenset({EOS}),
-        max_model_len=max_model_len,
-    )
+    engine = Engine(scheduler, runner or runner_class(scheduler, fail_at), depth=int(late))
+    return calls_of(engine, max_model_len, tokenizer or FakeTokenizer())
 
 
-def check_books(engine: Engine) -> None:
+def calls_of(engine: Engine, max_model_len: int = 4096, tokenizer: object = FakeTokenizer) -> Calls:
+    return Calls(engine, tokenizer=tokenizer, eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
+
+
+def check_books(calls: Calls) -> None:
     """The engine's counts agree with one another between two steps."""
-    engine.settle()
-    scheduler = engine.scheduler
+    calls.settle()
+    scheduler = calls.engine.scheduler
     scheduler.block_manager.check_invariants(scheduler.unfinished)
     assert scheduler.num_running <= scheduler.max_num_seqs
     running = [*scheduler.prefilling, *scheduler.decoding]
@@ -216,8 +231,8 @@ def check_books(engine: Engine) -> None:
     assert all(sequence.num_computed_tokens == 0 for sequence in scheduler.waiting)
     for queue in (scheduler.waiting, scheduler.prefilling, scheduler.decoding):
         assert [s.request_id for s in queue] == sorted(s.request_id for s in queue)
-    if engine.runner.steps:
-        step = engine.runner.steps[-1]
+    if calls.engine.runner.steps:
+        step = calls.engine.runner.steps[-1]
         assert step.total_tokens <= scheduler.max_num_batched_tokens
         assert len(set(step.sequences)) <= scheduler.max_num_seqs
         assert step.sequences or step.idle_reason
@@ -227,13 +242,13 @@ def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: boo
     return Request(index, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=index)
 
 
-def run_all(engine: Engine, limit: int = 10_000) -> dict[int, object]:
+def run_all(calls: Calls, limit: int = 10_000) -> dict[int, object]:
     """Step until nothing is left; returns the outputs by request id."""
     outputs = {}
     for _ in range(limit):
-        if not engine.has_unfinished():
+        if not calls.has_unfinished():
             return outputs
-        for event in engine.step():
+        for event in calls.step():
             if event.output is not None:
                 outputs[event.request_id] = event.output
-    raise AssertionError(f"still unfinished after {limit} steps: {engine.stats()}")
+    raise AssertionError(f"still unfinished after {limit} steps: {calls.stats()}")

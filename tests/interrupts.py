@@ -12,11 +12,10 @@ import pytest
 
 from stage_a_naive.contract.detokenize import IncrementalDecoder
 from stage_a_naive.contract.outputs import Request
-from stage_e_batching.engine import Engine
+from stage_e_batching.calls import Calls
 
 TRACED = (
     "stage_e_batching/",
-    "stage_f_graph_tp/overlap.py",
     "stage_d_paged/",
     "stage_a_naive/contract/outputs.py",
     "stage_a_naive/llm.py",
@@ -75,20 +74,20 @@ def interrupt_after(
         sys.settrace(before)
 
 
-def answer_all(engine: Engine, requests: Sequence[Request], lines: int) -> tuple[dict[int, list[int]], int]:
+def answer_all(calls: Calls, requests: Sequence[Request], lines: int) -> tuple[dict[int, list[int]], int]:
     """Add the requests and step until all are answered, with an interrupt before line number `lines` of the steps.
 
     Returns:
         The tokens by request id, without those of the interrupted step, and how many lines were run.
     """
     for request in requests:
-        engine.add_request(request, streams=False)
+        calls.add_request(request, streams=False)
     outputs, unfinished = {}, True
     with interrupt_after(lines) as countdown:
         while unfinished:
             with suppress(KeyboardInterrupt):
-                outputs |= {event.request_id: event.output["token_ids"] for event in engine.step()}
-                unfinished = engine.has_unfinished()
+                outputs |= {event.request_id: event.output["token_ids"] for event in calls.step()}
+                unfinished = calls.has_unfinished()
     return outputs, countdown.seen
 
 

@@ -84,9 +84,9 @@ def wait_until(happens: Callable[[], object], seconds: float = 30) -> None:
 
 def assert_idle(llm: LLM) -> None:
     """The engine has nothing to do, and comes to hold no block."""
-    wait_until(lambda: not llm.engine.has_unfinished())
+    wait_until(lambda: not llm.calls.has_unfinished())
     llm.engine.scheduler.block_manager.check_invariants([])
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 def messages(text: str) -> list[dict]:

@@ -209,7 +209,7 @@ def test_an_engine_is_idle_again_after_its_recording_and_the_file_holds_it():
     llm = LLM("random:qwen2-tiny", device="cpu", max_num_seqs=4, num_kvcache_blocks=64, kvcache_block_size=16)
     recording = record_engine("F", llm, num_requests=2, prompt_tokens=20, steps=2)
     assert llm.engine.scheduler.block_manager.num_used == 0
-    assert not llm.engine.has_unfinished()
+    assert not llm.calls.has_unfinished()
     again = from_rows(json.loads(json.dumps(to_rows([recording]))))
     assert again == [recording]
     assert is_drawn({"gaps": draw_gaps(again, "a CPU"), "kinds": draw_kinds(again)}, "gaps", "kinds")

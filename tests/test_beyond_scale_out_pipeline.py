@@ -120,7 +120,7 @@ def test_a_request_aborted_in_flight_does_not_disturb_the_one_that_gets_its_batc
         request_id = two_stages.add_request([8, 8, 8], penalised)
         for _ in range(steps):
             two_stages.step()
-        two_stages.engine.abort(request_id)
+        two_stages.calls.abort(request_id)
         assert ask(two_stages, [[9, 9, 9]], penalised) == expected
         while not two_stages.is_finished():
             two_stages.step()

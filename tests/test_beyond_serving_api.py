@@ -17,7 +17,7 @@ from beyond.serving.event_stream import EventStream
 from beyond.serving.protocol import Limits, parse_chat, parse_completion
 from stage_a_naive.contract.errors import ModelError
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.mailbox import Event, Token
+from stage_e_batching.calls.mailbox import Event, Token
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -210,9 +210,9 @@ def test_seeds_are_signed_as_openais_or_unsigned_as_the_engines(client):
 def test_the_answers_to_one_prompt_share_its_blocks(client, llm):
     block = llm.kv_cache.block_size
     prompt = [i % 1000 + 5 for i in range(3 * block + 1)]
-    before = llm.engine.stats()
+    before = llm.calls.stats()
     usage = post(client, COMPLETIONS, prompt=prompt, n=4, max_tokens=1)["usage"]
-    after = llm.engine.stats()
+    after = llm.calls.stats()
     assert usage["prompt_tokens"] == len(prompt) and usage["completion_tokens"] == 4
     assert after["num_cached_tokens"] - before["num_cached_tokens"] == 3 * 3 * block
     assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == len(prompt) + 3

@@ -25,7 +25,7 @@ from beyond.serving import AsyncLLM, event_stream
 from beyond.serving.async_llm import QueueFull, Stream
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls.mailbox import Event
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -97,7 +97,7 @@ def paused(server) -> Iterator[EngineLoop]:
 
 def run_steps(server, llm, count: int) -> None:
     """Run this many steps of a paused engine, as soon as it has something to do."""
-    wait_until(llm.engine.has_unfinished)
+    wait_until(llm.calls.has_unfinished)
     for _ in range(count):
         before = llm.engine.counters.num_steps
         server.llm.engine_loop.single_step()
@@ -113,9 +113,9 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, str
     with paused(server), connect(server) as connection:
         connection.sendall(post_bytes(LONG | {"stream": streams, "n": 2}))
         run_steps(server, llm, 3)
-        assert llm.engine.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
+        assert llm.calls.stats()["num_used_blocks"] > 0 and server.llm.num_unfinished == 2
         connection.close()
-        wait_until(lambda: llm.engine.stats()["num_used_blocks"] == 0)
+        wait_until(lambda: llm.calls.stats()["num_used_blocks"] == 0)
     assert llm.engine.counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
 
 
@@ -162,7 +162,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(llm):
     with running(llm) as server, asked_without_reading(server, max_tokens=200) as connection:
         received = connection.recv(1)  # it has begun
         assert ask(server, max_tokens=4).status_code == 200
-        wait_until(lambda: not llm.engine.has_unfinished())  # its answer is computed, and its blocks are given back
+        wait_until(lambda: not llm.calls.has_unfinished())  # its answer is computed, and its blocks are given back
         wait_until(lambda: len(server.server.server_state.tasks) == 1)  # but cannot be sent
         while b"data: [DONE]\n\n" not in received:
             received += connection.recv(1 << 16)
@@ -263,7 +263,7 @@ class WatchedInbox(SimpleQueue):
 def loop(llm):
     """An engine's loop of its own. Its news come in `loop.news`, and its inbox is `loop.inbox`."""
     news, inbox = SimpleQueue(), WatchedInbox()
-    loop = EngineLoop(llm.engine, lambda now, what: news.put(what), inbox)
+    loop = EngineLoop(llm.calls, lambda now, what: news.put(what), inbox)
     loop.news, loop.inbox = news, inbox
     yield loop
     loop.close()
@@ -443,7 +443,7 @@ def test_what_takes_longer_than_the_deadline_is_told_so(llm):
     with running(llm, deadline=0.05) as server, ThreadPoolExecutor(1) as pool:
         server.llm.engine_loop.pause()
         answer = pool.submit(ask, server, **LONG)
-        wait_until(lambda: llm.engine.has_unfinished())
+        wait_until(lambda: llm.calls.has_unfinished())
         server.server.handle_exit(15, None)
         assert_told_of_the_shutdown(answer.result(60).text)
 

@@ -15,7 +15,7 @@ import stage_e_batching
 from beyond.serving.engine_loop import Call
 from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls.mailbox import Event
 
 parser = pytest.importorskip("prometheus_client.parser", reason="reads the format: pip install prometheus-client")
 
@@ -95,7 +95,7 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
 def test_without_a_prefix_cache_nothing_is_looked_up_in_it():
     with closing(stage_e_batching.LLM("tutor", device="cpu", enable_prefix_caching=False)) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-        numbers = engine_numbers(llm.engine)
+        numbers = engine_numbers(llm.calls)
     assert (numbers["prompt_tokens"], numbers["prefix_cache_queries"], numbers["prefix_cache_hits"]) == (3, 0, 0)
 
 
@@ -118,7 +118,7 @@ def test_a_request_waits_until_its_first_step_and_one_that_fails_is_counted_as_s
 
 def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    text = exposition('a "quoted" name', engine_numbers(llm.engine), RequestMetrics())
+    text = exposition('a "quoted" name', engine_numbers(llm.calls), RequestMetrics())
     there = {name.split("/")[0] for name in samples(text)}
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(asked) >= 8

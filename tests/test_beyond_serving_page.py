@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from fake_model import make_engine
+from fake_model import make_calls
 from serving import CHAT, QUESTION, assert_idle, engine, httpx, running
 
 import stage_e_batching
@@ -113,7 +113,7 @@ def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm,
     assert page.locator("#running .running").count() == 4  # as many as there are batch slots
     assert page.locator("#waiting .chip").count() == 2
     drawn = {kind: page.locator(f"#pool .block.{kind}").count() for kind in ("owned", "shared")}
-    used = llm.engine.stats()["num_used_blocks"]
+    used = llm.calls.stats()["num_used_blocks"]
     assert drawn["shared"] > 0 and drawn["owned"] + drawn["shared"] == used
     assert [number(page, f"#{kind}") for kind in drawn] == list(drawn.values())
     colours = page.evaluate("[...document.querySelectorAll('#pool .owned')].map((box) => box.style.backgroundColor)")
@@ -226,7 +226,7 @@ def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leav
 
 
 def test_of_a_large_pool_every_nth_block_is_drawn():
-    engine = make_engine(
+    engine = make_calls(
         num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
     )
     step_log.watch(engine)

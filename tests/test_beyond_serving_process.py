@@ -27,7 +27,7 @@ from beyond.serving.server import listen
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.mailbox import Event, Token
+from stage_e_batching.calls.mailbox import Event, Token
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = {"model": "tutor", "device": "cpu", "dtype": "auto", "seed": 0, "max_num_seqs": 4, "num_kvcache_blocks": 64}

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 import torch
-from fake_model import make_engine
+from fake_model import make_calls
 
 import stage_e_batching
 from beyond.serving import wire
@@ -22,8 +22,8 @@ from beyond.serving.remote_engine import EngineDied, RemoteLoop
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls.mailbox import Event, Token
 from stage_e_batching.engine import Engine
-from stage_e_batching.mailbox import Event, Token
 
 pytestmark = pytest.mark.fast
 BATCH = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -188,7 +188,7 @@ def receive(news: Connection) -> tuple:
 
 
 def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number_is_nobodys():
-    with piped(make_engine(num_blocks=512, block_size=4, **BATCH)) as (_, commands, news):
+    with piped(make_calls(num_blocks=512, block_size=4, **BATCH)) as (_, commands, news):
         commands.send([("drop", 7)])  # they had ended when it was sent
         endless = {"max_tokens": 900, "ignore_eos": True}
         most = [{"max_tokens": 1}, endless, endless]
@@ -216,7 +216,7 @@ def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_
     def fail(step):
         raise error
 
-    engine = make_engine(num_blocks=16, block_size=4, **BATCH)
+    engine = make_calls(num_blocks=16, block_size=4, **BATCH)
     engine.runner.run = fail
     with piped(engine) as (loop, commands, news):
         commands.send([("submit", [request(0, [20])])])

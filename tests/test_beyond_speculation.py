@@ -36,7 +36,8 @@ from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, load_runtime
-from stage_e_batching.engine import Sampled
+from stage_e_batching.calls import Calls
+from stage_e_batching.parts import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
@@ -61,15 +62,15 @@ VARIANTS = {
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-def step_until_idle(engine: SpeculativeEngine, *requests) -> list[int]:
+def step_until_idle(calls: Calls, *requests) -> list[int]:
     """Run requests to their end; returns the tokens that each step gave."""
     for request in requests:
-        engine.add_request(request, streams=False)
+        calls.add_request(request, streams=False)
     tokens = []
-    while engine.has_unfinished():
-        before = engine.counters.num_generated_tokens
-        engine.step()
-        tokens.append(engine.counters.num_generated_tokens - before)
+    while calls.has_unfinished():
+        before = calls.engine.counters.num_generated_tokens
+        calls.step()
+        tokens.append(calls.engine.counters.num_generated_tokens - before)
     return tokens
 
 
@@ -89,34 +90,34 @@ class AlwaysDrafts(FinishedDrafts):
 
 def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
     for num_right, per_step in ((4, 5), (2, 3)):
-        engine = make_guessing(drafter=AlwaysDrafts(4, num_right), **POOL)
-        tokens = step_until_idle(engine, make_request(0, [5, 6, 7], 31, ignore_eos=True))
+        calls = make_guessing(drafter=AlwaysDrafts(4, num_right), **POOL)
+        tokens = step_until_idle(calls, make_request(0, [5, 6, 7], 31, ignore_eos=True))
         assert set(tokens[2:-1]) == {per_step} and sum(tokens) == 31
-        counters = engine.counters
+        counters = calls.engine.counters
         assert counters.num_accepted_tokens + counters.num_verifications + 1 == 31
 
 
 def test_each_draft_of_a_step_is_a_verification():
-    engine = make_guessing(drafter=AlwaysDrafts(4), **POOL)
-    step_until_idle(engine, *(make_request(i, [5, 6, 7 + i], 31, ignore_eos=True) for i in range(3)))
-    assert engine.counters.num_steps < 3 * 7, "they ran together"
-    assert engine.counters.num_verifications + engine.counters.num_accepted_tokens + 3 == 3 * 31
+    calls = make_guessing(drafter=AlwaysDrafts(4), **POOL)
+    step_until_idle(calls, *(make_request(i, [5, 6, 7 + i], 31, ignore_eos=True) for i in range(3)))
+    assert calls.engine.counters.num_steps < 3 * 7, "they ran together"
+    assert calls.engine.counters.num_verifications + calls.engine.counters.num_accepted_tokens + 3 == 3 * 31
 
 
 def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
-    engine = make_guessing(drafter=AlwaysDrafts(6), **POOL)
+    calls = make_guessing(drafter=AlwaysDrafts(6), **POOL)
     request = make_request(0, [5, 6, 7], 10, ignore_eos=True)
-    step_until_idle(engine, request)
-    assert [len(step) for step in engine.runner.steps if step.num_decodes] == [7, 2]
-    assert engine.runner.steps[-1].starts == [3 + 8 - 1, 3 + 9 - 1]
+    step_until_idle(calls, request)
+    assert [len(step) for step in calls.engine.runner.steps if step.num_decodes] == [7, 2]
+    assert calls.engine.runner.steps[-1].starts == [3 + 8 - 1, 3 + 9 - 1]
 
 
 def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
-    engine = make_guessing(drafter=AlwaysDrafts(9, 4), draft_tokens=9, **POOL)
-    manager = engine.scheduler.block_manager
-    engine.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
+    calls = make_guessing(drafter=AlwaysDrafts(9, 4), draft_tokens=9, **POOL)
+    manager = calls.engine.scheduler.block_manager
+    calls.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
     widest = 0
-    run = engine.runner.run
+    run = calls.engine.runner.run
 
     def watched(step: ScheduledStep) -> Sampled:
         nonlocal widest
@@ -124,10 +125,10 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
         widest = max([widest, *spare])
         return run(step)
 
-    engine.runner.run = watched
-    while engine.has_unfinished():
-        engine.step()
-        for sequence in engine.scheduler.decoding:
+    calls.engine.runner.run = watched
+    while calls.has_unfinished():
+        calls.step()
+        for sequence in calls.engine.scheduler.decoding:
             assert len(sequence.block_table) == manager.blocks_for(sequence.num_computed_tokens)
             assert sequence.num_computed_tokens == len(sequence) - 1
             assert sequence.num_indexed_blocks <= sequence.num_computed_tokens // manager.block_size
@@ -150,21 +151,21 @@ def test_a_block_of_wrong_guesses_is_handed_out_again_before_one_that_the_prefix
 
 
 def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():
-    engine = make_guessing(drafter=AlwaysDrafts(6), **POOL)
-    engine.add_request(make_request(0, [5, 6, 7], 31, ignore_eos=True), streams=False)
-    engine.step()
+    calls = make_guessing(drafter=AlwaysDrafts(6), **POOL)
+    calls.add_request(make_request(0, [5, 6, 7], 31, ignore_eos=True), streams=False)
+    calls.step()
     for _ in range(4):
-        engine.step()
-        [sequence] = engine.scheduler.decoding
+        calls.step()
+        [sequence] = calls.engine.scheduler.decoding
         assert sequence.num_indexed_blocks == sequence.num_computed_tokens // POOL["block_size"]
 
 
 def test_nobody_is_preempted_for_a_guess():
     options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
-    engine = make_guessing(drafter=AlwaysDrafts(6, 3), **options)
-    engine.scheduler.watermark = lambda sequence: 0  # both run from the first step on
-    step_until_idle(engine, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
-    assert engine.counters.num_preemptions == 0 and engine.counters.num_accepted_tokens > 0
+    calls = make_guessing(drafter=AlwaysDrafts(6, 3), **options)
+    calls.engine.scheduler.watermark = lambda sequence: 0  # both run from the first step on
+    step_until_idle(calls, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
+    assert calls.engine.counters.num_preemptions == 0 and calls.engine.counters.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -179,39 +180,39 @@ def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess
             return super().draft(sequence) if self.has_draft(sequence) else []
 
     nobody, limits = SimpleNamespace(has_draft=lambda sequence: False), {"max_num_seqs": 65, "num_blocks": 200}
-    engine = make_guessing(drafter=nobody, **POOL | limits | {"max_num_batched_tokens": 256})
-    engine.scheduler.watermark = lambda sequence: 0  # all run from the first step on
+    calls = make_guessing(drafter=nobody, **POOL | limits | {"max_num_batched_tokens": 256})
+    calls.engine.scheduler.watermark = lambda sequence: 0  # all run from the first step on
     for i in range(running):
-        engine.add_request(make_request(i, [1, 2, 3], 9, ignore_eos=True), streams=False)
-    while len(engine.scheduler.decoding) < running:
-        engine.step()
-    engine.drafter = Some(1)
-    engine.step()
-    assert engine.counters.num_verifications == guessing
+        calls.add_request(make_request(i, [1, 2, 3], 9, ignore_eos=True), streams=False)
+    while len(calls.engine.scheduler.decoding) < running:
+        calls.step()
+    calls.engine.drafts.drafter = Some(1)
+    calls.step()
+    assert calls.engine.counters.num_verifications == guessing
 
 
 def test_a_draft_that_did_not_run_is_dropped():
-    engine = make_guessing(drafter=AlwaysDrafts(4), overlap=False, enable_chunked_prefill=False, **POOL)
-    engine.add_request(make_request(0, [5, 6, 7], 20, ignore_eos=True), streams=False)
-    engine.step()
-    engine.add_request(make_request(1, [7, 6, 7], 20, ignore_eos=True), streams=False)
-    engine.step()  # the new prompt runs alone
-    assert engine.runner.steps[-1].num_decodes == 0 and len(engine.scheduler.decoding) == 2
-    assert not any(sequence.draft for sequence in engine.scheduler.decoding)
+    calls = make_guessing(drafter=AlwaysDrafts(4), overlap=False, enable_chunked_prefill=False, **POOL)
+    calls.add_request(make_request(0, [5, 6, 7], 20, ignore_eos=True), streams=False)
+    calls.step()
+    calls.add_request(make_request(1, [7, 6, 7], 20, ignore_eos=True), streams=False)
+    calls.step()  # the new prompt runs alone
+    assert calls.engine.runner.steps[-1].num_decodes == 0 and len(calls.engine.scheduler.decoding) == 2
+    assert not any(sequence.draft for sequence in calls.engine.scheduler.decoding)
 
 
 @pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (4, 2)])
 def test_the_last_token_of_all_is_not_guessed(max_tokens, guesses):
-    engine = make_guessing(drafter=AlwaysDrafts(4), **POOL)
-    step_until_idle(engine, make_request(0, [5, 6, 7], max_tokens, ignore_eos=True))
-    assert engine.counters.num_draft_tokens == guesses
+    calls = make_guessing(drafter=AlwaysDrafts(4), **POOL)
+    step_until_idle(calls, make_request(0, [5, 6, 7], max_tokens, ignore_eos=True))
+    assert calls.engine.counters.num_draft_tokens == guesses
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
-    engine = make_guessing(drafter=AlwaysDrafts(4, 0), **(POOL | {"num_blocks": 300, "max_model_len": 1200}))
-    step_until_idle(engine, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
-    assert engine.counters.num_verifications == 6  # after 16, 32, 64, 128, 256, 512 tokens
-    assert engine.counters.num_accepted_tokens == 0
+    calls = make_guessing(drafter=AlwaysDrafts(4, 0), **(POOL | {"num_blocks": 300, "max_model_len": 1200}))
+    step_until_idle(calls, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
+    assert calls.engine.counters.num_verifications == 6  # after 16, 32, 64, 128, 256, 512 tokens
+    assert calls.engine.counters.num_accepted_tokens == 0
 
 
 def test_a_gain_brings_the_shortest_pause_back():
@@ -295,7 +296,7 @@ class Oracle(FinishedDrafts):
 
     def into(self, llm: LLM) -> None:
         """Guess for this engine, on the host and in the device's table."""
-        llm.engine.drafter = self
+        llm.engine.drafts.drafter = self
         if isinstance(tokens := llm.runner.layers.tokens, TableTokens):
             tokens.table.guess = partial(self.guess, tokens.table)
 
@@ -321,7 +322,7 @@ def test_every_variant_gives_stage_es_tokens(plain, variant):
         for _ in range(2):
             found = llm.generate(PROMPTS, params, False)
             assert ids(found) == ids(expected)
-            assert llm.engine.stats()["num_used_blocks"] == 0
+            assert llm.calls.stats()["num_used_blocks"] == 0
         assert llm.engine.counters.num_accepted_tokens > before
         for output, reference in zip(found, expected, strict=True):
             for got, want in zip(output.get("logprobs", []), reference.get("logprobs", []), strict=True):
@@ -364,11 +365,11 @@ def test_the_server_tells_how_many_guesses_were_right(plain):
     llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64)
     Oracle(plain.generate(PROMPTS[:1], GREEDY, False), 4).into(llm)
     llm.generate(PROMPTS[:1], GREEDY, False)
-    lines = exposition("tiny", engine_numbers(llm.engine), RequestMetrics()).splitlines()
+    lines = exposition("tiny", engine_numbers(llm.calls), RequestMetrics()).splitlines()
     counters = llm.engine.counters
     assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}' in lines
     assert f'vllm:spec_decode_num_draft_tokens_total{{model_name="tiny"}} {counters.num_draft_tokens}' in lines
-    assert "spec_decode" not in exposition("e", engine_numbers(plain.engine), RequestMetrics())
+    assert "spec_decode" not in exposition("e", engine_numbers(plain.calls), RequestMetrics())
 
 
 def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain):
@@ -489,11 +490,11 @@ def test_options_out_of_range_are_refused(option):
     ],
     ids=str,
 )
-def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, engine, runs_ahead):
+def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, calls, runs_ahead):
     with forked_ranks():
         llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, **options)
-    assert type(llm.engine) is engine
-    llm.engine.drafter.has_draft = lambda sequence: False
+    assert type(llm.engine) is calls
+    llm.engine.drafts.drafter.has_draft = lambda sequence: False
     ahead, launch = set(), llm.runner.launch
     llm.runner.launch = lambda step: ahead.update(s.num_in_flight > 0 for s in step.sequences) or launch(step)
     ask(llm, PROMPTS[:1])
@@ -558,7 +559,7 @@ def test_a_small_model_that_is_the_large_one_is_always_right(plain, loaded, vari
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
     assert (counters.num_preemptions > 0) == (variant == "tiny pool")
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 def test_a_small_model_that_is_wrong_changes_no_token(plain, loaded):
@@ -743,6 +744,6 @@ def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     rows, launch = [], megakernel.launch
     megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]
-    llm.engine.drafter.has_draft = lambda sequence: False
+    llm.engine.drafts.drafter.has_draft = lambda sequence: False
     llm.generate([[1, 2, 3]], GREEDY, False)
     assert rows == [1] * (GREEDY.max_tokens - 1)

@@ -20,13 +20,13 @@ from stand_ins import EagerRecorder
 import beyond.speculation
 import stage_e_batching
 from beyond.speculation import LLM
-from beyond.speculation.ahead_engine import AheadEngine
 from beyond.speculation.device_inputs import is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls import Calls
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.step_input import StepShape, TokenSource
 
@@ -86,45 +86,45 @@ class Switched:
         return self.on
 
 
-def make_engine(drafter: object | None = None, **options: object) -> AheadEngine:
+def make_calls(drafter: object | None = None, **options: object) -> Calls:
     return make_ahead(drafter=drafter or Switched(), **POOL | options)
 
 
-def run_to_the_end(engine: AheadEngine, *requests: Request) -> dict[int, list[int]]:
+def run_to_the_end(calls: Calls, *requests: Request) -> dict[int, list[int]]:
     """Add requests and step until all are answered; returns their tokens."""
     for request in requests:
-        engine.add_request(request, streams=False)
-    return {index: output["token_ids"] for index, output in run_all(engine).items()}
+        calls.add_request(request, streams=False)
+    return {index: output["token_ids"] for index, output in run_all(calls).items()}
 
 
 def test_a_step_gives_the_guesses_that_were_right_and_one_token_more_and_none_waits():
-    engine = make_engine()
-    engine.add_request(make_request(0, [5, 6, 7], 32, ignore_eos=True), streams=False)
+    calls = make_calls()
+    calls.add_request(make_request(0, [5, 6, 7], 32, ignore_eos=True), streams=False)
     gained, in_flight = [], []
-    while engine.has_unfinished():
-        before = engine.counters.num_generated_tokens
-        engine.step()
-        gained.append(engine.counters.num_generated_tokens - before)
-        in_flight.append(not engine.runner.launched[-1].waited)
+    while calls.has_unfinished():
+        before = calls.engine.counters.num_generated_tokens
+        calls.step()
+        gained.append(calls.engine.counters.num_generated_tokens - before)
+        in_flight.append(not calls.engine.runner.launched[-1].waited)
     assert gained[:8] == [0, 1, 5, 5, 5, 5, 5, 5]
     assert sum(gained) == 32 and all(in_flight[:8])
-    assert [len(step) for step in engine.runner.steps[:7]] == [1, 5, 5, 5, 5, 5, 5]
-    assert engine.counters.num_accepted_tokens == 24
+    assert [len(step) for step in calls.engine.runner.steps[:7]] == [1, 5, 5, 5, 5, 5, 5]
+    assert calls.engine.counters.num_accepted_tokens == 24
 
 
 def test_a_verification_of_a_request_that_has_ended_counts_for_nothing():
-    engine = make_engine()
-    run_to_the_end(engine, make_request(0, [5, 6, 7], 30, ignore_eos=True))
-    engine.step()
-    assert len(engine.runner.steps[-2]) > 1, "launched before the end was known"
-    counters = engine.counters
+    calls = make_calls()
+    run_to_the_end(calls, make_request(0, [5, 6, 7], 30, ignore_eos=True))
+    calls.step()
+    assert len(calls.engine.runner.steps[-2]) > 1, "launched before the end was known"
+    counters = calls.engine.counters
     assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (30, 6, 23)
 
 
 def test_each_sequences_guesses_of_a_step_are_a_verification():
-    engine = make_engine()
-    run_to_the_end(engine, *(make_request(i, [5, 6, 7 + i], 30, ignore_eos=True) for i in range(3)))
-    counters = engine.counters
+    calls = make_calls()
+    run_to_the_end(calls, *(make_request(i, [5, 6, 7 + i], 30, ignore_eos=True) for i in range(3)))
+    counters = calls.engine.counters
     assert (counters.num_generated_tokens, counters.num_verifications, counters.num_accepted_tokens) == (90, 18, 69)
     assert counters.num_steps < 3 * 6, "they ran together"
 
@@ -132,24 +132,24 @@ def test_each_sequences_guesses_of_a_step_are_a_verification():
 @pytest.mark.parametrize("max_tokens", range(2, 13))
 def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
     request = make_request(0, [5, 6, 7], max_tokens, ignore_eos=True)
-    assert run_to_the_end(make_engine(block_size=1), request) == {0: answer_alone(request, 4096)[0]}
+    assert run_to_the_end(make_calls(block_size=1), request) == {0: answer_alone(request, 4096)[0]}
 
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
-    engine = make_engine(block_size=1)
-    manager, steps = engine.scheduler.block_manager, engine.runner.steps
+    calls = make_calls(block_size=1)
+    manager, steps = calls.engine.scheduler.block_manager, calls.engine.runner.steps
     allocate = manager.allocate
     manager.allocate = lambda *args, **options: len(steps) != number - 1 and allocate(*args, **options)
     request = make_request(0, [5, 6, 7], 11, ignore_eos=True)  # the third step is its last, if the guesses are right
-    assert run_to_the_end(engine, request) == {0: answer_alone(request, 4096)[0]}
+    assert run_to_the_end(calls, request) == {0: answer_alone(request, 4096)[0]}
     assert steps[number - 1].preempted
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
-    engine = make_engine(error_rate=1.0, num_blocks=300, max_model_len=1200)
-    run_to_the_end(engine, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
-    counters = engine.counters
+    calls = make_calls(error_rate=1.0, num_blocks=300, max_model_len=1200)
+    run_to_the_end(calls, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
+    counters = calls.engine.counters
     assert counters.num_accepted_tokens == 0 and counters.num_steps == 1000
     # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
     # is known.
@@ -176,29 +176,29 @@ def calls_of_package(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize(("pausing", "calls_per_request"), [(True, 2), (False, 4)])
 def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request):
     for running in (1, 4):
-        engine = make_engine(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
-        table = engine.runner.layers.tokens.table
+        calls = make_calls(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
+        table = calls.engine.runner.layers.tokens.table
         table.enter = table.resolve = None
         for i in range(running):
-            engine.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
+            calls.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
         for _ in range(5):
-            engine.step()
-        for sequence in engine.scheduler.decoding:
+            calls.step()
+        for sequence in calls.engine.scheduler.decoding:
             sequence.resume_at = 1000 if pausing else 0
-        calls = sum(calls_of_package(engine.step) for _ in range(10))
-        assert len(engine.scheduler.decoding) == running and engine.counters.num_draft_tokens == 0
+        calls = sum(calls_of_package(calls.step) for _ in range(10))
+        assert len(calls.engine.scheduler.decoding) == running and calls.engine.counters.num_draft_tokens == 0
         assert calls <= 10 * (18 + running * calls_per_request)
 
 
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
-    engine = make_engine(error_rate=0.5)
-    manager = engine.scheduler.block_manager
-    engine.add_request(make_request(0, [5, 6, 7, 8, 9], 60, ignore_eos=True), streams=False)
+    calls = make_calls(error_rate=0.5)
+    manager = calls.engine.scheduler.block_manager
+    calls.add_request(make_request(0, [5, 6, 7, 8, 9], 60, ignore_eos=True), streams=False)
     widest = 0
     for number in range(40):
-        engine.drafter.on = number % 8 < 4
-        engine.step()
-        for sequence in engine.scheduler.decoding:
+        calls.engine.drafts.drafter.on = number % 8 < 4
+        calls.step()
+        for sequence in calls.engine.scheduler.decoding:
             spare = len(sequence.block_table) - manager.blocks_for(sequence.num_computed_tokens)
             widest = max(widest, spare)
             assert spare == 0 or sequence.num_unsure
@@ -214,11 +214,11 @@ def wrong_guesses_go_on(monkeypatch) -> None:
 
 def test_nobody_is_preempted_for_a_guess(wrong_guesses_go_on):
     first = SimpleNamespace(has_draft=lambda sequence: sequence.request_id == 0)
-    engine = make_engine(first, error_rate=1.0, num_blocks=8, max_num_seqs=2)
-    engine.scheduler.watermark = lambda sequence: 0  # the second one comes in at once
+    calls = make_calls(first, error_rate=1.0, num_blocks=8, max_num_seqs=2)
+    calls.engine.scheduler.watermark = lambda sequence: 0  # the second one comes in at once
     ends = enumerate((30, 13))  # the second ends just before the two need a ninth block
-    run_to_the_end(engine, *(make_request(i, [5 + i, 6, 7], end, ignore_eos=True) for i, end in ends))
-    assert engine.counters.num_preemptions == 0 and engine.counters.num_draft_tokens > 0
+    run_to_the_end(calls, *(make_request(i, [5 + i, 6, 7], end, ignore_eos=True) for i, end in ends))
+    assert calls.engine.counters.num_preemptions == 0 and calls.engine.counters.num_draft_tokens > 0
 
 
 def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(wrong_guesses_go_on):
@@ -226,7 +226,7 @@ def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(wrong_gues
     prompt, params = [4, 5, 6] * 15, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
     [expected] = stage_e_batching.LLM(MODEL, **options).generate([prompt], params, False)
     llm = LLM(MODEL, **options)
-    llm.engine.drafter = Switched()
+    llm.engine.drafts.drafter = Switched()
     [found] = llm.generate([prompt], params, False)
     assert found["token_ids"] == expected["token_ids"] and len(prompt + found["token_ids"]) == 64
     assert llm.engine.counters.num_draft_tokens > 2 * DRAFT
@@ -245,7 +245,7 @@ def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():
     llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, max_num_batched_tokens=16, max_num_seqs=4)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4], [16])
-    llm.engine.drafter = Switched()
+    llm.engine.drafts.drafter = Switched()
     mixed, launch = [], llm.runner.launch
     llm.runner.launch = lambda step: (mixed.append(is_ahead(step) and step.num_decodes < len(step)), launch(step))[1]
     assert ask(llm, PROMPTS, params) == expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from interrupts import answer_all
 from test_stage_e_fuzz import arrivals, run_and_compare, settings_of_engine
 
-from stage_e_batching.engine import Engine
+from stage_e_batching.calls import Calls
 
 ROW_PARAMS = [pytest.param(row, marks=() if row == "guesses of the device" else pytest.mark.fast) for row in ROWS]
 
@@ -45,19 +45,19 @@ REQUESTS = [make_request(i, [(7 * i + j) % 50 + 3 for j in range(n)], 8 + i, Tru
 SMALL = {"num_blocks": 14, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 
 
-def small_engine(make: Make) -> Engine:
-    engine = make(**SMALL)
-    engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
-    return engine
+def small_engine(make: Make) -> Calls:
+    calls = make(**SMALL)
+    calls.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    return calls
 
 
 @pytest.fixture(scope="module", params=ROW_PARAMS[1:])  # of the first one: test_stage_e_interrupts.py
 def make_and_expected(request: pytest.FixtureRequest) -> tuple[Make, tuple[dict, int]]:
     make = lambda **options: ROWS[request.param](0, 0.2)(**options)  # noqa: E731  # guesses begin anew
-    engine = small_engine(make)
-    expected = answer_all(engine, REQUESTS, 0)
-    assert engine.counters.num_preemptions > 0
-    assert getattr(engine.counters, "num_accepted_tokens", 6) > 5
+    calls = small_engine(make)
+    expected = answer_all(calls, REQUESTS, 0)
+    assert calls.engine.counters.num_preemptions > 0
+    assert getattr(calls.engine.counters, "num_accepted_tokens", 6) > 5
     return make, expected
 
 
@@ -65,10 +65,10 @@ def make_and_expected(request: pytest.FixtureRequest) -> tuple[Make, tuple[dict,
 @given(part=st.floats(0, 1))
 def test_an_interrupt_at_any_line_costs_no_request_a_token(make_and_expected, part):
     make, (expected, lines) = make_and_expected
-    engine = small_engine(make)
-    found, _ = answer_all(engine, REQUESTS, int(part * lines))
+    calls = small_engine(make)
+    found, _ = answer_all(calls, REQUESTS, int(part * lines))
     assert found.items() <= expected.items(), "what the interrupted call itself would have returned may be missing"
-    assert len(found) >= len(expected) - 1 and engine.counters.num_aborted == 0
-    assert engine.stats()["num_used_blocks"] == 0
-    check_books(engine)
-    assert sorted(engine.scheduler.free_slots_like(0)) == [0, 1, 2, 3]
+    assert len(found) >= len(expected) - 1 and calls.engine.counters.num_aborted == 0
+    assert calls.stats()["num_used_blocks"] == 0
+    check_books(calls)
+    assert sorted(calls.engine.scheduler.free_slots_like(0)) == [0, 1, 2, 3]

@@ -10,14 +10,13 @@ from typing import ClassVar
 
 import pytest
 from contract.engines import ENGINES, GREEDY, Engine
-from fake_model import CountingRunner, make_engine, make_request
+from fake_model import CountedTokens, CountingRunner, make_calls, make_request
 
 import stage_e_batching
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.contract.params import SamplingParams
-from stage_e_batching.engine import Sampled
-from stage_e_batching.mailbox import Mailbox, unread
+from stage_e_batching.calls.mailbox import Mailbox, unread
 from stage_e_batching.step import BatchSequence, ScheduledStep
 
 pytestmark = pytest.mark.fast
@@ -31,10 +30,10 @@ class SlowRunner(CountingRunner):
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def run(self, step: ScheduledStep) -> Sampled:
+    def launch(self, step: ScheduledStep) -> CountedTokens:
         self.begun.set()
         assert self.may_end.wait(60)
-        return super().run(step)
+        return super().launch(step)
 
 
 def told_wait(mailbox: Mailbox) -> threading.Event:
@@ -50,22 +49,22 @@ def num_woken_at_the_end_of_a_step(num_waiting: int, also_woken_by_another: bool
     Args:
         also_woken_by_another: while the first bell is rung, another thread rings all the others.
     """
-    engine = make_engine(runner=SlowRunner(), **ROOMY)
-    engine.longest_wait = 600  # seconds
-    engine.add_request(make_request(0, [1, 2, 3], 5, ignore_eos=True))
-    mailboxes = [engine.new_mailbox() for _ in range(num_waiting)]
+    calls = make_calls(runner=SlowRunner(), **ROOMY)
+    calls.longest_wait = 600  # seconds
+    calls.add_request(make_request(0, [1, 2, 3], 5, ignore_eos=True))
+    mailboxes = [calls.new_mailbox() for _ in range(num_waiting)]
     with ThreadPoolExecutor(1 + num_waiting) as threads:
-        step = threads.submit(engine.step)
-        assert engine.runner.begun.wait(60)
+        step = threads.submit(calls.step)
+        assert calls.engine.runner.begun.wait(60)
         waiters = []
         for mailbox in mailboxes:
             waits = told_wait(mailbox)
-            waiters.append(threads.submit(engine.advance, mailbox))
+            waiters.append(threads.submit(calls.advance, mailbox))
             assert waits.wait(60)
         if also_woken_by_another:
             ring = mailboxes[0].ring
-            mailboxes[0].ring = lambda: ring() or engine.settle()
-        engine.runner.may_end.set()
+            mailboxes[0].ring = lambda: ring() or calls.settle()
+        calls.engine.runner.may_end.set()
         step.result(60)
         done, _ = wait(waiters, timeout=20)
         for mailbox in mailboxes:
@@ -82,19 +81,19 @@ def test_two_threads_may_wake_up_those_that_wait():
 
 
 def test_what_a_step_brought_is_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    engine = make_engine(**ROOMY)
+    calls = make_calls(**ROOMY)
     take, others = Mailbox.take, []
 
     def take_while_another_thread_steps(mailbox: Mailbox) -> list:
         if not others:
-            others.append(threading.Thread(target=engine.step))
+            others.append(threading.Thread(target=calls.step))
             others[0].start()
             others[0].join(0.2)  # time in which it must not get through
             others.append(others[0].is_alive())
         return take(mailbox)
 
     monkeypatch.setattr(Mailbox, "take", take_while_another_thread_steps)
-    engine.step()
+    calls.step()
     others[0].join(60)
     assert others[1], "the other thread read while this one did"
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from fake_model import VOCAB, answer_alone, check_books, make_engine, make_request
+from fake_model import VOCAB, answer_alone, check_books, make_calls, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_e_batching.engine import Engine
+from stage_e_batching.calls import Calls
 
 pytestmark = pytest.mark.fast
 PHRASES = [[(3 * i + phrase * 7) % (VOCAB - 1) + 1 for i in range(60)] for phrase in range(3)]
@@ -61,30 +61,30 @@ def settings_of_engine(draw) -> dict[str, object]:
 
 
 def run_and_compare(
-    requests: list[Arrival], options: dict[str, object], make: Callable[..., Engine] = make_engine
-) -> Engine:
-    engine = make(**options)
-    scheduler = engine.scheduler
+    requests: list[Arrival], options: dict[str, object], make: Callable[..., Calls] = make_calls
+) -> Calls:
+    calls = make(**options)
+    scheduler = calls.engine.scheduler
     max_total_len = min(options["max_model_len"], scheduler.capacity + 1)
     expected, outputs, aborts = {}, {}, {}
     coming = sorted(enumerate(requests), key=lambda pair: pair[1].step)
     now = 0
-    while coming or engine.has_unfinished():
+    while coming or calls.has_unfinished():
         while coming and coming[0][1].step <= now:
             index, arrival = coming.pop(0)
             request = make_request(index, arrival.prompt, arrival.max_tokens, arrival.ignore_eos)
-            request_id = engine.add_request(request, streams=False)
+            request_id = calls.add_request(request, streams=False)
             expected[request_id] = answer_alone(request, max_total_len)
             if arrival.abort_after is not None:
                 aborts.setdefault(now + arrival.abort_after, []).append(request_id)
         for request_id in aborts.pop(now, []):
-            was_there = engine.knows(request_id)
-            assert engine.abort(request_id) == was_there
-            assert not engine.abort(request_id)
+            was_there = calls.knows(request_id)
+            assert calls.abort(request_id) == was_there
+            assert not calls.abort(request_id)
             if was_there:
                 del expected[request_id]
         try:
-            events = engine.step()
+            events = calls.step()
         except RuntimeError as error:
             assert str(error) == "the device failed"
             events = []
@@ -93,12 +93,12 @@ def run_and_compare(
                 outputs[event.request_id] = (event.output["token_ids"], event.output["finish_reason"])
                 metrics = event.output["metrics"]
                 assert metrics["num_cached_tokens"] < metrics["num_prompt_tokens"], "of its own prompt, and not all"
-        check_books(engine)
+        check_books(calls)
         now += 1
-        assert now < 3000, f"no end in sight: {engine.stats()}"
+        assert now < 3000, f"no end in sight: {calls.stats()}"
     assert outputs == expected
     assert scheduler.block_manager.num_used == 0
-    return engine
+    return calls
 
 
 @settings(max_examples=150, deadline=None)
@@ -115,13 +115,14 @@ def test_answers_do_not_depend_on_chunking(requests, options):
 
 
 def test_the_fake_model_notices_a_wrong_block():
-    engine = make_engine(num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64)
+    calls = make_calls(num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64)
     request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
-    engine.add_request(request, streams=False)
-    engine.step()
-    [sequence] = engine.scheduler.decoding
+    calls.add_request(request, streams=False)
+    calls.step()
+    [sequence] = calls.engine.scheduler.decoding
+    calls.engine.runner.check_input = lambda step: step.num_decodes  # which would notice it first
     sequence.block_table[0], sequence.block_table[1] = sequence.block_table[1], sequence.block_table[0]
     events = []
-    while engine.has_unfinished():
-        events += engine.step()
+    while calls.has_unfinished():
+        events += calls.step()
     assert events[-1].output["token_ids"] != answer_alone(request, 4096)[0]

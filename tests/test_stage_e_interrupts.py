@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 
 import pytest
-from fake_model import FakeRunner, check_books, make_engine, make_request
+from fake_model import FakeRunner, check_books, make_calls, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import interrupt_after
@@ -15,9 +16,10 @@ from interrupts import interrupt_after
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Engine, Sampled
+from stage_e_batching.calls import Calls
+from stage_e_batching.calls.mailbox import Mailbox
+from stage_e_batching.engine import Sampled
 from stage_e_batching.llm import serve
-from stage_e_batching.mailbox import Mailbox
 from stage_e_batching.step import ScheduledStep
 
 pytestmark = pytest.mark.fast
@@ -36,7 +38,7 @@ class ScoringRunner(FakeRunner):
         return Sampled(sampled.token_ids, logprobs)
 
 
-def engine_of(make: Callable[..., Engine]) -> Engine:
+def engine_of(make: Callable[..., Calls]) -> Calls:
     return make(**POOL, runner_class=ScoringRunner, tokenizer=TOKENIZER)
 
 
@@ -46,9 +48,9 @@ def request(index: int) -> Request:
     return Request(index, prompt, params, seed=index)
 
 
-def read_in_turn(engine: Engine) -> tuple[dict[int, str], dict[int, dict], set[int]]:
+def read_in_turn(calls: Calls) -> tuple[dict[int, str], dict[int, dict], set[int]]:
     """Read five streams in turn; returns their texts, their outputs, and which of them died of an interrupt."""
-    streams = {i: serve(engine, [request(i)], streams=True) for i in range(len(LENGTHS))}
+    streams = {i: serve(calls, [request(i)], streams=True) for i in range(len(LENGTHS))}
     texts = dict.fromkeys(streams, "")
     outputs, died = {}, set()
     while streams:
@@ -67,7 +69,7 @@ def read_in_turn(engine: Engine) -> tuple[dict[int, str], dict[int, dict], set[i
     return texts, outputs, died
 
 
-def undisturbed(make: Callable[..., Engine]) -> tuple[dict[int, str], dict[int, dict], int]:
+def undisturbed(make: Callable[..., Calls]) -> tuple[dict[int, str], dict[int, dict], int]:
     """Texts and outputs, and how many lines of the engine's code they take."""
     with interrupt_after(0) as countdown:
         texts, outputs, died = read_in_turn(engine_of(make))
@@ -75,41 +77,42 @@ def undisturbed(make: Callable[..., Engine]) -> tuple[dict[int, str], dict[int, 
     return texts, outputs, countdown.seen
 
 
-def assert_only_the_dead_lost_something(engine: Engine, expected: tuple, found: tuple) -> None:
+def assert_only_the_dead_lost_something(calls: Calls, expected: tuple, found: tuple) -> None:
     texts, outputs, died = found
     assert len(died) <= 1
     for i in set(texts) - died:
         assert texts[i] == expected[0][i]
         for key in ("token_ids", "logprobs", "finish_reason", "text"):
             assert outputs[i][key] == expected[1][i][key]
-    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
-    check_books(engine)
+    assert not calls.has_unfinished() and calls.stats()["num_used_blocks"] == 0
+    check_books(calls)
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple:
-    return undisturbed(make_engine)
+    return undisturbed(make_calls)
 
 
 @settings(max_examples=60, deadline=None)
 @given(part=st.floats(0, 1), error=st.sampled_from([KeyboardInterrupt, TimeoutError]), late=st.booleans())
 def test_an_interrupt_at_any_line_costs_the_other_streams_nothing(expected, part, error, late):
-    engine = engine_of(lambda **options: make_engine(late=late, **options))
+    calls = engine_of(lambda **options: make_calls(late=late, **options))
     with interrupt_after(int(part * expected[2]), error):
-        found = read_in_turn(engine)
-    assert_only_the_dead_lost_something(engine, expected, found)
+        found = read_in_turn(calls)
+    assert_only_the_dead_lost_something(calls, expected, found)
 
 
-SECOND = ["settle", "_begin", "_recover", "_replay", "_remove", "_tell", "scheduler.recover", "scheduler.remove"]
+SECOND = ["settle", "_begin", "_catch_up", "_deliver", "engine.forget", "engine.remove"]
+SECOND += ["engine.scheduler.forget", "engine.scheduler.remove"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(part=st.floats(0, 1), where=st.sampled_from(SECOND), times=st.integers(1, 3))
 def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected, part, where, times):
-    engine = engine_of(make_engine)
-    engine.longest_wait = 0.001
+    calls = engine_of(make_calls)
+    calls.longest_wait = 0.001
     *path, name = where.split(".")
-    holder = engine.scheduler if path else engine
+    holder = attrgetter(".".join(path))(calls) if path else calls
     method = getattr(holder, name)
     left = times
 
@@ -122,42 +125,42 @@ def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected
 
     setattr(holder, name, interrupted)
     with interrupt_after(int(part * expected[2])) as countdown:
-        texts, outputs, died = read_in_turn(engine)
+        texts, outputs, died = read_in_turn(calls)
     setattr(holder, name, method)
     assert len(died) <= 1 + times
     for i in set(texts) - died:
         assert (texts[i], outputs[i]["logprobs"]) == (expected[0][i], expected[1][i]["logprobs"])
-    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
+    assert not calls.has_unfinished() and calls.stats()["num_used_blocks"] == 0
 
 
 def test_two_interrupts_leave_no_request_behind():
-    engine = engine_of(make_engine)
-    call = serve(engine, [request(i) for i in range(5)], streams=True)
+    calls = engine_of(make_calls)
+    call = serve(calls, [request(i) for i in range(5)], streams=True)
     next(call)
-    settle = engine.settle
-    engine.runner.run = engine.settle = throw
+    settle = calls.settle
+    calls.engine.runner.launch = calls.settle = throw
     with pytest.raises(KeyboardInterrupt):
         list(call)
-    engine.settle = settle
-    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
+    calls.settle = settle
+    assert not calls.has_unfinished() and calls.stats()["num_used_blocks"] == 0
 
 
-@pytest.mark.parametrize("where", ["schedule", "run", "postprocess"])
+@pytest.mark.parametrize("where", ["schedule", "launch", "postprocess"])
 def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(expected, where):
-    engine = engine_of(make_engine)
-    holder = {"schedule": engine.scheduler, "run": engine.runner, "postprocess": engine}[where]
+    calls = engine_of(make_calls)
+    holder = {"schedule": calls.engine.scheduler, "launch": calls.engine.runner, "postprocess": calls.engine}[where]
     method = getattr(holder, where)
     collections = iter([gc.collect])
     gc.disable()
     try:
-        drop_in_a_cycle(serve(engine, [request(0)], streams=True))
+        drop_in_a_cycle(serve(calls, [request(0)], streams=True))
         setattr(holder, where, lambda *args: (next(collections, int)(), method(*args))[1])
-        output = [event.output for _, event in serve(engine, [request(3)], streams=True)][-1]
+        output = [event.output for _, event in serve(calls, [request(3)], streams=True)][-1]
     finally:
         gc.enable()
     assert output["token_ids"] == expected[1][3]["token_ids"] and output["text"] == expected[0][3]
-    assert engine.counters.num_aborted == 1 and engine.counters.num_finished == 1
-    assert not engine.has_unfinished() and engine.stats()["num_used_blocks"] == 0
+    assert calls.engine.counters.num_aborted == 1 and calls.engine.counters.num_finished == 1
+    assert not calls.has_unfinished() and calls.stats()["num_used_blocks"] == 0
 
 
 def drop_in_a_cycle(stream: Iterator) -> None:
@@ -168,17 +171,17 @@ def drop_in_a_cycle(stream: Iterator) -> None:
 
 
 def test_a_request_that_ended_in_the_interrupted_step_still_tells_its_end(expected, monkeypatch):
-    engine = engine_of(make_engine)
-    mailbox = engine.new_mailbox()
-    engine.add_request(request(1), mailbox)
-    remove, put = engine.scheduler.remove, Mailbox.put
-    for holder, name, method in ((engine.scheduler, "remove", remove), (Mailbox, "put", put)):
+    calls = engine_of(make_calls)
+    mailbox = calls.new_mailbox()
+    calls.add_request(request(1), mailbox)
+    remove, put = calls.engine.scheduler.remove, Mailbox.put
+    for holder, name, method in ((calls.engine.scheduler, "remove", remove), (Mailbox, "put", put)):
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(holder, name, lambda *args, method=method: method(*args) or throw())
             while not mailbox.has_news:
-                engine.step()
-    while engine.has_unfinished():
-        engine.step()
+                calls.step()
+    while calls.has_unfinished():
+        calls.step()
     events = mailbox.take()
     assert "".join(event.text for event in events) == expected[0][1]
     assert [event.output["token_ids"] for event in events if event.output] == [expected[1][1]["token_ids"]]
@@ -186,17 +189,17 @@ def test_a_request_that_ended_in_the_interrupted_step_still_tells_its_end(expect
 
 def test_after_a_step_that_broke_off_a_request_counts_its_own_prompts_cached_tokens_only():
     """Started again, the second of two equal requests finds the first one's blocks, with tokens that both generated."""
-    engine = make_engine(**POOL | {"num_blocks": 40}, fail_at=frozenset({9}))
+    calls = make_calls(**POOL | {"num_blocks": 40}, fail_at=frozenset({9}))
     for index in range(2):
-        engine.add_request(make_request(index, [5, 6, 7, 8, 9], 12, ignore_eos=True), streams=False)
+        calls.add_request(make_request(index, [5, 6, 7, 8, 9], 12, ignore_eos=True), streams=False)
     events = []
     with suppress(RuntimeError):
         while True:
-            events += engine.step()
-    while engine.has_unfinished():
-        events += engine.step()
+            events += calls.step()
+    while calls.has_unfinished():
+        events += calls.step()
     assert [event.output["metrics"]["num_cached_tokens"] for event in events] == [0, 4]
-    assert engine.counters.num_cached_tokens == 4
+    assert calls.engine.counters.num_cached_tokens == 4
 
 
 def throw(*_: object) -> None:

@@ -56,7 +56,7 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtyp
     for _ in range(2):  # the second time with cached prefixes
         assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     assert ids(llm.chat(ASKED * 5, PARAMS, False)) == tutors_answers * 5
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answe
     with pytest.raises(RuntimeError, match="layer 3, phase 2; its tokens are invalid"):
         llm.chat(ASKED[0], PARAMS, False)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1], "the next request starts afresh"
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.gpu

@@ -212,7 +212,7 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
         found = llm.generate(PROMPTS[:2], params, False)
         assert ids(found) == ids(expected)
         assert [output.get("logprobs") for output in found] == [output.get("logprobs") for output in expected]
-        assert llm.engine.stats()["num_used_blocks"] == 0
+        assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])

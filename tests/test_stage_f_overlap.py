@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 from contract.engines import GREEDY, MODEL, PROMPTS, ask
-from fake_model import answer_alone, make_engine, make_request
+from fake_model import answer_alone, make_calls, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare
 
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Sampled
+from stage_e_batching.parts import Sampled
 from stage_f_graph_tp.overlap import without_rows
 
 pytestmark = pytest.mark.fast
@@ -25,26 +25,26 @@ pytestmark = pytest.mark.fast
 def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(requests):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": 4096}
     options = {"num_blocks": 400, "block_size": 4, "enable_prefix_caching": False, **limits}
-    engine = run_and_compare(requests, options, partial(make_engine, late=True))
+    calls = run_and_compare(requests, options, partial(make_calls, late=True))
     ended_early = len(requests) - sum(r.ignore_eos for r in requests)
-    needed = sum(len(r.prompt) - 1 for r in requests) + engine.counters.num_generated_tokens
-    assert needed <= engine.runner.num_tokens_run <= needed + ended_early
+    needed = sum(len(r.prompt) - 1 for r in requests) + calls.engine.counters.num_generated_tokens
+    assert needed <= calls.engine.runner.num_tokens_run <= needed + ended_early
 
 
 @pytest.mark.parametrize("fails", [4, 5], ids=["when its tokens are fetched", "when it is launched"])
 def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails):
     pool = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    engine = make_engine(late=True, fail_at=frozenset({fails}), **pool)
+    calls = make_calls(late=True, fail_at=frozenset({fails}), **pool)
     request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
-    engine.add_request(request, streams=False)
+    calls.add_request(request, streams=False)
     with pytest.raises(RuntimeError, match="the device failed"):
         while True:
-            engine.step()
-    assert len(engine.runner.launched) == (5 if fails == 4 else 4)
-    assert all(step.waited for step in engine.runner.launched)
+            calls.step()
+    assert len(calls.engine.runner.launched) == (5 if fails == 4 else 4)
+    assert all(step.waited for step in calls.engine.runner.launched)
     events = []
-    while engine.has_unfinished():
-        events += engine.step()
+    while calls.has_unfinished():
+        events += calls.step()
     assert events[-1].output["token_ids"] == answer_alone(request, 4096)[0]
 
 
@@ -54,13 +54,13 @@ def tiny(**options: object) -> stage_f_graph_tp.LLM:
 
 def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
     pool = {"num_blocks": 50, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    engine = make_engine(late=True, fail_at=frozenset({2, 3}), **pool)  # 2 when it is waited for, 3 at its launch
+    calls = make_calls(late=True, fail_at=frozenset({2, 3}), **pool)  # 2 when it is waited for, 3 at its launch
     request = make_request(0, [1, 2, 3], 9, ignore_eos=True)
-    engine.add_request(request, streams=False)
+    calls.add_request(request, streams=False)
     errors, outputs = [], []
-    while engine.has_unfinished():
+    while calls.has_unfinished():
         try:
-            outputs += [event.output["token_ids"] for event in engine.step() if event.output]
+            outputs += [event.output["token_ids"] for event in calls.step() if event.output]
         except RuntimeError as error:
             errors.append(error)
     assert len(errors) == 1 and errors[0].__context__ is None, "the launch's error, not the one that followed"

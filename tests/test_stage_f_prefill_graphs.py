@@ -78,7 +78,7 @@ def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
         assert ask(llm, PROMPTS) == expected
     assert one_by_one(llm) == expected
     assert sum(count for name, count in replays.items() if isinstance(name, str)) >= 5
-    assert llm.engine.stats()["num_used_blocks"] == 0
+    assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 def test_steps_of_one_token_have_no_prefill_graph(expected):

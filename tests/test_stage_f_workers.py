@@ -161,11 +161,11 @@ def test_a_killed_worker_costs_its_engine_ctrl_c_only_its_call_and_a_closed_one_
             for _ in range(200):
                 ask(llm, PROMPTS)
         timer.join()
-        assert not llm.engine.has_unfinished() and ask(llm, PROMPTS) == one_by_one(one_rank)
+        assert not llm.calls.has_unfinished() and ask(llm, PROMPTS) == one_by_one(one_rank)
         with killed_soon(process), pytest.raises(WorkerError, match="rank 1 of 2 died .SIGKILL."):
             for _ in range(1000):
                 ask(llm, PROMPTS)
-        assert not llm.engine.has_unfinished()
+        assert not llm.calls.has_unfinished()
         with pytest.raises(WorkerError, match="close it and make a new one"):
             ask(llm, PROMPTS)
         llm.close()

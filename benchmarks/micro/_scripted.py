@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.micro import timed
 from beyond.speculation import LLM
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Sampled
+from stage_e_batching.parts import InFlight, Sampled
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.step_input import StepInput
 
@@ -56,7 +56,7 @@ class ScriptedLLM(LLM):
 
     def script(self, rate: float | None) -> None:
         """Guess in every step, and call this share right; None: guess nothing."""
-        self.engine.drafter = None if rate is None else SimpleNamespace(has_draft=lambda sequence: True)
+        self.engine.drafts.drafter = SimpleNamespace(has_draft=lambda sequence: rate is not None)
         self.runner.table.rate.fill_(rate or 0.0)
 
 
@@ -69,18 +69,31 @@ class ScriptedModelLLM(LLM):
     def __init__(self, model: str, **options: object) -> None:
         super().__init__(model, speculation="model", **options)
         self._owed = 0.0  # guesses to call right
-        self._run, self.runner.run = self.runner.run, self._verify
+        self._launch, self.runner.launch = self.runner.launch, self._verify
 
     def script(self, rate: float | None) -> None:
         """Guess in every step, and call this share right; None: guess nothing."""
-        self.engine.drafter = None if rate is None else self._drafter
+        nobody = SimpleNamespace(has_draft=lambda sequence: False)
+        self.engine.drafts.drafter = nobody if rate is None else self._drafter
         self._rate = rate
 
-    def _verify(self, step: ScheduledStep) -> Sampled:
-        draft, sampled = step.sequences[0].draft, self._run(step)
+    def _verify(self, step: ScheduledStep) -> InFlight | Arrived:
+        draft, in_flight = step.sequences[0].draft, self._launch(step)
+        if not draft:
+            return in_flight
         self._owed = self._owed % 1 + self._rate * len(draft)
         ids = [guess if i < int(self._owed) else (guess + 1) % 2 for i, guess in enumerate(draft)]
-        return sampled._replace(token_ids=[*ids, 2])
+        return Arrived(in_flight.wait()._replace(token_ids=[*ids, 2]))
+
+
+@dataclass
+class Arrived:
+    """A step whose tokens are here."""
+
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        return self.sampled
 
 
 def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:

@@ -30,25 +30,25 @@ def record_engine(
     """Decode steps of an engine of stage E or F, with all requests past their prefill."""
     params = SamplingParams(temperature=0.0, max_tokens=8 * steps + 16, ignore_eos=True)
     ids = [
-        llm.engine.add_request(Request(i, [(7 * i + j) % 1000 for j in range(prompt_tokens)], params, seed=i))
+        llm.calls.add_request(Request(i, [(7 * i + j) % 1000 for j in range(prompt_tokens)], params, seed=i))
         for i in range(num_requests)
     ]
 
     def run() -> None:
         for _ in range(steps):
-            llm.engine.step()
+            llm.calls.step()
 
     try:
         while llm.engine.scheduler.waiting or llm.engine.scheduler.prefilling:
-            llm.engine.step()
+            llm.calls.step()
         run()  # the first steps of a batch load kernels
         return record(name, run, llm.device, steps)
     finally:
         for request_id in ids:
-            llm.engine.abort(request_id)
-        while llm.engine.has_unfinished():  # an overlapped engine still has a step in flight
-            llm.engine.step()
-        llm.engine.step()
+            llm.calls.abort(request_id)
+        while llm.calls.has_unfinished():  # an overlapped engine still has a step in flight
+            llm.calls.step()
+        llm.calls.step()
 
 
 def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.micro.batching import StaticAdmission
-from benchmarks.micro.step_cost import null_engine
+from benchmarks.micro.step_cost import null_calls
 from benchmarks.pictures import timeline
 from benchmarks.pictures.picture import Picture
 from benchmarks.text import markdown, times
@@ -60,13 +60,13 @@ def traced(
     rest = [] if later is None else requests[later:]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        engine = null_engine(scheduler_class(**options), trace=Trace(path))
+        calls = null_calls(scheduler_class(**options), trace=Trace(path))
         for request in requests[:later]:
-            engine.add_request(request, streams=False)
-        while rest or engine.has_unfinished():
-            if rest and engine.counters.num_steps % 3 == 2:
-                engine.add_request(rest.pop(0), streams=False)
-            engine.step()
+            calls.add_request(request, streams=False)
+        while rest or calls.has_unfinished():
+            if rest and calls.engine.counters.num_steps % 3 == 2:
+                calls.add_request(rest.pop(0), streams=False)
+            calls.step()
         return timeline.read_trace(path)
 
 

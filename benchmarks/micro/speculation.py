@@ -62,11 +62,11 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
     "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
     """
     greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=TOKENS, ignore_eos=True) for t in (0.0, 1.0))
-    ngram, plain = llm.engine.drafter, partial(llm.script, None)
+    ngram, plain = llm.engine.drafts.drafter, partial(llm.script, None)
 
     def look() -> None:
         llm.script(0.0)
-        llm.engine.drafter = ngram
+        llm.engine.drafts.drafter = ngram
 
     ways = {
         "plain": (plain, greedy),

@@ -19,6 +19,7 @@ from benchmarks.timing import call_seconds
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
@@ -64,36 +65,31 @@ def null_runner(max_num_seqs: int, max_num_batched_tokens: int, block_size: int)
     return runner
 
 
-def null_engine(scheduler: Scheduler, trace: Trace | None = None) -> Engine:
-    """Stage E's engine with this scheduler, and a runner without a model."""
+def null_calls(scheduler: Scheduler, trace: Trace | None = None) -> Calls:
+    """The calls of stage E's engine with this scheduler, and a runner without a model."""
     limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size
-    return Engine(
-        scheduler,
-        null_runner(*limits),
-        tokenizer=load_tokenizer(resolve("tutor")),
-        eos_token_ids=frozenset(),
-        max_model_len=MAX_MODEL_LEN,
-        trace=trace,
-    )
+    engine = Engine(scheduler, null_runner(*limits), trace=trace)
+    tokenizer = load_tokenizer(resolve("tutor"))
+    return Calls(engine, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=MAX_MODEL_LEN)
 
 
-def make_engine(num_sequences: int) -> Engine:
-    """An engine with `num_sequences` decoding sequences, past prompts of 300 tokens and more."""
+def make_calls(num_sequences: int) -> Calls:
+    """The calls of an engine with `num_sequences` decoding sequences, past prompts of 300 tokens and more."""
     scheduler = Scheduler(
         num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         max_num_seqs=512,
         max_num_batched_tokens=16384,
     )
-    engine = null_engine(scheduler)
+    calls = null_calls(scheduler)
     params = SamplingParams(temperature=0.6, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(num_sequences):
         prompt = rng.integers(1, 5000, 300 + i).tolist()  # block edges fall on different steps
-        engine.add_request(Request(i, prompt, params, seed=i), streams=False)
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
-        engine.step()
-    return engine
+        calls.add_request(Request(i, prompt, params, seed=i), streams=False)
+    while calls.engine.scheduler.waiting or calls.engine.scheduler.prefilling:
+        calls.step()
+    return calls
 
 
 def measure() -> dict:
@@ -103,11 +99,11 @@ def measure() -> dict:
 
 def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
     """Seconds per decode step, `repeats` runs of `steps` steps."""
-    engine = make_engine(num_sequences)
+    calls = make_calls(num_sequences)
 
     def run() -> None:
         for _ in range(steps):
-            engine.step()
+            calls.step()
 
     samples = [seconds / steps for seconds in call_seconds(run, torch.device("cpu"), repeats, warm_up=0)]
     return {"sequences": num_sequences, "samples": samples}

@@ -9,15 +9,15 @@ Stage 0 has the scheduler, the embedding, the LM head and the sampler. A step's 
     stage 0  embedding, layers 0 … k-1 ──► stage 1  layers k … ──► … ──► stage 0  LM head, sampler
 
 What is built of it: which layers a stage has (`stages.py`), how they send to one another (`links.py`), what a stage
-does with a step (`stage_head.py`), and several batches in flight (`pipeline_scheduler.py`, `pipeline_engine.py`).
+does with a step (`stage_head.py`), and several batches in flight (`pipeline_scheduler.py`, `micro_batches.py`).
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_engine import PipelineEngine
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from beyond.scale_out.stages import check_stages
 from stage_d_paged.config import ModelConfig
@@ -45,9 +45,11 @@ class LLM(stage_f.LLM):
     options_class = ScaleOutOptions
     options: ScaleOutOptions
 
-    @property
-    def engine_class(self) -> type[Engine]:
-        return PipelineEngine if self.options.pipeline_parallel_size > 1 else super().engine_class
+    def _engine(self) -> Engine:
+        if self.options.pipeline_parallel_size == 1:
+            return super()._engine()
+        scheduler = self._scheduler()
+        return Engine(scheduler, self.runner, pace=MicroBatches(scheduler), trace=self.trace)
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
         if self.options.num_ranks == 1:

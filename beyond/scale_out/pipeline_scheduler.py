@@ -13,19 +13,10 @@ runs the steps in the order in which they were launched: several chunks of a pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep, State
-from stage_f_graph_tp.overlap import AheadSequence
-
-
-@dataclass(slots=True, eq=False)
-class PipelineSequence(AheadSequence):
-    """A sequence whose last tokens may not have arrived, and the very last may not be sampled yet."""
-
-    is_unsampled: bool = False
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
 
 
 class PipelineScheduler(Scheduler):
@@ -36,24 +27,36 @@ class PipelineScheduler(Scheduler):
         options: those of `Scheduler`, by name.
     """
 
-    decoding: list[PipelineSequence]
-
     def __init__(self, *, num_micro_batches: int, **options: Any) -> None:
         self.num_micro_batches = num_micro_batches
         super().__init__(**options)
 
     def _start_empty(self) -> None:
         super()._start_empty()
-        self._slots_in_use: dict[PipelineSequence, int] = {}  # of sequences that left while a token was in flight
+        self._sampled: set[BatchSequence] = set()  # on the device, while their tokens are on the way to the host
+        self._slots_in_use: dict[BatchSequence, int] = {}  # of sequences that left while a token was in flight
 
     def has_ready(self) -> bool:
         """Whether a sequence may run before another batch is sampled."""
-        return bool(self.prefilling or self.waiting or not all(sequence.is_unsampled for sequence in self.decoding))
+        return bool(self.prefilling or self.waiting or not all(sequence.num_in_flight for sequence in self.decoding))
+
+    def note_sampled(self, step: ScheduledStep) -> None:
+        """Let a batch run again in the next step: its tokens are on the device, or will be before that step runs."""
+        self._sampled = set(step.sampling)
+
+    def schedule(self) -> ScheduledStep:
+        """Decide the next step, with the batch slots of sequences that left before their token arrived, if it has."""
+        for sequence in [sequence for sequence in self._slots_in_use if not sequence.num_in_flight]:
+            slot = self._slots_in_use.pop(sequence)
+            self.free_slots_like(slot).append(slot)
+        step = super().schedule()
+        self._sampled.clear()
+        return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """One token of a share of the decoding sequences, the oldest of those whose last token is sampled."""
         share = -(-len(self.decoding) // self.num_micro_batches)
-        ready = [sequence for sequence in self.decoding if not sequence.is_unsampled]
+        ready = [sequence for sequence in self.decoding if not sequence.num_in_flight or sequence in self._sampled]
         for sequence in ready[:share]:
             if sequence.state is not State.DECODING:
                 break  # an earlier one needed its blocks
@@ -72,16 +75,10 @@ class PipelineScheduler(Scheduler):
         if not any(sequence.state is State.WAITING for sequence in self._slots_in_use):
             super()._admit(step, budget)
 
-    def _vacate(self, sequence: PipelineSequence) -> None:
+    def _vacate(self, sequence: BatchSequence) -> None:
         """Free what a sequence holds; its batch slot only when nothing is in flight: the sampler reads its row."""
         slot = sequence.batch_slot
         super()._vacate(sequence)
         if slot >= 0 and sequence.num_in_flight:
             self.free_slots_like(slot).remove(slot)
             self._slots_in_use[sequence] = slot
-
-    def release_slots(self) -> None:
-        """Free the batch slots of sequences that left before their token arrived, where it has arrived."""
-        for sequence in [sequence for sequence in self._slots_in_use if not sequence.num_in_flight]:
-            slot = self._slots_in_use.pop(sequence)
-            self.free_slots_like(slot).append(slot)

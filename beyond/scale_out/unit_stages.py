@@ -7,10 +7,12 @@ from typing import Any
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.engine import Sampled
+from stage_e_batching.calls import Calls
+from stage_e_batching.engine import Engine
+from stage_e_batching.parts import Sampled
 from stage_e_batching.step import ScheduledStep
 
-from .pipeline_engine import PipelineEngine
+from .micro_batches import MicroBatches
 from .pipeline_scheduler import PipelineScheduler
 
 
@@ -29,6 +31,10 @@ class UnitStages:
             arrived = self.free[stage] = start + 1
             spans.append({"step": len(spans), "work": "layers", "start": start, "end": arrived})
         return UnitStep(self, arrived, Sampled([1] * sum(step.samples)))
+
+    def forget(self) -> None:
+        """Forget when each stage is busy."""
+        self.free = [self.now] * len(self.free)
 
 
 class UnitStep:
@@ -54,10 +60,11 @@ def counted_spans(work: str, batches: int, stages: int) -> list[list[dict[str, A
         num_micro_batches=batches, num_blocks=400, block_size=8, max_num_seqs=8, max_num_batched_tokens=8
     )
     runner, tokenizer = UnitStages(stages), load_tokenizer(resolve("tutor"))
-    engine = PipelineEngine(scheduler, runner, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=4096)
+    engine = Engine(scheduler, runner, pace=MicroBatches(scheduler))
+    calls = Calls(engine, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=4096)
     for i in range(requests):
         params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        engine.add_request(Request(i, [(i + j) % 4000 + 1 for j in range(prompt)], params, seed=i), streams=False)
-    while engine.has_unfinished():
-        engine.step()
+        calls.add_request(Request(i, [(i + j) % 4000 + 1 for j in range(prompt)], params, seed=i), streams=False)
+    while calls.has_unfinished():
+        calls.step()
     return [[span | {"batch": span["step"] % batches} for span in spans] for spans in runner.spans]

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from beyond.serving.protocol import Ask
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.outputs import GenerationOutput
-from stage_e_batching.mailbox import Token
+from stage_e_batching.calls.mailbox import Token
 
 MARK = "\0"  # where the text goes
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE spells bytes

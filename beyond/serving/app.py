@@ -32,7 +32,7 @@ from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, par
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
-from stage_e_batching.mailbox import Token
+from stage_e_batching.calls.mailbox import Token
 
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
 

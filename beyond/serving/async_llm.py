@@ -24,8 +24,8 @@ from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
-from stage_e_batching.mailbox import Event
 
 TRIAL_SECONDS = 5  # for one token of an idle engine
 
@@ -104,7 +104,7 @@ class AsyncLLM:
             self.engine_loop = RemoteLoop(llm.process, self._hand_out)
         else:
             self.engine_name = type(llm).__module__.removesuffix(".llm")
-            self.engine_loop = EngineLoop(llm.engine, self._deliver)
+            self.engine_loop = EngineLoop(llm.calls, self._deliver)
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queue requests that `llm.requests` has checked, all of them or none.

@@ -23,8 +23,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from stage_a_naive.contract.outputs import Request
-from stage_e_batching.engine import Engine
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls import Calls, Event
 
 CLOSED = "the engine was closed before the answer was complete"
 
@@ -71,18 +70,18 @@ class EngineLoop:
     """Runs an engine in a thread of its own.
 
     Args:
-        engine: of stage E or one of its descendants.
+        calls: of an engine of stage E or later.
         deliver: called in the engine's thread after every step with what it brought, and with the time (seconds on the
             monotonic clock) at which it was known. It must not wait.
         inbox: what others ask for; a queue by default.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[float, News], None], inbox: Inbox | None = None) -> None:
+    def __init__(self, calls: Calls, deliver: Callable[[float, News], None], inbox: Inbox | None = None) -> None:
         self.paused = False
         self.failure: Exception | None = None  # what broke the last step off
-        self._engine = engine
+        self._shared = calls
         self._deliver = deliver
-        self._mailbox = engine.new_mailbox()
+        self._mailbox = calls.new_mailbox()
         self._calls: dict[int, Call] = {}  # by request id
         self._inbox: Inbox = inbox or SimpleQueue()
         self._single_step = False  # run one step although paused
@@ -112,13 +111,13 @@ class EngineLoop:
         """Run one step although paused, if there is anything to do."""
         self._inbox.put(self._allow_step)
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Call `function` with the engine in its thread between two steps; the result comes in the future."""
+    def call(self, function: Callable[[Calls], T]) -> Future[T]:
+        """Call `function` with the engine's calls in its thread between two steps; the result comes in the future."""
         future = new_future()
         if self.closed:
             future.set_exception(EngineClosed(CLOSED))
         else:
-            self._inbox.put(partial(_fulfil, future, function, self._engine))
+            self._inbox.put(partial(_fulfil, future, function, self._shared))
         return future
 
     def close(self) -> None:
@@ -147,10 +146,10 @@ class EngineLoop:
         return bool(self._calls) and (not self.paused or self._single_step)
 
     def _step(self) -> None:
-        steps = self._engine.counters.num_steps
+        steps = self._shared.engine.counters.num_steps
         try:
-            self._engine.advance(self._mailbox)  # or wait for another thread's step
-            self._single_step = self._single_step and self._engine.counters.num_steps == steps
+            self._shared.advance(self._mailbox)  # or wait for another thread's step
+            self._single_step = self._single_step and self._shared.engine.counters.num_steps == steps
             self.failure = None
         except Exception as error:  # of the device: what a request raises ends that request alone, inside the engine
             self.failure, self._single_step = error, False
@@ -178,7 +177,7 @@ class EngineLoop:
     def _add(self, call: Call) -> None:
         for request in call.requests:
             try:
-                request_id = self._engine.add_request(request, self._mailbox)
+                request_id = self._shared.add_request(request, self._mailbox)
             except Exception as error:
                 self._deliver(time.perf_counter(), [(call, request, Event(-1, [], "", error=error))])
                 continue
@@ -188,7 +187,7 @@ class EngineLoop:
     def _remove(self, call: Call) -> None:
         for request_id in call.live:
             del self._calls[request_id]
-            self._engine.abort(request_id)
+            self._shared.abort(request_id)
         call.live.clear()
 
     def _fail_all(self, error: Exception) -> None:
@@ -199,8 +198,8 @@ class EngineLoop:
         ]
         self._calls.clear()
         self._mailbox.close()
-        self._mailbox = self._engine.new_mailbox()
-        self._engine.settle()
+        self._mailbox = self._shared.new_mailbox()
+        self._shared.settle()
         if news:
             self._deliver(time.perf_counter(), news)
 
@@ -212,8 +211,8 @@ def new_future() -> Future:
     return future
 
 
-def _fulfil(future: Future[T], function: Callable[[Engine], T], engine: Engine) -> None:
+def _fulfil(future: Future[T], function: Callable[[Calls], T], calls: Calls) -> None:
     try:
-        future.set_result(function(engine))
+        future.set_result(function(calls))
     except Exception as error:
         future.set_exception(error)

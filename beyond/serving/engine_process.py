@@ -93,7 +93,7 @@ def serve_engine(commands: Connection, news: Connection, ready: threading.Event)
     news.send((READY, About.of(llm)))
     ready.set()
     freeze_heap()
-    loop = PipedLoop(llm.engine, commands, news)
+    loop = PipedLoop(llm.calls, commands, news)
     loop.join()
     if loop.is_broken:
         os._exit(1)  # the engine's own end might wait for what has died

@@ -20,7 +20,7 @@ from beyond.serving.async_llm import Stream
 from beyond.serving.http_errors import error_body
 from beyond.serving.sse import DONE, START, frame
 from stage_a_naive.contract.outputs import GenerationOutput, Request
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls.mailbox import Event
 
 SEND_SECONDS = 60  # a client that takes in nothing for this long is treated as gone
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from itertools import accumulate
 
 from beyond.serving.engine_loop import Call
 from stage_a_naive.contract.outputs import Request
-from stage_e_batching.engine import Engine
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls import Calls, Event
 
 # Upper limits of the histograms' buckets, in seconds: vLLM's.
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -112,9 +111,9 @@ def exposition(model_name: str, engine: Mapping[str, float], requests: RequestMe
     return "\n".join(lines) + "\n"
 
 
-def engine_numbers(engine: Engine) -> dict[str, float]:
+def engine_numbers(calls: Calls) -> dict[str, float]:
     """Read the engine's gauges and totals, by the names of `ENGINE`. Between two steps nothing changes."""
-    scheduler, counters = engine.scheduler, engine.counters
+    scheduler, counters = calls.engine.scheduler, calls.engine.counters
     blocks = scheduler.block_manager
     found = {
         "num_requests_running": scheduler.num_running,

@@ -22,7 +22,7 @@ import torch
 from beyond.serving.engine_loop import Call, EngineLoop, News
 from beyond.serving.wire import pack_news, pack_result
 from stage_a_naive.contract.errors import EngineBroken
-from stage_e_batching.engine import Engine
+from stage_e_batching.calls import Calls
 
 
 class PipeInbox:
@@ -63,15 +63,15 @@ class PipedLoop(EngineLoop):
     """Runs an engine in a thread, for another process.
 
     Args:
-        engine: of stage E or one of its descendants.
+        calls: of an engine of stage E or later.
         commands: what `RemoteLoop` sends. Requests have their numbers on the wire as `index`.
         news: where to write what it reads.
     """
 
-    def __init__(self, engine: Engine, commands: Connection, news: Connection) -> None:
+    def __init__(self, calls: Calls, commands: Connection, news: Connection) -> None:
         self._news = news
         self._callers: WeakValueDictionary[int, Call] = WeakValueDictionary()  # by requests that have not ended
-        super().__init__(engine, self._write, PipeInbox(commands, self._do))
+        super().__init__(calls, self._write, PipeInbox(commands, self._do))
 
     @property
     def is_broken(self) -> bool:

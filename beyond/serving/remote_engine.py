@@ -25,8 +25,8 @@ from beyond.serving.wire import READY, RESULT, pack_commands, take_messages, unp
 from stage_a_naive.contract.errors import PromptTooLong, one_line
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.entrypoints.frontend import Frontend
-from stage_e_batching.engine import Engine
-from stage_e_batching.mailbox import Event
+from stage_e_batching.calls import Calls
+from stage_e_batching.calls.mailbox import Event
 
 DYING_SECONDS = 1
 READ_BYTES = 1 << 20
@@ -139,7 +139,7 @@ class RemoteLoop:
         """Run one step although paused, if there is anything to do."""
         self._send("single_step")
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+    def call(self, function: Callable[[Calls], T]) -> Future[T]:
         """Call a function of a module in the engine's thread between two steps; the result comes in the future."""
         future = new_future()
         if self.closed:

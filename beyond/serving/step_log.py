@@ -10,40 +10,27 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
-from stage_e_batching.engine import Engine
+from stage_e_batching.calls import Calls
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_e_batching.trace import Trace
 
 MOST_STEPS, MOST_ENDED, MOST_WAITING, MOST_BLOCKS = 120, 10, 64, 2048  # in one picture
 FREE, CACHED = 0, 1  # a block without an owner: empty, or with content that the prefix cache can find
 
 
 class StepLog:
-    """Takes the place of the engine's trace, and keeps the last steps and the requests that ended in them.
+    """Keeps an engine's last steps and the requests that ended in them."""
 
-    Args:
-        trace: the engine's own, which goes on writing its file; None where there is none.
-    """
-
-    def __init__(self, trace: Trace | None) -> None:
-        self.trace = trace
+    def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
         self.ended: deque[dict[str, Any]] = deque(maxlen=MOST_ENDED)
 
-    def begin(self, step: ScheduledStep, scheduler: Scheduler) -> None:
-        """Pass a step that begins on to the trace file."""
-        if self.trace is not None:
-            self.trace.begin(step, scheduler)
-
-    def end(self, step: ScheduledStep, ended: list[BatchSequence], ran: float) -> None:
+    def __call__(self, step: ScheduledStep, ended: list[BatchSequence], ran: float) -> None:
         """Note a step, and the requests that got their last token in it.
 
         Args:
             ran: when the step's tokens were known (monotonic clock).
         """
-        if self.trace is not None:
-            self.trace.end(step, ended, ran)
         if len(step):
             self.steps.append(
                 {
@@ -56,29 +43,22 @@ class StepLog:
             )
         self.ended.extend(_summary(sequence) for sequence in ended if sequence.output is not None)
 
-    def forget(self) -> None:
-        """Pass on to the trace file that the steps which have begun broke off."""
-        if self.trace is not None:
-            self.trace.forget()
 
-    def close(self) -> None:
-        """Close the trace file, if there is one."""
-        if self.trace is not None:
-            self.trace.close()
-
-
-def watch(engine: Engine) -> None:
-    """Have the engine's steps noted in a `StepLog`, if they are not yet."""
-    if not isinstance(engine.trace, StepLog):
-        engine.trace = StepLog(engine.trace)
+def watch(calls: Calls) -> StepLog:
+    """Return the log of an engine's steps; it begins with the first call."""
+    reports = calls.engine.reports
+    log = next((report for report in reports if isinstance(report, StepLog)), None)
+    if log is None:
+        log = StepLog()
+        reports.append(log)
+    return log
 
 
-def describe(engine: Engine) -> dict[str, Any]:
-    """Describe an engine that is watched, between two steps: queues, pool of blocks, and what its log holds."""
-    log = engine.trace
-    assert isinstance(log, StepLog)
-    with engine._lock:  # other threads of the program may run steps, too
-        scheduler = engine.scheduler
+def describe(calls: Calls) -> dict[str, Any]:
+    """Describe an engine between two steps: queues, pool of blocks, and what its log holds."""
+    log = watch(calls)
+    with calls.lock:  # other threads of the program may run steps, too
+        scheduler, counters = calls.engine.scheduler, calls.engine.counters
         manager = scheduler.block_manager
         running = [sequence for sequence in scheduler.unfinished if sequence.state is not State.WAITING]
         return {
@@ -93,8 +73,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             **_pool(scheduler, running),
             "steps": list(log.steps),
             "ended": list(log.ended),
-            "num_steps": engine.counters.num_steps,
-            "num_preemptions": engine.counters.num_preemptions,
+            "num_steps": counters.num_steps,
+            "num_preemptions": counters.num_preemptions,
         }
 
 

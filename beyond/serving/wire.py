@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from beyond.serving.engine_loop import EngineClosed, News
-from stage_e_batching.mailbox import Event, Token
+from stage_e_batching.calls.mailbox import Event, Token
 
 if TYPE_CHECKING:
     from stage_e_batching.llm import LLM

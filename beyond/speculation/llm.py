@@ -1,20 +1,19 @@
 """Stage F's engine with speculative decoding.
 
-    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (engine.py)
+    guess -> schedule one row per guess -> run all rows in one step -> keep what was right    (drafts.py)
 
 Guesses come from earlier text (ngram.py) or from a small model (draft_model.py). Those from earlier text are made and
-checked on the device, a step ahead of the host (ahead_engine.py, token_table.py).
+checked on the device, a step ahead of the host (ahead_drafts.py, token_table.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.draft_model import FollowingBatch, ModelDrafter
-from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
@@ -68,11 +67,15 @@ class LLM(stage_f.LLM):
     options: SpeculationOptions
     table_class = TokenTable
 
-    @property
-    def engine_class(self) -> Callable[..., Engine]:
+    def _engine(self) -> Engine:
+        scheduler, counters = self._scheduler(), SpeculationCounters()
+        drafts = None
         if self._guesses_ahead:
-            return partial(AheadEngine, drafter=self._drafter, draft_tokens=self.options.num_speculative_tokens)
-        return partial(SpeculativeEngine, drafter=self._drafter, overlap=self._overlaps)
+            drafts = DeviceDrafts(self._drafter, scheduler, counters, self.options.num_speculative_tokens)
+        elif self._drafter is not None:
+            drafts = HostDrafts(self._drafter, scheduler, counters)
+        depth = 1 if self._overlaps else 0
+        return Engine(scheduler, self.runner, depth=depth, drafts=drafts, counters=counters, trace=self.trace)
 
     @property
     def _overlaps(self) -> bool:
@@ -89,7 +92,7 @@ class LLM(stage_f.LLM):
         """Say for a summary how many steps read the weights, and how many guesses were right, since the start."""
         if self.options.speculation == "off":
             return super().memory_line(metrics)
-        found = self.engine.stats()
+        found = self.calls.stats()
         return (
             f"{self.model_bytes.weight_bytes / 1e6:9.1f} MB of weights read per step; {found['num_steps']} steps for "
             f"{found['num_generated_tokens']} tokens, {found['num_accepted_tokens']} of {found['num_draft_tokens']} "

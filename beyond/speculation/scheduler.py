@@ -40,6 +40,7 @@ class DraftScheduler(Scheduler):
         options: those of `Scheduler`.
     """
 
+    sequence_class = SpeculativeSequence
     decoding: list[SpeculativeSequence]
     block_manager: ShrinkingBlockManager
 
@@ -89,10 +90,10 @@ class DraftScheduler(Scheduler):
             self.block_manager.shrink(sequence)
 
     def _vacate(self, sequence: SpeculativeSequence) -> None:
-        sequence.drop_draft()
+        sequence.draft = []
         super()._vacate(sequence)
 
-    def recover(self) -> None:
+    def forget(self) -> None:
         for sequence in cast("list[SpeculativeSequence]", self.unfinished):
-            sequence.drop_draft()
-        super().recover()
+            sequence.draft, sequence.num_unsure = [], 0
+        super().forget()

@@ -13,7 +13,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-from stage_f_graph_tp.overlap import AheadSequence
+from stage_e_batching.step import BatchSequence
 
 WRONG = -1  # in place of a token that was sampled behind a wrong guess
 COST = 1.0  # tokens that a verification must gain to pay for itself
@@ -23,13 +23,10 @@ DRAFT, NUM_UNSURE = attrgetter("draft"), attrgetter("num_unsure")  # of a sequen
 
 
 @dataclass(slots=True, eq=False)
-class SpeculativeSequence(AheadSequence):
+class SpeculativeSequence(BatchSequence):
     """A sequence with a draft of its next tokens."""
 
     draft: list[int] = field(default_factory=list)  # the guesses that the next step verifies
-    num_right: int = 0  # of these, from the front, those that were found right
-    is_settled: bool = False  # a guess was found wrong, or none is left: what the step sampled behind it is invalid
-
     num_unsure: int = 0  # guesses of its last step: until that arrives, it may be this much longer than the host knows
 
     balance: float = 0.0
@@ -62,17 +59,12 @@ class SpeculativeSequence(AheadSequence):
         known = self.token_ids
         return known[position] if position < len(known) else self.draft[position - len(known)]
 
-    def settle(self) -> None:
-        """Account for a verification, and drop its draft."""
-        self.balance = min(self.balance + self.num_right - COST, MOST_CREDIT)
+    def settle(self, num_right: int) -> None:
+        """Account for a verification that found this many guesses right."""
+        self.balance = min(self.balance + num_right - COST, MOST_CREDIT)
         if self.balance < 0:
             self.resume_at = len(self.token_ids) + self.pause
             self.pause *= 2
             self.balance = 0.0
-        elif self.num_right > COST:
+        elif num_right > COST:
             self.pause = FIRST_PAUSE
-        self.drop_draft()
-
-    def drop_draft(self) -> None:
-        """Forget the draft and what was found out about it."""
-        self.draft, self.num_right, self.is_settled = [], 0, False

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from beyond.serving.engine_loop import Call, EngineLoop
 from labs.tests.support import request_of
-from stage_e_batching.mailbox import Mailbox
+from stage_e_batching.calls.mailbox import Mailbox
 
 
 class TirelessEngine:

@@ -4,8 +4,9 @@ It takes a client that leaves, and another one that comes at the right moment. T
 differs from the reference by one condition. Write a test that passes with the reference and fails with the broken one.
 """
 
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from labs.tests.support import completion_of
+from stage_e_batching.step import BatchSequence
 
 
 def make_scheduler() -> PipelineScheduler:
@@ -14,29 +15,29 @@ def make_scheduler() -> PipelineScheduler:
     return PipelineScheduler(num_micro_batches=2, num_blocks=40, block_size=4, **limits)
 
 
-def add(scheduler: PipelineScheduler, prompt: list[int]) -> PipelineSequence:
+def add(scheduler: PipelineScheduler, prompt: list[int]) -> BatchSequence:
     """A new request."""
-    sequence = PipelineSequence(completion_of(prompt))
+    sequence = BatchSequence(completion_of(prompt))
     scheduler.add(sequence)
     return sequence
 
 
-def launch(scheduler: PipelineScheduler) -> list[PipelineSequence]:
+def launch(scheduler: PipelineScheduler) -> list[BatchSequence]:
     """Schedule a step, whose tokens are in flight from now on. Returns the sequences that wait for one."""
     step = scheduler.schedule()
     waiting = [entry.sequence for entry in step if entry.samples]
     for sequence in waiting:
         sequence.num_in_flight += 1
-        sequence.is_unsampled = True
     return waiting
 
 
-def arrive(scheduler: PipelineScheduler, waiting: list[PipelineSequence]) -> None:
-    """The tokens of a step arrive: until now the sampler reads what is in the batch slots of its sequences."""
+def arrive(waiting: list[BatchSequence]) -> None:
+    """The tokens of a step arrive: until now the sampler reads what is in the batch slots of its sequences.
+
+    The next step that is scheduled may use these slots.
+    """
     for sequence in waiting:
         sequence.num_in_flight -= 1
-        sequence.is_unsampled = False
-    scheduler.release_slots()
 
 
 def test_a_batch_slot_is_kept_while_a_token_is_in_flight():
@@ -48,7 +49,7 @@ def test_a_batch_slot_is_kept_while_a_token_is_in_flight():
     second = add(scheduler, [4, 5, 6])
     launch(scheduler)
     assert second.batch_slot != slot, "the sampler still needs the first one's parameters"
-    arrive(scheduler, in_flight)
+    arrive(in_flight)
     third = add(scheduler, [7, 8, 9])
     launch(scheduler)
     assert third.batch_slot == slot, "the slot is free when the token is there"

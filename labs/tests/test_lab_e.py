@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,14 +17,16 @@ import stage_e_batching.llm as stage
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
-from labs.tests.support import check_whole_stage, completion_of
+from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, request_of
 from labs.variants import shortest_first
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.filters import cut_off, distances
 from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import loop as stage_loop
+from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
+from stage_e_batching.parts import Sampled
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
 from stage_e_batching.sampler import reference
 from stage_e_batching.sampler.rules import rules_of
@@ -515,17 +516,101 @@ class TestAdmit:
         assert step.admitted == [], "a pool that is too small for those who run has no room for more"
 
 
+class LoggingRunner:
+    """A device that is late. The token after n tokens is 10 + n; a log says when steps are launched and waited for."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.log: list[str] = []
+        self.fail_at = fail_at
+        self.num_tokens: list[int] = []  # of each step that ran any
+
+    def launch(self, step: ScheduledStep) -> object:
+        self.num_tokens += [step.total_tokens] * bool(step.sequences)
+        number = sum(line.startswith("launch") for line in self.log)
+        self.log.append(f"launch {number}")
+        if number == self.fail_at:
+            raise RuntimeError("the device failed")
+        tokens = [10 + entry.start + entry.num_tokens for entry in step if entry.samples]
+        runner = self
+
+        class Handle:
+            def wait(self) -> Sampled:
+                runner.log.append(f"wait {number}")
+                return Sampled(tokens)
+
+        return Handle()
+
+    def forget(self) -> None:
+        self.log.append("forget")
+
+
 class TestEngineStep:
-    def test_schedule_run_postprocess(self):
-        calls: list[tuple] = []
-        engine = SimpleNamespace(
-            schedule=lambda: calls.append(("schedule",)) or "the step",
-            runner=SimpleNamespace(run=lambda step: calls.append(("run", step)) or "the tokens"),
-            postprocess=lambda step, sampled: calls.append(("postprocess", step, sampled)),
-        )
-        Engine.run_step(engine)
-        expected = [("schedule",), ("run", "the step"), ("postprocess", "the step", "the tokens")]
-        assert calls == expected, f"{expected} expected, got {calls}"
+    def calls(self, depth: int, fail_at: int = -1, eos: int = -1) -> Calls:
+        scheduler = Scheduler(num_blocks=50, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+        engine = Engine(scheduler, LoggingRunner(fail_at), depth=depth)
+        return Calls(engine, tokenizer=DigitTokenizer(), eos_token_ids=frozenset({eos}), max_model_len=100)
+
+    def run(self, calls: Calls, steps: int = 60) -> dict[int, dict]:
+        outputs = {}
+        for _ in range(steps):
+            if not calls.has_unfinished():
+                return outputs
+            outputs |= {event.request_id: event.output for event in calls.step() if event.output is not None}
+        raise AssertionError(f"not done after {steps} steps")
+
+    def test_with_a_depth_of_0_a_step_is_waited_for_before_the_next_is_scheduled(self):
+        calls = self.calls(0)
+        calls.add_request(request_of([1, 2, 3], 3), streams=False)
+        for number in range(2):
+            calls.step()
+            expected = [f"{what} {i}" for i in range(number + 1) for what in ("launch", "wait")]
+            assert calls.engine.runner.log == expected, f"{expected} expected, got {calls.engine.runner.log}"
+
+    def test_with_a_depth_of_1_the_next_step_is_launched_before_the_last_ones_tokens_are_fetched(self):
+        calls = self.calls(1)
+        calls.add_request(request_of([1, 2, 3], 5), streams=False)
+        assert calls.step() == [], "nothing is known after the first step"
+        calls.step()
+        calls.step()
+        expected = ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1"]
+        assert calls.engine.runner.log == expected, f"three calls are {expected}, got {calls.engine.runner.log}"
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    def test_whatever_the_depth_the_tokens_are_the_same(self, depth: int):
+        calls = self.calls(depth)
+        for length in (3, 6):
+            calls.add_request(request_of(list(range(length)), 5), streams=False)
+        outputs = self.run(calls)
+        assert outputs[0]["token_ids"] == [13, 14, 15, 16, 17], f"got {outputs[0]['token_ids']}"
+        assert outputs[1]["token_ids"] == [16, 17, 18, 19, 20], f"got {outputs[1]['token_ids']}"
+
+    def test_the_token_past_the_end_is_thrown_away(self):
+        calls = self.calls(1, eos=15)
+        calls.add_request(request_of([1, 2, 3], 50), streams=False)
+        output = self.run(calls)[0]
+        assert output["token_ids"] == [13, 14, 15] and output["finish_reason"] == "stop", f"got {output['token_ids']}"
+        again = calls.add_request(request_of([1, 2, 3, 4, 5], 3), streams=False)
+        assert self.run(calls)[again]["token_ids"] == [15], "what was in flight must not disturb the next request"
+
+    def test_a_complete_sequence_runs_no_more(self):
+        calls = self.calls(1)
+        calls.add_request(request_of([1, 2, 3], 5), streams=False)
+        self.run(calls)
+        ran = calls.engine.runner.num_tokens
+        assert ran == [3, 1, 1, 1, 1], f"3 tokens of prompt, then 4 steps of one: count what is in flight; got {ran}"
+
+    def test_a_step_without_sequences_is_postprocessed_and_not_launched(self):
+        calls = self.calls(0)
+        calls.step()
+        assert calls.engine.runner.log == [], f"nothing to run, got {calls.engine.runner.log}"
+
+    @pytest.mark.parametrize("fail_at", [0, 1, 3])
+    def test_after_a_step_that_failed_nothing_is_lost(self, fail_at: int):
+        calls = self.calls(1, fail_at)
+        calls.add_request(request_of([1, 2, 3], 5), streams=False)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            self.run(calls)
+        assert self.run(calls)[0]["token_ids"] == [13, 14, 15, 16, 17], "the request goes on where it was"
 
 
 class TestShortestFirst:

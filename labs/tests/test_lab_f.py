@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,15 +22,12 @@ import stage_f_graph_tp.llm as stage
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
-from labs.tests.support import DigitTokenizer, check_whole_stage, request_of
+from labs.tests.support import check_whole_stage
 from labs.variants import early_end
 from stage_d_paged.layers import Embedding, Linear
-from stage_e_batching.engine import Sampled
-from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp import cuda_graph
 from stage_f_graph_tp.kernels import rank_sum, skinny_gemm
-from stage_f_graph_tp.overlap import OverlappedEngine
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 from stage_f_graph_tp.tensor_parallel import all_reduce, sharding
 
@@ -261,89 +259,20 @@ class TestVocabParallel:
             assert torch.allclose(out, table[ids]), f"rank {rank} of {size}: zeros for ids of others, then the sum"
 
 
-class LoggingRunner:
-    """A device that is late. The token after n tokens is 10 + n; a log says when steps are launched and waited for."""
-
-    def __init__(self, fail_at: int = -1) -> None:
-        self.log: list[str] = []
-        self.fail_at = fail_at
-        self.num_tokens: list[int] = []  # of each step that ran any
-
-    def launch(self, step: ScheduledStep) -> object:
-        self.num_tokens += [step.total_tokens] * bool(step.sequences)
-        number = sum(line.startswith("launch") for line in self.log)
-        self.log.append(f"launch {number}")
-        if number == self.fail_at:
-            raise RuntimeError("the device failed")
-        tokens = [10 + entry.start + entry.num_tokens for entry in step if entry.samples]
-        runner = self
-
-        class Handle:
-            def wait(self) -> Sampled:
-                runner.log.append(f"wait {number}")
-                return Sampled(tokens)
-
-        return Handle()
-
-
-class TestOverlap:
-    def engine(self, fail_at: int = -1, eos: int = -1) -> OverlappedEngine:
-        scheduler = Scheduler(num_blocks=50, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
-        return OverlappedEngine(
-            scheduler,
-            LoggingRunner(fail_at),
-            tokenizer=DigitTokenizer(),
-            eos_token_ids=frozenset({eos}),
-            max_model_len=100,
-        )
-
-    def run(self, engine: OverlappedEngine, steps: int = 60) -> dict[int, dict]:
-        outputs = {}
-        for _ in range(steps):
-            if not engine.has_unfinished():
-                return outputs
-            outputs |= {event.request_id: event.output for event in engine.step() if event.output is not None}
-        raise AssertionError(f"not done after {steps} steps")
-
-    def test_the_next_step_is_launched_before_the_last_ones_tokens_are_fetched(self):
-        engine = self.engine()
-        engine.add_request(request_of([1, 2, 3], 5), streams=False)
-        assert engine.step() == [], "nothing is known after the first step"
-        engine.step()
-        engine.step()
-        expected = ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1"]
-        assert engine.runner.log == expected, f"three calls are {expected}, got {engine.runner.log}"
-
-    def test_the_tokens_are_those_of_the_engine_that_waits(self):
-        engine = self.engine()
-        for length in (3, 6):
-            engine.add_request(request_of(list(range(length)), 5), streams=False)
-        outputs = self.run(engine)
-        assert outputs[0]["token_ids"] == [13, 14, 15, 16, 17], f"got {outputs[0]['token_ids']}"
-        assert outputs[1]["token_ids"] == [16, 17, 18, 19, 20], f"got {outputs[1]['token_ids']}"
-
-    def test_the_token_past_the_end_is_thrown_away(self):
-        engine = self.engine(eos=15)
-        engine.add_request(request_of([1, 2, 3], 50), streams=False)
-        output = self.run(engine)[0]
-        assert output["token_ids"] == [13, 14, 15] and output["finish_reason"] == "stop", f"got {output['token_ids']}"
-        again = engine.add_request(request_of([1, 2, 3, 4, 5], 3), streams=False)
-        assert self.run(engine)[again]["token_ids"] == [15], "what was in flight must not disturb the next request"
-
-    def test_a_complete_sequence_runs_no_more(self):
-        engine = self.engine()
-        engine.add_request(request_of([1, 2, 3], 5), streams=False)
-        self.run(engine)
-        ran = engine.runner.num_tokens
-        assert ran == [3, 1, 1, 1, 1], f"3 tokens of prompt, then 4 steps of one: count what is in flight; got {ran}"
-
-    @pytest.mark.parametrize("fail_at", [0, 1, 3])
-    def test_after_a_step_that_failed_nothing_is_lost(self, fail_at: int):
-        engine = self.engine(fail_at)
-        engine.add_request(request_of([1, 2, 3], 5), streams=False)
-        with pytest.raises(RuntimeError, match="the device failed"):
-            self.run(engine)
-        assert self.run(engine)[0]["token_ids"] == [13, 14, 15, 16, 17], "the request goes on where it was"
+class TestKeep:
+    @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0], [3]])
+    def test_a_token_is_where_the_next_step_of_its_sequence_reads_it(self, slots):
+        tokens = LastTokens(4, CPU)
+        tokens.by_slot.copy_(torch.arange(90, 95))
+        ids = torch.arange(len(slots)) + 7
+        inputs = SimpleNamespace(sample_slots=torch.tensor([*slots, 4]))  # and a row of padding
+        kept = tokens.keep(ids, inputs, None)
+        expected = [90, 91, 92, 93, 94]
+        for slot, token in zip(slots, ids.tolist(), strict=True):
+            expected[slot] = token
+        found = tokens.by_slot.tolist()
+        assert found == expected, f"slots {slots}: {expected}, got {found}"
+        assert kept.tolist() == ids.tolist(), "the host sees the same tokens"
 
 
 class TestSiluAndMultiply:

@@ -235,12 +235,12 @@ class TestWholeStage:
                 lines = response.iter_lines()
                 next(lines)
                 assert httpx.post(url, json=question, timeout=60).status_code == 429
-            wait_until(lambda: not llm.engine.has_unfinished())
+            wait_until(lambda: not llm.calls.has_unfinished())
             assert httpx.post(url, json=question, timeout=60).json()["choices"][0]["text"] == expected["text"]
         finally:
             ready[0][0].handle_exit(15, None)
             server.join(60)
-        assert llm.engine.stats()["num_used_blocks"] == 0
+        assert llm.calls.stats()["num_used_blocks"] == 0
 
 
 def wait_until(happens, seconds: float = 30.0) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from beyond.speculation.engine import SpeculationCounters, SpeculativeEngine
+from beyond.speculation.drafts import HostDrafts
 from beyond.speculation.llm import LLM
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import ShrinkingBlockManager
@@ -92,19 +90,20 @@ class TestDraft:
         assert sequence.token_ids == tokens, "the sequence is as it was"
 
 
-class TestCheckGuess:
-    @pytest.mark.parametrize(("sampled", "right"), [([5, 6, 7, 8], 3), ([5, 6, 9], 2), ([4], 0), ([5, 7], 1)])
-    def test_guesses_count_until_one_is_wrong(self, sampled, right):
-        engine = SimpleNamespace(counters=SpeculationCounters())
-        engine.accepts = SpeculativeEngine.accepts.__get__(engine)
-        sequence = sequence_of([1, 2, 3])
-        sequence.draft, sequence.num_computed_tokens = [5, 6, 7], 3
-        for i, token in enumerate(sampled):
-            assert not sequence.is_settled, f"after {sampled[:i]}: the next token is certain"
-            SpeculativeEngine._check_guess(engine, sequence, token)
-        assert sequence.is_settled, f"after {sampled}: no further token is certain"
-        assert sequence.num_right == engine.counters.num_accepted_tokens == right, f"draft [5, 6, 7], sampled {sampled}"
-        assert sequence.num_computed_tokens == 3 + right, "what was right has its keys in the pool"
+class TestCountRight:
+    @pytest.mark.parametrize(
+        ("draft", "sampled", "right"),
+        [
+            ([5, 6, 7], [5, 6, 7, 8], 3),
+            ([5, 6, 7], [5, 6, 9, 8], 2),
+            ([5, 6, 7], [4, 6, 7, 8], 0),
+            ([5, 6, 7], [5, 7, 7, 8], 1),
+            ([], [3], 0),
+        ],
+    )
+    def test_guesses_count_until_one_is_wrong(self, draft, sampled, right):
+        found = HostDrafts.count_right(None, list(draft), list(sampled))
+        assert found == right, f"draft {draft}, sampled {sampled}: {right} are right, got {found}"
 
 
 class TestShrink:
@@ -142,9 +141,7 @@ class TestSettle:
     def settled(self, *rights: int) -> SpeculativeSequence:
         sequence = sequence_of(list(range(10)))
         for right in rights:
-            sequence.draft, sequence.num_right, sequence.is_settled = [1] * 4, right, True
-            sequence.settle()
-            assert (sequence.draft, sequence.num_right, sequence.is_settled) == ([], 0, False), "the draft is dropped"
+            sequence.settle(right)
         return sequence
 
     def test_a_gain_is_credit_up_to_a_limit(self):

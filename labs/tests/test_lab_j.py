@@ -19,15 +19,14 @@ import beyond.scale_out.sessions as sessions
 import beyond.scale_out.spans as spans
 import beyond.scale_out.stages as stages
 from beyond.scale_out.llm import LLM
-from beyond.scale_out.pipeline_engine import PipelineEngine
-from beyond.scale_out.pipeline_scheduler import PipelineScheduler, PipelineSequence
+from beyond.scale_out.micro_batches import MicroBatches
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from labs.exercises import WORK, load_labs
 from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.forks import fork_worker
 from labs.tests.support import check_whole_stage, completion_of
-from stage_e_batching.engine import Sampled
-from stage_e_batching.step import ScheduledStep, State
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_f_graph_tp.tensor_parallel import workers
 
 
@@ -147,7 +146,7 @@ def scheduler_of(num_micro_batches: int, count: int, **options: object) -> Pipel
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
     scheduler.watermark = lambda sequence: 0  # whoever fits comes in
     for number in range(count):
-        scheduler.add(PipelineSequence(completion_of([1000 + number], max_tokens=min(50, scheduler.capacity))))
+        scheduler.add(BatchSequence(completion_of([1000 + number], max_tokens=min(50, scheduler.capacity))))
     step = scheduler.schedule()
     assert len(step) == count
     for sequence in step.sequences:
@@ -160,13 +159,13 @@ def decodes(scheduler: PipelineScheduler) -> ScheduledStep:
     step = ScheduledStep(0, 0.0)
     scheduler._schedule_decodes(step)
     for sequence in step.sequences:
-        sequence.is_unsampled = True
+        sequence.num_in_flight = 1
     return step
 
 
 def arrive(step: ScheduledStep) -> None:
     for sequence in step.sequences:
-        sequence.is_unsampled = False
+        sequence.num_in_flight = 0
         sequence.token_ids.append(7)
 
 
@@ -192,6 +191,14 @@ class TestScheduleDecodes:
         assert numbers(decodes(scheduler)) == [0, 1], "the first two are not in flight any more"
         arrive(second)
         assert numbers(decodes(scheduler)) == [2, 3], "and now the other two"
+
+    def test_a_sequence_runs_again_when_its_batch_has_been_sampled_and_its_token_is_on_its_way(self):
+        scheduler = scheduler_of(2, 4)
+        first, _ = decodes(scheduler), decodes(scheduler)
+        scheduler.note_sampled(first)
+        for sequence in first.sequences:
+            sequence.token_ids.append(7)
+        assert numbers(decodes(scheduler)) == [0, 1], "the device has their tokens"
 
     def test_the_share_is_of_all_that_decode_and_not_of_those_that_are_ready(self):
         scheduler = scheduler_of(2, 8)
@@ -232,89 +239,50 @@ class TestScheduleDecodes:
         assert numbers(step) == [0] and step.num_decodes == len(step.samples) == 1, f"got {numbers(step)}"
 
 
-class NotingEngine:
-    """What `run_step` uses, with batches of these sizes; it notes the calls."""
+class States:
+    """A batch on its way through the stages; sampled, its tokens are on their way."""
 
-    def __init__(self, num_micro_batches: int, sizes: list[int], ready: bool = True) -> None:
-        self.log: list[str] = []
-        self._launched: deque = deque()
-        self._sizes = list(enumerate(sizes))
-        self.scheduler = SimpleNamespace(
-            num_micro_batches=num_micro_batches,
-            has_ready=lambda: ready,
-            release_slots=lambda: self.log.append("release"),
-        )
-        self.runner = self
+    def __init__(self, number: int, log: list[str]) -> None:
+        self._number, self._log = number, log
 
-    def _sample_oldest(self) -> tuple[ScheduledStep, SimpleNamespace] | None:
-        if not self._launched:
-            return None
-        self.log.append(f"sample {self._launched[0][0].number}")
-        return self._launched.popleft()
-
-    def schedule(self) -> ScheduledStep:
-        number, size = self._sizes.pop(0)
-        return ScheduledStep(number, 0.0, sequences=[object()] * size)
-
-    def launch(self, step: ScheduledStep) -> SimpleNamespace:
-        assert step.sequences, "an empty step has nothing to launch"
-        self.log.append(f"launch {step.number}")
-        return SimpleNamespace(wait=lambda: self.log.append(f"wait {step.number}") or Sampled([step.number]))
-
-    def _count_in_flight(self, step: ScheduledStep) -> None:
-        self.log.append(f"count {step.number}")
-
-    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
-        assert sampled.token_ids == [step.number], f"step {step.number} got the tokens of step {sampled.token_ids}"
-        self.log.append(f"take {step.number}")
-
-    def postprocess(self, step: ScheduledStep, sampled: Sampled) -> None:
-        assert sampled.token_ids == [], "an empty step has no tokens"
-        self.log.append(f"post {step.number}")
-
-    def run(self) -> list[list[str]]:
-        """The calls of each `run_step`."""
-        found = []
-        while self._sizes:
-            self.log.clear()
-            PipelineEngine.run_step(self)
-            found.append(list(self.log))
-        return found
+    def sample(self) -> str:
+        self._log.append(f"sample {self._number}")
+        return f"tokens of {self._number}"
 
 
-def taken(number: int) -> list[str]:
-    return [f"wait {number}", f"take {number}", "release"]
+def asked(num_in_flight: int, batches: int, ready: bool) -> tuple[int, list[str], deque]:
+    """What `next_depth` returns with this many batches in flight, what was called meanwhile, and what is in flight."""
+    log: list[str] = []
+    scheduler = SimpleNamespace(
+        num_micro_batches=batches,
+        has_ready=lambda: ready,
+        note_sampled=lambda step: log.append(f"note {step.number}"),
+    )
+    launched = deque((ScheduledStep(number, 0.0), States(number, log)) for number in range(num_in_flight))
+    return MicroBatches(scheduler).next_depth(launched), log, launched
 
 
-def begun(number: int) -> list[str]:
-    return [f"launch {number}", f"count {number}"]
-
-
-class TestRunStep:
+class TestNextDepth:
     @pytest.mark.parametrize("batches", [1, 2, 3])
-    def test_as_many_batches_are_in_flight_as_the_scheduler_says(self, batches):
-        found = NotingEngine(batches, [4] * 6).run()
-        for number, calls in enumerate(found):
-            oldest = number - batches
-            expected = [f"sample {oldest}", *begun(number), *taken(oldest)] if oldest >= 0 else begun(number)
-            assert calls == expected, f"step {number} with {batches} batches: {expected} expected, got {calls}"
+    def test_batches_are_launched_until_as_many_are_in_flight_as_the_scheduler_says(self, batches):
+        for num_in_flight in range(batches):
+            depth, log, _ = asked(num_in_flight, batches, ready=True)
+            assert (depth, log) == (num_in_flight + 1, []), f"{num_in_flight} of {batches} in flight, one more may be"
 
-    def test_where_no_sequence_can_run_the_oldest_batch_is_sampled_before_the_next_is_launched(self):
-        found = NotingEngine(3, [1] * 3, ready=False).run()
-        assert found[0] == begun(0), f"nothing is in flight yet, got {found[0]}"
-        for number, calls in enumerate(found[1:], start=1):
-            expected = [f"sample {number - 1}", *begun(number), *taken(number - 1)]
-            assert calls == expected, f"step {number}: {expected} expected, got {calls}"
+    @pytest.mark.parametrize("batches", [1, 2, 3])
+    def test_then_the_oldest_is_sampled_and_makes_room_for_the_next(self, batches):
+        depth, log, launched = asked(batches, batches, ready=True)
+        assert depth == batches, f"as many as before stay in flight, got {depth}"
+        assert log == ["sample 0", "note 0"], f"the oldest is sampled, and the scheduler told; got {log}"
+        assert launched[0][1] == "tokens of 0", "in flight from now on is what its sampling returned"
+        assert [step.number for step, _ in launched] == list(range(batches)), "it waits in the queue"
 
-    def test_without_a_new_batch_the_oldest_is_waited_for(self):
-        found = NotingEngine(3, [4, 4, 0, 0]).run()
-        assert found[0] + found[1] == begun(0) + begun(1), f"nothing is waited for, got {found[:2]}"
-        for number, calls in enumerate(found[2:]):
-            expected = [f"post {number + 2}", f"sample {number}", *taken(number)]
-            assert sorted(calls) == sorted(expected), f"{expected} expected, got {calls}"
+    def test_where_no_sequence_can_run_the_oldest_batch_is_sampled_early(self):
+        depth, log, _ = asked(1, 3, ready=False)
+        assert (depth, log) == (1, ["sample 0", "note 0"]), f"nobody else can run, got {depth} and {log}"
 
-    def test_with_nothing_to_do_it_only_postprocesses(self):
-        assert NotingEngine(2, [0]).run() == [["post 0"]]
+    def test_with_nothing_in_flight_there_is_nothing_to_sample(self):
+        assert asked(0, 2, ready=False)[:2] == (1, [])
 
 
 def chat(*contents: str, **fields: object) -> bytes:

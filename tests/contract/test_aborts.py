@@ -24,7 +24,7 @@ def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm, ex
         call = threads.submit(llm.generate, [PROMPTS[1]], GREEDY, False, wait_for_the_abort)
         assert begun.wait(60)
         [sequence] = llm.engine.scheduler.unfinished
-        assert llm.engine.abort(sequence.request_id)
+        assert llm.calls.abort(sequence.request_id)
         aborted.set()
         with pytest.raises(RuntimeError, match=r"request \d+ was aborted by another call"):
             call.result(60)
@@ -38,5 +38,5 @@ def test_a_request_that_was_added_and_aborted_is_no_error_of_the_steps_after(llm
     outputs: dict[int, list[int]] = {}
     for _ in range(num_steps):
         outputs.update(llm.step()[0])
-    assert llm.engine.abort(aborted) and not llm.engine.abort(aborted)
+    assert llm.calls.abort(aborted) and not llm.calls.abort(aborted)
     assert outputs | finish(llm) == {kept: expected[1]}

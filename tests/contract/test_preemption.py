@@ -47,7 +47,7 @@ def test_a_tight_pool_changes_no_token(engine, expected) -> None:
 def test_preempted_requests_with_seeds_and_penalties_get_the_tokens_that_they_get_alone(engine) -> None:
     with engine.made(num_kvcache_blocks=16, kvcache_block_size=4) as tight:
         alone = one_by_one(tight, LONG, SHORT)
-        assert tight.engine.stats()["num_preemptions"] == 0
+        assert tight.calls.stats()["num_preemptions"] == 0
         assert ask(tight, SHORT, LONG) == alone
-        assert tight.engine.stats()["num_preemptions"] > 0, "or the pool is not tight"
+        assert tight.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
         assert held(tight) == NOTHING

@@ -44,11 +44,11 @@ def test_a_streams_pieces_join_to_the_text(tutor) -> None:
 def test_a_stream_tells_every_token_with_its_logprobs_also_before_its_text_is_certain(tutor) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, stop="Value!")
     [request] = tutor.requests(["什么是 KV cache？"], params)
-    mailbox = tutor.engine.new_mailbox()
-    tutor.engine.add_request(request, mailbox)
+    mailbox = tutor.calls.new_mailbox()
+    tutor.calls.add_request(request, mailbox)
     events = []
     while not events or events[-1].output is None:
-        tutor.engine.advance(mailbox)
+        tutor.calls.advance(mailbox)
         events += mailbox.take()
     tokens = [token for event in events for token in event.tokens]
     output = events[-1].output

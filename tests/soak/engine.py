@@ -28,7 +28,7 @@ class Soak:
         self.llm = llm
         self.rng = random.Random(seed)
         self.tally = Tally()
-        self.mailbox = llm.engine.new_mailbox()
+        self.mailbox = llm.calls.new_mailbox()
         self.expected: dict[int, list[int]] = {}  # request id -> the answer it got alone
         self.live: list[int] = []
         self.fail_next = False
@@ -69,7 +69,7 @@ class Soak:
                 max_tokens=self.rng.randrange(1, 64),
             )
         request = Request(0, self.prompts[which], params, self.rng.getrandbits(64))
-        request_id = self.llm.engine.add_request(request, self.mailbox, streams=self.rng.random() < 0.5)
+        request_id = self.llm.calls.add_request(request, self.mailbox, streams=self.rng.random() < 0.5)
         self.live.append(request_id)
         if params is self.greedy:
             self.expected[request_id] = self.answers[which]
@@ -85,7 +85,7 @@ class Soak:
         self.fail_next = self.rng.random() < 0.002
 
     def _abort(self, request_id: int) -> None:
-        self.tally.aborted += self.llm.engine.abort(request_id)
+        self.tally.aborted += self.llm.calls.abort(request_id)
         self.live.remove(request_id)
         self.expected.pop(request_id, None)
 
@@ -96,7 +96,7 @@ class Soak:
         if self.fail_next:
             setattr(runner, name, self._failing)
         try:
-            self.llm.engine.step()
+            self.llm.calls.step()
         except InjectedError:
             self.tally.errors += 1
         finally:
@@ -118,8 +118,8 @@ class Soak:
                 self.tally.different += event.output["token_ids"] != expected
 
     def _drain(self) -> None:
-        while self.llm.engine.has_unfinished():
-            self.llm.engine.step()
+        while self.llm.calls.has_unfinished():
+            self.llm.calls.step()
             self._read_mail()
 
     def _note(self, seconds: float) -> None:
@@ -133,6 +133,6 @@ class Soak:
                 resident_bytes(),
                 stats.get("allocated_bytes.all.current", 0),
                 stats.get("reserved_bytes.all.current", 0),
-                self.llm.engine.stats()["num_used_blocks"],
+                self.llm.calls.stats()["num_used_blocks"],
             )
         )

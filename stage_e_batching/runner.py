@@ -10,15 +10,33 @@ sampler, in `sampler/`, chooses a token for each of these rows.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
-from stage_e_batching.engine import Sampled
-from stage_e_batching.sampler import LOGPROBS, REPLACED, Sampler, SamplerInput
+from stage_e_batching.parts import Sampled
+from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that the device has been told to run."""
+
+    sampled: SampledTokens | None  # None: nothing samples in this step
+
+    def wait(self) -> Sampled:
+        """Wait for the step's tokens."""
+        if self.sampled is None:
+            return Sampled([])
+        token_ids = self.sampled.ids.tolist()  # waits for the device
+        logprobs = self.sampled.logprobs
+        return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
 
 
 class ModelRunner:
@@ -37,18 +55,18 @@ class ModelRunner:
         self.sampler = sampler
 
     @torch.inference_mode()
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Run a step and return its sampled tokens, waiting for the device."""
+    def launch(self, step: ScheduledStep) -> InFlight:
+        """Enqueue a step and the sampling of its tokens."""
         for sequence in step.admitted:
             self.sampler.admit(sequence)
         if not step.sequences:
-            return Sampled([])
+            return InFlight(None)
         chunks = map(Chunk, step.sequences, step.starts, step.num_tokens)
         batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)  # [tokens, hidden]
         sampling = [sequence for sequence, samples in zip(step.sequences, step.samples, strict=True) if samples]
         if not sampling:
-            return Sampled([])
+            return InFlight(None)
         logits = self.model.compute_logits(hidden[batch.last_rows])  # [samples, vocab]
         rows = SamplerInput.empty(len(sampling))
         batch_slots = np.array([sequence.batch_slot for sequence in sampling])
@@ -57,7 +75,11 @@ class ModelRunner:
         rows = SamplerInput(*upload(list(rows), self.device))
         ids = self.sampler.choose(logits, rows)
         if not needs & (LOGPROBS | REPLACED):
-            return Sampled(ids.tolist())  # waits for the device
-        sampled = self.sampler.complete(logits, ids, rows, batch_slots)
-        token_ids = sampled.ids.tolist()
-        return Sampled(token_ids, sampled.logprobs and sampled.logprobs.by_row(token_ids), sampled.errors)
+            return InFlight(SampledTokens(ids))
+        return InFlight(self.sampler.complete(logits, ids, rows, batch_slots))
+
+    def forget(self) -> None:
+        """Wait until the device has done what it was told, and drop that. What it reports now is reported already."""
+        if self.device.type == "cuda":
+            with suppress(Exception):
+                torch.cuda.synchronize(self.device)

@@ -1,0 +1,34 @@
+"""The pace of a pipeline: as many batches in flight as there are stages.
+
+    sample batch n - m  ->  schedule and launch batch n  ->  wait for the tokens of batch n - m  ->  postprocess them
+
+A batch is sampled on the device, where the next one that runs its sequences reads the tokens. So that one is launched
+before the tokens have arrived on the host, as in stage F: while the CPU takes them in, the GPU has the next batch.
+The batches that have not been sampled have different sequences (`pipeline_scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from stage_e_batching.parts import Launched
+
+
+class MicroBatches:
+    """Says how many batches stay in flight, and has the oldest sampled when it is due.
+
+    Args:
+        scheduler: knows who may run before another batch is sampled.
+    """
+
+    def __init__(self, scheduler: PipelineScheduler) -> None:
+        self._scheduler = scheduler
+
+    def next_depth(self, launched: Launched) -> int:
+        """Sample the oldest batch if enough are in flight, or nobody else can run; return how many stay in flight."""
+        scheduler = self._scheduler
+        if not launched or (len(launched) < scheduler.num_micro_batches and scheduler.has_ready()):
+            return len(launched) + 1
+        step, states = launched[0]
+        launched[0] = step, states.sample()
+        scheduler.note_sampled(step)
+        return len(launched)
