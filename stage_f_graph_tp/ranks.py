@@ -94,7 +94,7 @@ class Job:
         device = rendezvous.device(torch.device(self.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        group = RankGroup(rendezvous, device, workers)
+        group = RankGroup(rendezvous, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
         runtime = self.load(options, device, group)
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
         group.connect()
@@ -117,8 +117,9 @@ class Job:
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""
         build = partial(build_sharded_model, group=group)
-        patch = partial(choose_layers, fused=options.fused)
-        return load_runtime(resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, patch)
+        return load_runtime(
+            resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, choose_layers
+        )
 
 
 @dataclass(frozen=True)

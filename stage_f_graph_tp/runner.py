@@ -137,15 +137,16 @@ class StepRunner:
         """
         tokens, limits = self.layers.tokens, (self.batch.max_blocks, self.batch.max_model_len)
         shapes = [decode_shape(size, *limits) for size in sizes]
-        sizes = [shape.num_seqs for shape in shapes if not any(first.takes(shape) for first in self._first)]
-        decodes = [*([DecodeGraphs(sizes, *limits, tokens.num_slots)] if sizes else []), *self._graphs]
+        rest = [shape.num_seqs for shape in shapes if not any(first.takes(shape) for first in self._first)]
+        decodes = [DecodeGraphs(rest, *limits, tokens.num_slots)] if rest else []
+        decodes += self._graphs if sizes else []
         prefill = [PrefillGraphs(list(prefills), tokens.num_slots, *limits, tokens)] if prefills else []
-        forwards: list[RecordedForward] = [*self._first, *decodes, *prefill]
+        recorded: list[RecordedForward] = [*(self._first if sizes else []), *decodes, *prefill]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
         # Those of prefill first: the larger ones, into whose memory the others fit.
-        lines += [forward.record_steps(record, *parts) for forward in reversed(forwards)]
-        self.forwards = [*forwards, self.layers]
+        lines += [forward.record_steps(record, *parts) for forward in reversed(recorded)]
+        self.forwards = [*self._first, *decodes, *prefill, self.layers]
         return lines
 
     def release(self) -> None:

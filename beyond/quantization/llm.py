@@ -51,10 +51,10 @@ class LLM(stage_f.LLM):
         runtime = load_quantized_runtime(self.source, options, self.device, self.dtype, seed)
         sampler = make_sampler(runtime, options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
-        if options.uses_eight_bits and options.fused and self.device.type == "cuda":
+        if options.uses_eight_bits and options.uses("megakernel") and self.device.type == "cuda":
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
-            options = replace(options, fused=False)  # to the runner, `fused` means the megakernel; the layers are there
+            options = replace(options, without=(*options.without, "megakernel"))
         return runtime, compose_runner(runtime, kv_cache, sampler, options)
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, StepRunner]:

@@ -34,7 +34,7 @@ def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
         if device.type == "cuda":
             from beyond.quantization.fused_layers import QuantizedProducts  # here: only a GPU needs Triton
 
-            scheme = scheme._replace(product=QuantizedProducts(device))
+            scheme = scheme._replace(product=QuantizedProducts(device, pdl=options.uses("pdl")))
         formats = formats._replace(linear=partial(QuantizedLinear, scheme), tensors=open_tensors)
         if options.quantize_lm_head:
             formats = formats._replace(lm_head=partial(QuantizedEmbedding, scheme))
@@ -53,18 +53,18 @@ def load_quantized_runtime(
     build: Callable[..., DecoderModel] = build_model,
 ) -> Runtime:
     """Load a model as stage D's `load_runtime` does, in the formats that the options ask for."""
-    patch = partial(choose_layers, fused=options.fused)
-    return load_runtime(source, options, device, dtype, seed, build, patch, make_formats(options, device))
+    return load_runtime(source, options, device, dtype, seed, build, choose_layers, make_formats(options, device))
 
 
-def choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device, fused: bool) -> str:
+def choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device) -> str:
     """Do what stage F's function of this name does, for any format; return a line that says what is used."""
-    return "; ".join([_choose_layers(model, options, device, fused), *_notes(options)])
+    return "; ".join([_choose_layers(model, options, device), *_notes(options)])
 
 
-def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device, fused: bool) -> str:
+def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device) -> str:
     if options.quantization is not None and device.type != "cuda":
         return "layers: PyTorch's; every product dequantises its matrix first"
+    fused = options.uses("fused_layers") or options.uses("skinny_gemm")
     if options.quantization is not None and not fused:
         return "layers: stage D's, with our Triton products"
     if options.uses_eight_bits and fused and device.type == "cuda":
@@ -72,7 +72,7 @@ def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: to
 
         fuse_layers(model, options)
         return "layers: our Triton kernels, reading 8 bits"
-    return kernels.choose_layers(model, options, device, fused)
+    return kernels.choose_layers(model, options, device)
 
 
 def _notes(options: QuantizationOptions) -> list[str]:

@@ -34,9 +34,9 @@ class ScaleOutOptions(GraphOptions):
                     f"num_micro_batches={self.num_micro_batches} needs pipeline_parallel_size above 1: "
                     "one stage has nothing to overlap"
                 )
-        elif not self.overlap:
+        elif not self.uses("overlap"):
             raise ValueError(
-                "overlap=False cannot be combined with pipeline_parallel_size above 1: "
+                "without='overlap' cannot be combined with pipeline_parallel_size above 1: "
                 "for one batch at a time use num_micro_batches=1"
             )
 

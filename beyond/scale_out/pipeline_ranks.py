@@ -86,7 +86,7 @@ class PipelineJob(Job):
         config = ModelConfig.from_hf(resolve(self.model).config)
         position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
         part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
-        group = RankGroup(part, device, workers)
+        group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
         rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
         states = torch.zeros(rows, config.hidden_size, dtype=getattr(torch, self.dtype), device=device)
         traced = options.trace and position.rank_in_stage == 0
@@ -131,7 +131,7 @@ class PipelineJob(Job):
         """Load the layers of a stage, or a rank's share of them."""
 
         def patch(model: DecoderModel, options: ScaleOutOptions, device: torch.device) -> str:
-            line = choose_layers(model, options, device, fused=options.fused)
+            line = choose_layers(model, options, device)
             replace_ends(model, links.states, links.stage == 0, links.is_last)
             return f"{position.num_stages} stages; {line}"
 

@@ -80,7 +80,7 @@ class LLM(stage_f.LLM):
     @property
     def _overlaps(self) -> bool:
         # Where prompts have steps of their own, decodes pause, and a step may mix tokens in flight with known ones.
-        return self.options.overlap and self.options.enable_chunked_prefill
+        return self.options.uses("overlap") and self.options.enable_chunked_prefill
 
     @property
     def _guesses_ahead(self) -> bool:
@@ -105,8 +105,7 @@ class LLM(stage_f.LLM):
         self._drafter = NgramDrafter(length) if options.speculation == "ngram" else None
         if options.tensor_parallel_size > 1:
             return self._build_ranks(rows, seed)
-        patch = partial(choose_layers, fused=options.fused)
-        runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=patch)
+        runtime = load_runtime(self.source, rows, self.device, self.dtype, seed, patch=choose_layers)
         drafting = self._load_draft(runtime, seed) if options.speculation == "model" else None
         sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
         limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
@@ -131,8 +130,7 @@ class LLM(stage_f.LLM):
     def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
         """Load the small model, whole, on the device of the large one or of its first rank."""
         options = self.options.stage_f(kvcache_block_size=runtime.block_size, tensor_parallel_size=1)
-        patch = partial(choose_layers, fused=options.fused)
-        return load_runtime(self._draft_source(runtime), options, runtime.device, self.dtype, seed, patch=patch)
+        return load_runtime(self._draft_source(runtime), options, runtime.device, self.dtype, seed, patch=choose_layers)
 
     def _draft_with(self, drafting: Runtime, kv_cache: KVCache) -> None:
         options = self.options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # what it samples are guesses
