@@ -26,10 +26,10 @@ from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from beyond.scale_out.stages import check_stages
 from beyond.speculation.ahead_drafts import DeviceDrafts
-from beyond.speculation.device_drafts import AheadBatch, TableTokens
+from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.draft_runtime import find_draft, load_draft, make_drafter, make_pools
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
-from beyond.speculation.host_drafts import DraftBatch, verification_graphs
+from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import DraftScheduler
 from beyond.speculation.token_table import TokenTable
@@ -94,10 +94,10 @@ class LLM(stage_f.LLM):
         runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
         sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
-        if options.uses_eight_bits and options.fused and self.device.type == "cuda":
+        if options.uses_eight_bits and options.uses("megakernel") and self.device.type == "cuda":
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
-            rows = replace(rows, fused=False)  # to the runner, `fused` means the megakernel; the layers are there
+            rows = replace(rows, without=(*rows.without, "megakernel"))
         limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
         if options.guesses_ahead:
             table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)

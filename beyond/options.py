@@ -49,7 +49,7 @@ class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOpt
     def overlaps(self) -> bool:
         """Whether a step is launched before the tokens of the last one are known."""
         # Where prompts have steps of their own, decodes pause, and a step may mix guesses in flight with known tokens.
-        return self.overlap and (self.speculation == "off" or self.enable_chunked_prefill)
+        return self.uses("overlap") and (self.speculation == "off" or self.enable_chunked_prefill)
 
     @property
     def guesses_ahead(self) -> bool:
@@ -108,9 +108,9 @@ REFUSED = (
         "drafts are not made while several batches are in flight; use tensor_parallel_size",
     ),
     Refusal(
-        "overlap",
+        "without",
         "pipeline_parallel_size",
-        lambda o: not o.overlap and o.pipeline_parallel_size > 1,
+        lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,
         "for one batch at a time use num_micro_batches=1",
     ),
 )

@@ -56,8 +56,9 @@ class Job(ranks.Job):
             getattr(torch, self.dtype),
             make_formats(options, device),
         )
-        patch = partial(choose_layers, fused=options.fused)
-        return build_stage_rank(source, options, device, dtype, self.seed, rendezvous, workers, batch, patch, formats)
+        return build_stage_rank(
+            source, options, device, dtype, self.seed, rendezvous, workers, batch, choose_layers, formats
+        )
 
     def load(self, options: Options, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""

@@ -25,7 +25,7 @@ FORMATS = {
 }
 OTHERS = {
     "n-grams": {"speculation": "ngram"},
-    "n-grams, no overlap": {"speculation": "ngram", "overlap": False},
+    "n-grams, no overlap": {"speculation": "ngram", "without": "overlap"},
     "a model": {"speculation": "model"},
     "ranks": {"tensor_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
@@ -104,8 +104,8 @@ def test_what_is_refused_is_no_more_than_this() -> None:
             "speculation='model' cannot be combined with tensor_parallel_size=2: .* give num_kvcache_blocks",
         ),
         (
-            {"pipeline_parallel_size": 2, "overlap": False},
-            "overlap=False cannot be combined with pipeline_parallel_size=2: .* num_micro_batches=1",
+            {"pipeline_parallel_size": 2, "without": "overlap"},
+            "without=\\('overlap',\\) cannot be combined with pipeline_parallel_size=2: .* num_micro_batches=1",
         ),
     ],
 )

@@ -298,7 +298,7 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be an integer, 1 or more, got True"),
         ({"num_micro_batches": 0}, "num_micro_batches must be None or an integer, 1 or more, got 0"),
         ({"num_micro_batches": 2}, "num_micro_batches=2 needs pipeline_parallel_size above 1"),
-        ({"pipeline_parallel_size": 2, "overlap": False}, "overlap=False cannot be combined with"),
+        ({"pipeline_parallel_size": 2, "without": "overlap"}, r"without=\('overlap',\) cannot be combined with"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5, but the model has 2 layers"),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
     ],

@@ -24,7 +24,7 @@ import stage_f_graph_tp
 from beyond.quantization.parts import load_quantized_runtime
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from beyond.speculation.ahead_engine import AheadEngine
-from beyond.speculation.device_drafts import TableTokens
+from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.draft_runtime import make_pools
 from beyond.speculation.engine import SpeculativeEngine
@@ -406,7 +406,7 @@ def test_text_that_repeats_takes_fewer_steps(plain):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_run_in_graphs_of_their_own(plain, overlap):
-    llm = LLM(MODEL, device="cpu", overlap=overlap, max_num_seqs=6, num_kvcache_blocks=256)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", max_num_seqs=6, num_kvcache_blocks=256)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4, 8], [16, 64])
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1, ignore_eos=True)):
@@ -422,7 +422,7 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(plain, overlap):
     options = {"max_num_seqs": 2, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
-    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)
     llm.runner.capture(EagerRecorder(), [1, 2], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
@@ -441,7 +441,7 @@ def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(pl
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
     options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
-    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)
     runner, fake = with_megakernel(llm)
     runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=logprobs, ignore_eos=True)
@@ -705,14 +705,14 @@ def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, o
     questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
     options = {"device": device, "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
     stage_f = stage_f_graph_tp.LLM("tutor", **options)
-    llm = LLM("tutor", num_speculative_tokens=draft_tokens, overlap=overlap, **options)
+    llm = LLM("tutor", num_speculative_tokens=draft_tokens, without="" if overlap else "overlap", **options)
     temperature = 0.0 if dtype == "bfloat16" else 0.7
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
     with_scores = [replace(p, logprobs=2) for p in params]
     expected = stage_f.generate(questions, with_scores, False)
     assert ask(llm, questions, params) == ids(expected)
     if draft_tokens == 4:
-        drafted = LLM("tutor", speculation="model", overlap=overlap, **options)
+        drafted = LLM("tutor", speculation="model", without="" if overlap else "overlap", **options)
         assert ask(drafted, questions, params) == ids(expected)
         assert drafted.engine.counters.num_accepted_tokens > 0
         drafted.close()
@@ -743,7 +743,13 @@ def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False])
 def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
-    llm = LLM("random:qwen2.5-0.5b", device="cuda", dtype="bfloat16", overlap=overlap, num_kvcache_blocks=64)
+    llm = LLM(
+        "random:qwen2.5-0.5b",
+        device="cuda",
+        dtype="bfloat16",
+        without="" if overlap else "overlap",
+        num_kvcache_blocks=64,
+    )
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     rows, launch = [], megakernel.launch
     megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]

@@ -21,7 +21,7 @@ from stand_ins import EagerRecorder
 import beyond
 import beyond.speculation
 import stage_e_batching
-from beyond.speculation.device_drafts import is_ahead
+from beyond.speculation.device_inputs import is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable

@@ -77,7 +77,7 @@ def build_stage_rank(
     config = ModelConfig.from_hf(source.config)
     position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
     part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
-    group = RankGroup(part, device, workers)
+    group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
     rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
     states = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
     traced = options.trace and position.rank_in_stage == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from beyond.options import Options
@@ -57,8 +55,7 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
 def load_draft(source: ModelSource, options: Options, runtime: Runtime, dtype: torch.dtype, seed: int) -> Runtime:
     """Load the small model, whole and in 16 bits, on the device of the large one or of its first rank."""
     plain = options.stage_f(kvcache_block_size=runtime.block_size, tensor_parallel_size=1)
-    patch = partial(choose_layers, fused=plain.fused)
-    return load_runtime(source, plain, runtime.device, dtype, seed, patch=patch)
+    return load_runtime(source, plain, runtime.device, dtype, seed, patch=choose_layers)
 
 
 def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options) -> ModelDrafter:

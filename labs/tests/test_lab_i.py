@@ -168,9 +168,8 @@ class TestWholeStage:
     def test_the_tutor_repeats_its_answer_in_few_steps(self):
         question = {"role": "user", "content": "What is prefill?"}
         params = SamplingParams(temperature=0.0, max_tokens=60)
-        llm = LLM(
-            "tutor", device="cpu", speculation="ngram", num_kvcache_blocks=64, overlap=False
-        )  # checked by the host
+        on_the_host = {"speculation": "ngram", "without": "overlap"}  # it guesses and checks
+        llm = LLM("tutor", device="cpu", num_kvcache_blocks=64, **on_the_host)
         answer = llm.chat([question], params, False)[0]
         before = llm.engine.counters.num_steps
         again = llm.chat([question, {"role": "assistant", "content": answer["text"]}, question], params, False)[0]

@@ -93,7 +93,7 @@ ENGINES = [
     row("d", "stage_d_paged", CALLS_IN_TURN, POOLED, *ALONE),
     row("e", "stage_e_batching", BATCHING, *ALONE, "penalty rows"),
     row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
-    row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", overlap=False),
+    row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
     row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
     row("guesses", "beyond.speculation", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
@@ -106,7 +106,7 @@ ENGINES = [
         BATCHING,
         *ALONE,
         "penalty rows",
-        overlap=False,
+        without="overlap",
         speculation="ngram",
     ),
     row(
