@@ -17,7 +17,8 @@ from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_drafts import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.options import SpeculationOptions
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
+from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
@@ -69,11 +70,12 @@ class LLM(stage_f.LLM):
 
     def _engine(self) -> Engine:
         scheduler, counters = self._scheduler(), SpeculationCounters()
+        rows = DraftRows(scheduler, self.options.max_rows)
         drafts = None
         if self._guesses_ahead:
-            drafts = DeviceDrafts(self._drafter, scheduler, counters, self.options.num_speculative_tokens)
+            drafts = DeviceDrafts(self._drafter, rows, counters, self.options.num_speculative_tokens)
         elif self._drafter is not None:
-            drafts = HostDrafts(self._drafter, scheduler, counters)
+            drafts = HostDrafts(self._drafter, rows, counters)
         depth = 1 if self._overlaps else 0
         return Engine(scheduler, self.runner, depth=depth, drafts=drafts, counters=counters, trace=self.trace)
 
@@ -180,4 +182,5 @@ class LLM(stage_f.LLM):
         return runtime, runner
 
     def _scheduler(self) -> Scheduler:
-        return super()._scheduler(partial(DraftScheduler, max_rows=self.options.max_rows))
+        parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+        return super()._scheduler(partial(Scheduler, **parts))
