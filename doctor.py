@@ -228,7 +228,8 @@ def graph_text(machine: Machine) -> str:
     if not machine.gpus:
         return "no CUDA graphs (they need a GPU); tensor parallelism over CPU processes"
     if not (machine.triton and machine.can(TRITON)):
-        kernels = "no CUDA graphs (the reference attention cannot be captured); give ARGS=--no-fused (Triton's again)"
+        advice = "give ARGS='--without fused_layers,skinny_gemm' (Triton's again)"
+        kernels = f"no CUDA graphs (the reference attention cannot be captured); {advice}"
     elif not (tool := missing_tool(machine)) and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
         kernels = "CUDA graphs, fused kernels, the persistent megakernel for a few requests"
     else:

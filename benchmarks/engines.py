@@ -88,7 +88,7 @@ _B_IDEAS = {
     "SDPA": "sdpa",
     "last logits only": "last_logits_only",
 }
-_NO_KERNELS = "fused=False,fused_mlp=off"
+_ALL = "graphs,prefill_graphs,overlap,fused_layers,skinny_gemm,megakernel,pdl,one_shot_all_reduce"
 _LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
 STUDIES: dict[str, dict[str, str]] = {
     "stage-b": {
@@ -99,11 +99,15 @@ STUDIES: dict[str, dict[str, str]] = {
         "B without static cache": "B[static_cache=False]",  # compiling needs it
     },
     "stage-f": {
-        "none of them": f"F[enforce_eager=True,overlap=False,{_NO_KERNELS}]",
-        "no graphs": "F[enforce_eager=True]",
-        "graphs for decode alone": "F[prefill_graphs=False]",
-        "no fused kernels": f"F[{_NO_KERNELS}]",
-        "no overlap": "F[overlap=False]",
+        "none of them": f"F[without={_ALL},fused_mlp=off]",
+        "no graphs": "F[without=graphs,prefill_graphs,megakernel]",
+        "no graphs, but the megakernel": "F[enforce_eager=True]",
+        "graphs for decode alone": "F[without=prefill_graphs]",
+        "no megakernel": "F[without=megakernel]",
+        "no fused kernels": "F[without=fused_layers,skinny_gemm,megakernel,fused_mlp=off]",
+        "no skinny GEMM": "F[without=skinny_gemm,megakernel]",
+        "no PDL": "F[without=pdl,megakernel]",
+        "no overlap": "F[without=overlap]",
         "all on": "F",
     },
     "stage-f-alone": {"F": "F"},  # some seconds on every workload: what a change of its kernels does to all of them
@@ -163,7 +167,7 @@ def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
     else:
         raise ValueError(f"no engine {name!r} here; there are: {', '.join(by_name)}; or yours: NAME=module:Class")
     if options:
-        more = dict(read_option(pair) for pair in options.split(","))
+        more = dict(read_option(pair) for pair in re.split(r",(?=\s*\w+=)", options))
         engine = replace(engine, name=f"{name}[{options}]", options={**engine.options, **more})
     return engine
 

@@ -1,7 +1,7 @@
 """The engine: a ring that every step goes round.
 
     schedule      which sequences run, how much of each            (scheduler.py, plain Python)
-    launch        the model and the sampler, without waiting       (model_runner.py, the device)
+    launch        the model and the sampler, without waiting       (runner.py, the device)
     collect       wait for the tokens
     postprocess   add them, free the blocks of sequences that have ended
 

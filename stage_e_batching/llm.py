@@ -25,9 +25,9 @@ from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
-from stage_e_batching.model_runner import ModelRunner
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.rates import Rates
+from stage_e_batching.runner import ModelRunner
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.stepping import Stepping

@@ -63,7 +63,8 @@ def choose_megakernel(
     runtime: Runtime, kv_cache: KVCache, tokens: LastTokens, batch: InputBatch, options: GraphOptions
 ) -> list[MegakernelSteps]:
     """Return the megakernel as a forward, where it is wanted and can run."""
-    if runtime.device.type != "cuda" or options.enforce_eager or not options.fused:
+    # The reference attention is asked for to be run.
+    if runtime.device.type != "cuda" or runtime.backend.name == "reference" or not options.uses("megakernel"):
         return []
     kernel = choose_decode_step(runtime)
     return [MegakernelSteps(kernel, kv_cache, tokens, batch.max_blocks, batch.max_model_len)] if kernel else []
@@ -84,11 +85,12 @@ def record_graphs(
         report: called with a line about each kind of steps.
         watch: makes another recorder of the one that records.
     """
-    if runtime.device.type != "cuda" or options.enforce_eager:
+    decodes = capture_sizes(most_decodes) if options.uses("graphs") else []
+    prefills = prefill_sizes(options.max_num_batched_tokens) if options.uses("prefill_graphs") else []
+    if runtime.device.type != "cuda" or not (decodes or prefills):
         return
     if runtime.backend.name == "reference":  # it asks the device for the longest context
         report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
         return
-    prefills = prefill_sizes(options.max_num_batched_tokens) if options.prefill_graphs else []
-    for line in runner.capture(watch(GraphRecorder(runtime.device)), capture_sizes(most_decodes), prefills):
+    for line in runner.capture(watch(GraphRecorder(runtime.device)), decodes, prefills):
         report(line)

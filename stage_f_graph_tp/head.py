@@ -8,6 +8,7 @@ asks for it. The tokens are copied to the host without waiting, and `InFlight.wa
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stage_d_paged.model import DecoderModel
-from stage_e_batching.engine import Sampled
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.forward import StepOutput
 from stage_f_graph_tp.last_tokens import LastTokens
@@ -67,8 +68,8 @@ class StepHead(Protocol):
         """Make all that is missing, and start its way to the host."""
         ...
 
-    def forget(self) -> None:
-        """Drop what is under way; at any moment, and twice."""
+    def discard(self, last: Any) -> None:
+        """Wait for what is under way, of which `last` was launched last, and drop it; at any moment, and twice."""
         ...
 
     def release(self) -> None:
@@ -175,8 +176,10 @@ class Head:
         arrived.record()
         return InFlight(sampled, host_ids, arrived, check)
 
-    def forget(self) -> None:
-        """Keep nothing of a step that was launched: all of it is in its `InFlight`."""
+    def discard(self, last: InFlight) -> None:
+        """Wait for the step that was launched last, and drop it. If it fails as well, that was reported before."""
+        with suppress(Exception):
+            last.wait()
 
     def release(self) -> None:
         """Keep the memory: it has no graphs of its own."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
 from stage_e_batching import llm as stage_e
 from stage_e_batching.engine import Engine
+from stage_e_batching.runner import ModelRunner
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
@@ -52,7 +52,7 @@ class LLM(stage_e.LLM):
 
     options_class = GraphOptions
     options: GraphOptions
-    runner: StepRunner
+    runner: StepRunner | ModelRunner
 
     def __init__(
         self,
@@ -73,16 +73,17 @@ class LLM(stage_e.LLM):
 
     def _engine(self) -> Engine:
         """The ring of stage E; with overlap, a step is launched before the tokens of the last one are fetched."""
-        depth = 1 if self.options.overlap else 0
+        depth = 1 if self.options.uses("overlap") else 0
         return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 
-    def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
+    def _build(self, seed: int) -> tuple[Runtime, StepRunner | ModelRunner]:
         if self.options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
-        patch = partial(choose_layers, fused=self.options.fused)
-        runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=patch)
+        runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=choose_layers)
         sampler = stage_e.make_sampler(runtime, self.options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))
+        if not any(map(self.options.uses, ("graphs", "prefill_graphs", "megakernel", "overlap"))):
+            return runtime, ModelRunner(runtime, kv_cache, sampler)  # nothing needs the last tokens on the device
         return runtime, compose_runner(runtime, kv_cache, sampler, self.options)
 
     def _build_ranks(self, seed: int) -> tuple[Runtime, StepRunner]:
@@ -105,4 +106,7 @@ class LLM(stage_e.LLM):
     def close(self) -> None:
         """End the workers, if there are any, release the graphs and close the trace file; a second time do nothing."""
         super().close()
-        (self._end_ranks or self.runner.release)()
+        if self._end_ranks is not None:
+            self._end_ranks()
+        elif isinstance(self.runner, StepRunner):
+            self.runner.release()

@@ -1,28 +1,86 @@
-"""The options that this stage adds, and all of them on the command line."""
+"""The options that this stage adds, and all of them on the command line.
+
+Each idea of this stage has a name in `IDEAS`, and `without` switches it off, and nothing else. So a table of what each
+of them is worth has a row for each name.
+"""
 
 from __future__ import annotations
 
 import argparse
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.options import add_options as add_batching_options
 
+IDEAS = {
+    "graphs": "decode steps are CUDA graphs",
+    "prefill_graphs": "steps with prefill are, too",
+    "overlap": "the CPU prepares a step while the GPU runs the one before",
+    "fused_layers": "kernels that do the work between a layer's matrix products, in steps of many tokens",
+    "skinny_gemm": "matrix products that do it themselves, in steps of few tokens",
+    "megakernel": "a decode step of a few requests is one launch",
+    "pdl": "a kernel is brought in before the one in front of it has ended",
+    "one_shot_all_reduce": "several ranks add up small tensors with a kernel of our own",
+}
+# The names of one version ago, and what they switch off.
+OLD_NAMES = {
+    "prefill_graphs": ("prefill_graphs",),
+    "overlap": ("overlap",),
+    "fused": ("fused_layers", "skinny_gemm", "megakernel"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(BatchingOptions):
-    """Options of this stage's `LLM`. Each idea can be switched off by itself, for the ablation.
+    """Options of this stage's `LLM`.
 
     Attributes:
-        enforce_eager: run without CUDA graphs (a CPU has none anyway).
-        prefill_graphs: record steps with prefill too, not only decode steps.
-        overlap: prepare a step on the CPU while the GPU runs the one before.
-        fused: use the kernels that fuse the work between matrix products, and the persistent megakernel.
+        without: ideas of this stage to switch off, names of `IDEAS`: a sequence of them, or one string with commas.
+        enforce_eager: the same as `without=("graphs", "prefill_graphs")`.
+        prefill_graphs, overlap, fused: names of one version ago; `without` takes their place.
     """
 
-    prefill_graphs: bool = True
-    overlap: bool = True
-    fused: bool = True
+    without: tuple[str, ...] = ()
+    prefill_graphs: bool | None = None
+    overlap: bool | None = None
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        off = _read_names(self.without)
+        for name, ideas in OLD_NAMES.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+            advice = f"write without={','.join(ideas)!r} instead" if value is False else "leave it away"
+            warnings.warn(f"the option {name}={value!r} goes with the next version: {advice}", DeprecationWarning, 6)
+            off |= set(ideas) if value is False else set()
+            object.__setattr__(self, name, None)
+        object.__setattr__(self, "without", tuple(name for name in IDEAS if name in off))
+
+    def uses(self, idea: str) -> bool:
+        """Tell whether an idea of `IDEAS` is switched on."""
+        if idea not in IDEAS:
+            raise KeyError(idea)
+        eager = self.enforce_eager and idea in ("graphs", "prefill_graphs")
+        return not eager and idea not in self.without
+
+
+def _read_names(names: Any) -> set[str]:
+    """Read what a caller gave as `without`."""
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",") if name.strip()]
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise ValueError(f"without must be names of {', '.join(IDEAS)}, got {names!r}")
+    for name in names:
+        if name not in IDEAS:
+            raise ValueError(f"without: no idea is called {name!r}; choose from {', '.join(IDEAS)}")
+    return set(cast("Iterable[str]", names))
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -31,9 +89,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs, or CPU processes (default: %(default)s)"
     )
-    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: --without graphs,prefill_graphs")
     group.add_argument(
-        "--no-prefill-graphs", dest="prefill_graphs", action="store_false", help="CUDA graphs for decode steps only"
+        "--without", default=(), metavar="NAMES", help=f"switch ideas off, with commas between: {', '.join(IDEAS)}"
     )
-    group.add_argument("--no-overlap", dest="overlap", action="store_false", help="prepare a step after the one before")
-    group.add_argument("--no-fused", dest="fused", action="store_false", help="stage D's layers, kernel by kernel")

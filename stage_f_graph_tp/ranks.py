@@ -26,8 +26,8 @@ from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_e_batching.engine import Sampled
 from stage_e_batching.llm import make_sampler
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder
@@ -94,7 +94,7 @@ class Job:
         device = rendezvous.device(torch.device(self.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        group = RankGroup(rendezvous, device, workers)
+        group = RankGroup(rendezvous, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
         runtime = self.load(options, device, group)
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
         group.connect()
@@ -117,8 +117,9 @@ class Job:
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""
         build = partial(build_sharded_model, group=group)
-        patch = partial(choose_layers, fused=options.fused)
-        return load_runtime(resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, patch)
+        return load_runtime(
+            resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, choose_layers
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from stage_e_batching.engine import Sampled
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorder, decode_shape
@@ -89,10 +88,7 @@ class StepRunner:
         self.placement = placement or Local()
         self._first, self._graphs = list(forwards), list(graphs)
         self.forwards: list[Forward] = [*self._first, layers]
-
-    def run(self, step: ScheduledStep) -> Sampled:
-        """Run a step and wait for its tokens."""
-        return self.launch(step).wait()
+        self._last: Any = InFlight(None)  # the step that was launched last
 
     def launch(self, step: ScheduledStep) -> Any:
         """Launch a step's work and the copy of its tokens to the host: an `InFlight`, or what the head makes of it."""
@@ -109,7 +105,8 @@ class StepRunner:
         sample_slots = host.sample_slots[:count]
         needs = self.sampler.fill(sample_slots, generated, host.sampling.first(count))
         run = partial(self.execute, forward, shape, sample_slots, needs)
-        return self.placement.execute(run, shape, count, needs, self.buffers)
+        self._last = self.placement.execute(run, shape, count, needs, self.buffers)
+        return self._last
 
     def admit(self, step: ScheduledStep) -> None:
         """Record the admitted sequences and the block tables that have grown."""
@@ -140,22 +137,23 @@ class StepRunner:
         """
         tokens, limits = self.layers.tokens, (self.batch.max_blocks, self.batch.max_model_len)
         shapes = [decode_shape(size, *limits) for size in sizes]
-        sizes = [shape.num_seqs for shape in shapes if not any(first.takes(shape) for first in self._first)]
-        decodes = [*([DecodeGraphs(sizes, *limits, tokens.num_slots)] if sizes else []), *self._graphs]
+        rest = [shape.num_seqs for shape in shapes if not any(first.takes(shape) for first in self._first)]
+        decodes = [DecodeGraphs(rest, *limits, tokens.num_slots)] if rest else []
+        decodes += self._graphs if sizes else []
         prefill = [PrefillGraphs(list(prefills), tokens.num_slots, *limits, tokens)] if prefills else []
-        forwards: list[RecordedForward] = [*self._first, *decodes, *prefill]
+        recorded: list[RecordedForward] = [*(self._first if sizes else []), *decodes, *prefill]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
         # Those of prefill first: the larger ones, into whose memory the others fit.
-        lines += [forward.record_steps(record, *parts) for forward in reversed(forwards)]
-        self.forwards = [*forwards, self.layers]
+        lines += [forward.record_steps(record, *parts) for forward in reversed(recorded)]
+        self.forwards = [*self._first, *decodes, *prefill, self.layers]
         return lines
 
     def release(self) -> None:
         """Release the graphs. The runner cannot be used any more."""
-        self.forwards, self._first, self._graphs = [self.layers], [], []
+        self.forwards, self._first, self._graphs, self._last = [self.layers], [], [], InFlight(None)
         self.head.release()
 
     def forget(self) -> None:
-        """Drop what is under way; at any moment, and twice."""
-        self.head.forget()
+        """Wait for what is under way, and drop it; at any moment, and twice."""
+        self.head.discard(self._last)

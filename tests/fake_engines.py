@@ -17,9 +17,9 @@ from torch import Tensor
 from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from beyond.speculation.ahead_drafts import DeviceDrafts
-from beyond.speculation.device_drafts import AheadBatch, TableTokens
+from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
-from beyond.speculation.host_drafts import DraftBatch
+from beyond.speculation.host_inputs import DraftBatch
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable

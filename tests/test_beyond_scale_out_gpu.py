@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
 
 
 @needs(2)
-@pytest.mark.parametrize("options", [{}, {"fused": False, "num_micro_batches": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"without": "fused_layers,skinny_gemm", "num_micro_batches": 3}], ids=str)
 def test_two_stages_give_the_tutors_tokens(options):
     expected = ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
     llm = LLM("tutor", dtype="bfloat16", pipeline_parallel_size=2, **SMALL, **options)

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from ranks import SHARING, forked_ranks
 from stand_ins import EagerRecorder, forwards_of, with_megakernel
 
+import beyond
 import stage_e_batching
 import stage_f_graph_tp
+from beyond.quantization.parts import load_quantized_runtime
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
-from beyond.speculation import LLM
 from beyond.speculation.ahead_drafts import DeviceDrafts
-from beyond.speculation.device_drafts import TableTokens
+from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
+from beyond.speculation.draft_runtime import make_pools
 from beyond.speculation.drafts import HostDrafts
-from beyond.speculation.host_drafts import verification_sizes
-from beyond.speculation.llm import make_pools
+from beyond.speculation.host_inputs import verification_sizes
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
@@ -41,6 +42,7 @@ from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 
+LLM = partial(beyond.LLM, speculation="ngram")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = SHARING
 VARIANTS = {
@@ -399,7 +401,7 @@ def test_text_that_repeats_takes_fewer_steps(plain):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_run_in_graphs_of_their_own(plain, overlap):
-    llm = LLM(MODEL, device="cpu", overlap=overlap, max_num_seqs=6, num_kvcache_blocks=256)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", max_num_seqs=6, num_kvcache_blocks=256)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4, 8], [16, 64])
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1, ignore_eos=True)):
@@ -415,7 +417,7 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(plain, overlap):
     options = {"max_num_seqs": 2, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
-    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)
     llm.runner.capture(EagerRecorder(), [1, 2], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     expected = plain.generate(PROMPTS[:2], params, False)
@@ -434,7 +436,7 @@ def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(pl
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
     options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
-    llm = LLM(MODEL, device="cpu", overlap=overlap, **options)
+    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)
     runner, fake = with_megakernel(llm)
     runner.capture(EagerRecorder(), [1, 2, 4, 8], [16])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=logprobs, ignore_eos=True)
@@ -523,10 +525,11 @@ def with_draft_model(draft: str, **options: object) -> LLM:
 def loaded(monkeypatch) -> list[Runtime]:
     """The models of the engines that a test makes: the large one, the small one, and so on."""
     found = []
-    monkeypatch.setattr(
-        "beyond.speculation.llm.load_runtime",
-        lambda *args, **options: found.append(load_runtime(*args, **options)) or found[-1],
-    )
+    for place, load in (
+        ("beyond.engine.load_quantized_runtime", load_quantized_runtime),
+        ("beyond.speculation.draft_runtime.load_runtime", load_runtime),
+    ):
+        monkeypatch.setattr(place, lambda *args, load=load, **more: found.append(load(*args, **more)) or found[-1])
     return found
 
 
@@ -609,7 +612,7 @@ def test_the_summary_counts_steps_and_right_guesses():
 
 @pytest.mark.parametrize(("asked", "given"), [(-1, 30), (40, 40)])
 def test_two_models_share_the_memory_that_there_is_for_one_pool(monkeypatch, asked, given):
-    monkeypatch.setattr("beyond.speculation.llm.choose_num_blocks", lambda runtime, options: 40)
+    monkeypatch.setattr("beyond.speculation.draft_runtime.choose_num_blocks", lambda runtime, options: 40)
     large, small = (SimpleNamespace(bytes_per_token=n, make_pool=lambda blocks, n=n: (n, blocks)) for n in (300, 100))
     assert make_pools(large, small, SimpleNamespace(num_kvcache_blocks=asked)) == ((300, given), (100, given))
 
@@ -642,7 +645,7 @@ def test_the_small_model_catches_up_after_a_pause(plain, loaded):
         ({"speculation": "model"}, "needs draft_model="),
         ({"draft_model": "tutor"}, "speculation='ngram'"),
         ({"speculation": "model", "draft_model": "random:qwen3-0.6b"}, "has 151936 tokens in its vocabulary"),
-        ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "needs num_kvcache_blocks="),
+        ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "give num_kvcache_blocks"),
     ],
 )
 def test_a_small_model_that_does_not_fit_is_refused(options, message):
@@ -697,14 +700,14 @@ def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, o
     questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
     options = {"device": device, "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
     stage_f = stage_f_graph_tp.LLM("tutor", **options)
-    llm = LLM("tutor", num_speculative_tokens=draft_tokens, overlap=overlap, **options)
+    llm = LLM("tutor", num_speculative_tokens=draft_tokens, without="" if overlap else "overlap", **options)
     temperature = 0.0 if dtype == "bfloat16" else 0.7
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
     with_scores = [replace(p, logprobs=2) for p in params]
     expected = stage_f.generate(questions, with_scores, False)
     assert ask(llm, questions, params) == ids(expected)
     if draft_tokens == 4:
-        drafted = LLM("tutor", speculation="model", overlap=overlap, **options)
+        drafted = LLM("tutor", speculation="model", without="" if overlap else "overlap", **options)
         assert ask(drafted, questions, params) == ids(expected)
         assert drafted.engine.counters.num_accepted_tokens > 0
         drafted.close()
@@ -735,7 +738,13 @@ def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False])
 def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
-    llm = LLM("random:qwen2.5-0.5b", device="cuda", dtype="bfloat16", overlap=overlap, num_kvcache_blocks=64)
+    llm = LLM(
+        "random:qwen2.5-0.5b",
+        device="cuda",
+        dtype="bfloat16",
+        without="" if overlap else "overlap",
+        num_kvcache_blocks=64,
+    )
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     rows, launch = [], megakernel.launch
     megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]

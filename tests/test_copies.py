@@ -60,7 +60,9 @@ def test_a_step_makes_one_copy_of_what_is_on_the_host(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, "mixture"])
-@pytest.mark.parametrize("options", [{}, {"fused": False}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"without": "fused_layers,skinny_gemm,megakernel"}, {"enforce_eager": True}], ids=str
+)
 def test_no_step_waits_for_the_gpu_or_copies_from_pageable_memory(
     monkeypatch: pytest.MonkeyPatch, kind: str, options: dict
 ) -> None:

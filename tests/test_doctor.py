@@ -107,7 +107,10 @@ def test_a_t4_runs_the_first_four_stages_in_float16_and_is_told_what_triton_does
     assert "without `fused`" in stages["stage_c_fused_mlp"]
     assert stages["stage_d_paged"].endswith("attention: reference (plain PyTorch)")
     assert "sampling kernel" in stages["stage_e_batching"]
-    assert "--no-fused" in stages["stage_f_graph_tp"] and "no CUDA graphs" in stages["stage_f_graph_tp"]
+    assert (
+        "--without fused_layers,skinny_gemm" in stages["stage_f_graph_tp"]
+        and "no CUDA graphs" in stages["stage_f_graph_tp"]
+    )
     assert doctor.advice(replace(T4, flash_attn=None)) == [], "flash-attn serves no T4 either"
 
 

@@ -1,4 +1,4 @@
-"""The engines are made of parts that are handed in: no class has a grandparent of ours, and none has two bases of ours."""
+"""Engines are made of parts that are handed in: no class has a grandparent of ours, and none two bases of ours."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention.reference import store
 from stage_d_paged.layers import rotate
-from stage_d_paged.options import EngineOptions
 from stage_f_graph_tp.kernels import choose_layers
+from stage_f_graph_tp.options import GraphOptions
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 SHAPES = [(4, 2, 16), (14, 2, 64), (3, 3, 24), (7, 1, 20), (16, 8, 128)]  # heads, KV heads, head_dim
@@ -167,13 +167,16 @@ def test_whole_models_give_stage_es_tokens(preset, draw_norm_weights):
 
 
 @pytest.mark.parametrize(
-    ("options", "fused", "message"),
-    [({}, True, "needs fused=False"), ({"tensor_parallel_size": 2}, False, "needs whole layers")],
+    ("options", "message"),
+    [
+        ({}, "needs without='fused_layers,skinny_gemm'"),
+        ({"without": "skinny_gemm"}, "needs without="),
+        ({"tensor_parallel_size": 2, "without": "fused_layers,skinny_gemm"}, "needs whole layers"),
+    ],
 )
-def test_stage_cs_operator_is_refused_where_it_cannot_be_used(options, fused, message):
-    options = EngineOptions(fused_mlp="on", **options)
+def test_stage_cs_operator_is_refused_where_it_cannot_be_used(options, message):
     with pytest.raises(ValueError, match=message):
-        choose_layers(None, options, CUDA, fused)
+        choose_layers(None, GraphOptions(fused_mlp="on", **options), CUDA)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
+from stage_f_graph_tp.options import IDEAS
 
 QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
 ASKED = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -40,10 +41,10 @@ def tutors_answers() -> list[list[int]]:
     "options",
     [
         {},
-        {"overlap": False},
-        {"fused": False},
+        *({"without": idea} for idea in IDEAS),
+        {"without": "fused_layers,skinny_gemm,megakernel"},
         {"enforce_eager": True},
-        {"enforce_eager": True, "overlap": False, "fused": False},
+        {"without": tuple(IDEAS)},
         {"max_num_batched_tokens": 16, "max_num_seqs": 3},
         {"kvcache_block_size": 16, "num_kvcache_blocks": 24},
     ],
@@ -52,7 +53,8 @@ def tutors_answers() -> list[list[int]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtype):
     llm = stage_f_graph_tp.LLM("tutor", dtype=dtype, **(SMALL | options))
-    assert bool(forwards_of(llm.runner, DecodeGraphs)) != options.get("enforce_eager", False)
+    if "without" not in options:
+        assert bool(forwards_of(llm.runner, DecodeGraphs)) != options.get("enforce_eager", False)
     for _ in range(2):  # the second time with cached prefixes
         assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     assert ids(llm.chat(ASKED * 5, PARAMS, False)) == tutors_answers * 5
@@ -62,7 +64,7 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answers, overlap):
-    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
+    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", without="" if overlap else "overlap", **SMALL)
     assert ids(llm.chat(ASKED[0], PARAMS, False)) == tutors_answers[:1]
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     megakernel.kernel.failure.fill_(3 * 16 + 2 + 1)
@@ -75,7 +77,7 @@ def test_tokens_of_a_megakernel_that_gave_up_never_reach_the_caller(tutors_answe
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_megakernel_samples_what_the_sampler_does_from_its_logits(overlap):
-    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", overlap=overlap, **SMALL)
+    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", without="" if overlap else "overlap", **SMALL)
     prompts = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50, 1, 64, 20)]
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     for rows in range(1, megakernel.most_rows + 1):
@@ -107,7 +109,7 @@ def test_everything_a_sampler_can_do_goes_through_graphs():
         SamplingParams(temperature=0, logprobs=3, max_tokens=9, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=5, max_tokens=11, ignore_eos=True),
     ]
-    found = [answers(PROMPTS, params, **options) for options in ({}, {"enforce_eager": True, "overlap": False})]
+    found = [answers(PROMPTS, params, **options) for options in ({}, {"enforce_eager": True, "without": "overlap"})]
     assert ids(found[0]) == ids(found[1])
     assert [list(top) for top in found[0][3]["logprobs"]] == [list(top) for top in found[1][3]["logprobs"]]
 

@@ -69,7 +69,11 @@ def test_a_step_with_prefill_is_left_to_the_eager_way():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_batch_size_from_forty_down_gives_stage_es_tokens(stage_e, overlap):
     llm, replays = build(
-        capture_sizes(40), max_num_seqs=40, kvcache_block_size=4, num_kvcache_blocks=512, overlap=overlap
+        capture_sizes(40),
+        max_num_seqs=40,
+        kvcache_block_size=4,
+        num_kvcache_blocks=512,
+        without="" if overlap else "overlap",
     )
     prompts, params = countdown(40)
     assert ask(llm, prompts, params) == ask(stage_e, prompts, params)
@@ -115,7 +119,7 @@ def test_other_models_give_stage_es_tokens(model):
 def test_padding_writes_no_block(prefills):
     touched = {}
     for name in ("graphs", "eager"):
-        llm = stage_f_graph_tp.LLM(MODEL, device="cpu", kvcache_block_size=4, num_kvcache_blocks=64, overlap=False)
+        llm = stage_f_graph_tp.LLM(MODEL, device="cpu", kvcache_block_size=4, num_kvcache_blocks=64, without="overlap")
         if name == "graphs":
             llm.runner.capture(EagerRecorder(), [8], prefills)
             assert not llm.kv_cache.tensor.any(), "recording wrote KV"
@@ -128,7 +132,7 @@ def test_padding_writes_no_block(prefills):
 
 
 def test_rows_hold_their_sequences_blocks_and_nothing_stale():
-    llm, _ = build([4, 8], max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=64, overlap=False)
+    llm, _ = build([4, 8], max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=64, without="overlap")
     runner, checked = llm.runner, []
     launch = runner.launch
 
@@ -202,7 +206,7 @@ def build_with_megakernel(
     ids=["greedy", "sampled", "filtered"],
 )
 def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
-    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
+    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, without="" if overlap else "overlap")
     expected = llm.generate(PROMPTS[:2], params, False)
     assert fake.steps > 10
     for step in (1, 2, 7):
@@ -217,7 +221,9 @@ def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_af
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, overlap):
-    llm, fake, replays = build_with_megakernel([1, 2, 4, 5], max_num_seqs=5, most_rows=4, overlap=overlap)
+    llm, fake, replays = build_with_megakernel(
+        [1, 2, 4, 5], max_num_seqs=5, most_rows=4, without="" if overlap else "overlap"
+    )
     params = [dataclasses.replace(GREEDY if i % 2 else WARM, max_tokens=2 + 5 * i) for i in range(5)]
     params[3] = dataclasses.replace(params[3], repetition_penalty=2.0)  # not the token that the kernel has chosen
     assert ask(llm, PROMPTS, params) == ask(stage_e, PROMPTS, params)
@@ -233,7 +239,7 @@ def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_
         assert logits.isfinite().all()
         return logits.argmax(-1)
 
-    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, overlap=overlap)
+    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, without="" if overlap else "overlap")
     llm.sampling_fn = strict
     expected = ask(llm, PROMPTS[:2], GREEDY)
     fake.gives_up = fake.steps + 3

@@ -69,7 +69,7 @@ def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
 
 def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched():
     for overlap, expected in ((True, "L LW LW LW LW W"), (False, "LW LW LW LW LW")):
-        llm, log = tiny(overlap=overlap, num_kvcache_blocks=16), []
+        llm, log = tiny(without="" if overlap else "overlap", num_kvcache_blocks=16), []
         launch = llm.runner.launch
 
         def logged(step, launch=launch, log=log):

@@ -72,7 +72,7 @@ def test_chunks_beside_decodes_give_stage_es_tokens(expected, overlap, budget):
         max_num_batched_tokens=max(budget, 8),
         kvcache_block_size=4,
         num_kvcache_blocks=512,
-        overlap=overlap,
+        without="" if overlap else "overlap",
     )
     for _ in range(2):  # the second time with a prefix cache
         assert ask(llm, PROMPTS) == expected
@@ -128,7 +128,7 @@ def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
             num_kvcache_blocks=256,
             max_num_seqs=40,
             max_num_batched_tokens=budget,
-            overlap=overlap,
+            without="" if overlap else "overlap",
             enable_prefix_caching=prefix_caching,
             prefill_graphs=graphs,
         )

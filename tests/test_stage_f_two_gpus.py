@@ -45,7 +45,9 @@ def tutors_answers() -> list[list[int]]:
     return ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True, "overlap": False, "fused": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"enforce_eager": True, "without": "overlap,fused_layers,skinny_gemm"}], ids=str
+)
 def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
     llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
     try:

@@ -170,8 +170,8 @@ def _parts(spans: list[Span]) -> list[str]:
 # Name, engine, options, and which recordings are made of it.
 ENGINES = (
     ("stage E: kernel by kernel", StageE, {}, ("decode",)),
-    ("stage F, graphs only", StageF, {"fused": False}, ("decode",)),
-    ("stage F, eager prefill", StageF, {"prefill_graphs": False}, ("prefill",)),
+    ("stage F, graphs only", StageF, {"without": "fused_layers,skinny_gemm,megakernel"}, ("decode",)),
+    ("stage F, eager prefill", StageF, {"without": "prefill_graphs"}, ("prefill",)),
     ("stage F", StageF, {}, ("decode", "prefill")),
 )
 

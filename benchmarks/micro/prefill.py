@@ -30,7 +30,9 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     rows = []
     options = {"device": "cuda", "max_model_len": LENGTHS[-1] + 1, "enable_prefix_caching": False}
     for graphs in (False, True):
-        rows += with_engine(partial(prefill_rows, graphs), LLM, model, prefill_graphs=graphs, **options)
+        rows += with_engine(
+            partial(prefill_rows, graphs), LLM, model, without="" if graphs else "prefill_graphs", **options
+        )
     return {"model": model, "rows": rows, "launches": launch_costs()}
 
 

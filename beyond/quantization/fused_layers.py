@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from beyond.options import Options
 from beyond.quantization import products
 from beyond.quantization.attention import triton_store
 from beyond.quantization.formats import Quantized
 from beyond.quantization.layers import QuantizedLinear
-from beyond.quantization.options import QuantizationOptions
 from stage_d_paged.layers import RMSNorm
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
 from stage_f_graph_tp.kernels.fused_layers import SkinnyGemms, move_norm_weights, replace_layers
+from stage_f_graph_tp.kernels.skinny_gemm import SKINNY_GEMM_MAX_TOKENS
 
 SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is that of 16-bit ones
 MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
@@ -37,44 +38,49 @@ class QuantizedProducts:
 
     Args:
         device: of the arrival counters, which all layers share.
+        max_tokens: tokens up to which a layer uses the skinny GEMMs.
+        pdl: launch by PDL, where the GPU can.
     """
 
-    max_tokens = SKINNY_MAX_TOKENS
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_tokens: int = SKINNY_MAX_TOKENS, pdl: bool = True) -> None:
+        self.max_tokens, self._pdl = max_tokens, pdl
         self._arrival_counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def __call__(
         self, x: Tensor, weight: Quantized, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         if residual is None:
-            return products.product(x, weight, bias)
-        return products.product_add(x, weight, residual, None, self._arrival_counters)
+            return products.product(x, weight, bias, pdl=self._pdl)
+        return products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
 
     def begin(self, x: Tensor, norm: RMSNorm) -> products.Stream:
-        return products.scale_rows(x, norm.weight)
+        return products.scale_rows(x, norm.weight, self._pdl)
 
     def project(self, x: Any, norm: RMSNorm, linear: QuantizedLinear) -> tuple[Tensor, None, None]:
         if isinstance(x, products.Stream):
-            return products.normed_product(x, norm.eps, linear.weight, linear.bias), None, None
-        return linear(rms_norm(x, norm.weight, norm.eps)), None, None
+            return products.normed_product(x, norm.eps, linear.weight, linear.bias, pdl=self._pdl), None, None
+        return linear(rms_norm(x, norm.weight, norm.eps, self._pdl)), None, None
 
     def gate_up_silu(self, stream: products.Stream, norm: RMSNorm, linear: QuantizedLinear) -> Tensor:
-        return products.gate_up_silu(stream, norm.eps, linear.weight)
+        return products.gate_up_silu(stream, norm.eps, linear.weight, pdl=self._pdl)
 
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Any:
         if isinstance(linear, QuantizedLinear):
-            return products.product_add(x, linear.weight, residual, gain, self._arrival_counters)
+            return products.product_add(x, linear.weight, residual, gain, self._arrival_counters, pdl=self._pdl)
         total = linear(x, residual)  # of a shard: an all-reduce comes before the sum
-        return total if gain is None else products.scale_rows(total, gain)
+        return total if gain is None else products.scale_rows(total, gain, self._pdl)
 
 
-def fuse_layers(model: DecoderModel, options: QuantizationOptions) -> None:
+def fuse_layers(model: DecoderModel, options: Options) -> None:
     """Replace a model's layers by stage F's fused ones, in place; no weight is copied."""
     backend, device = model.layers[0].self_attn.backend, model.norm.weight.device
     store = rotate_and_store if options.kv_cache_dtype == "auto" else triton_store.rotate_and_store
+    elementwise, pdl = options.uses("fused_layers"), options.uses("pdl")
+    most = SKINNY_GEMM_MAX_TOKENS if options.quantization is None else SKINNY_MAX_TOKENS
+    most = most if options.uses("skinny_gemm") else 0
     if options.quantization is None:
         move_norm_weights(model)
-        replace_layers(model, backend, SkinnyGemms(device), store)
+        products = SkinnyGemms(device, most, pdl)
     else:
-        replace_layers(model, backend, QuantizedProducts(device), store)
+        products = QuantizedProducts(device, most, pdl)
+    replace_layers(model, backend, products, store, elementwise=elementwise, pdl=pdl)

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
+from beyond.options import Options
 from beyond.quantization.attention import pick_quantized_backend
 from beyond.quantization.checkpoint import open_tensors
 from beyond.quantization.formats import FORMATS
 from beyond.quantization.kv_cache import QuantizedPool
 from beyond.quantization.layers import QuantizedEmbedding, QuantizedLinear, Scheme
-from beyond.quantization.options import QuantizationOptions
 from stage_a_naive.checkpoints.loading import ModelSource
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, load_runtime
@@ -21,7 +21,7 @@ from stage_f_graph_tp import kernels
 FP8_CAPABILITY = (8, 9)  # e4m3 is converted in hardware: Ada, Hopper and later
 
 
-def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
+def make_formats(options: Options, device: torch.device) -> Formats:
     """Choose what makes the matrices and the pool.
 
     Raises:
@@ -34,7 +34,7 @@ def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
         if device.type == "cuda":
             from beyond.quantization.fused_layers import QuantizedProducts  # here: only a GPU needs Triton
 
-            scheme = scheme._replace(product=QuantizedProducts(device))
+            scheme = scheme._replace(product=QuantizedProducts(device, pdl=options.uses("pdl")))
         formats = formats._replace(linear=partial(QuantizedLinear, scheme), tensors=open_tensors)
         if options.quantize_lm_head:
             formats = formats._replace(lm_head=partial(QuantizedEmbedding, scheme))
@@ -46,25 +46,25 @@ def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
 
 def load_quantized_runtime(
     source: ModelSource,
-    options: QuantizationOptions,
+    options: Options,
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
     build: Callable[..., DecoderModel] = build_model,
 ) -> Runtime:
     """Load a model as stage D's `load_runtime` does, in the formats that the options ask for."""
-    patch = partial(choose_layers, fused=options.fused)
-    return load_runtime(source, options, device, dtype, seed, build, patch, make_formats(options, device))
+    return load_runtime(source, options, device, dtype, seed, build, choose_layers, make_formats(options, device))
 
 
-def choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device, fused: bool) -> str:
+def choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
     """Do what stage F's function of this name does, for any format; return a line that says what is used."""
-    return "; ".join([_choose_layers(model, options, device, fused), *_notes(options)])
+    return "; ".join([_choose_layers(model, options, device), *_notes(options)])
 
 
-def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device, fused: bool) -> str:
+def _choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
     if options.quantization is not None and device.type != "cuda":
         return "layers: PyTorch's; every product dequantises its matrix first"
+    fused = options.uses("fused_layers") or options.uses("skinny_gemm")
     if options.quantization is not None and not fused:
         return "layers: stage D's, with our Triton products"
     if options.uses_eight_bits and fused and device.type == "cuda":
@@ -72,10 +72,10 @@ def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: to
 
         fuse_layers(model, options)
         return "layers: our Triton kernels, reading 8 bits"
-    return kernels.choose_layers(model, options, device, fused)
+    return kernels.choose_layers(model, options, device)
 
 
-def _notes(options: QuantizationOptions) -> list[str]:
+def _notes(options: Options) -> list[str]:
     notes = []
     if options.quantization:
         per = "output feature"
@@ -87,7 +87,7 @@ def _notes(options: QuantizationOptions) -> list[str]:
     return notes
 
 
-def _check_fp8(options: QuantizationOptions, device: torch.device) -> None:
+def _check_fp8(options: Options, device: torch.device) -> None:
     if device.type != "cuda" or "fp8" not in (options.quantization, options.kv_cache_dtype):
         return
     capability = torch.cuda.get_device_capability(device)

@@ -50,7 +50,7 @@ class Stream(NamedTuple):
     squares: Tensor  # float32 [parts, tokens]: sums of x², over parts of the row
 
 
-def scale_rows(x: Tensor, gain: Tensor) -> Stream:
+def scale_rows(x: Tensor, gain: Tensor, pdl: bool = True) -> Stream:
     """Compute the first half of a norm of `x [tokens, hidden]` with the weight `gain`."""
     tokens, hidden = x.shape
     scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -65,27 +65,40 @@ def scale_rows(x: Tensor, gain: Tensor) -> Stream:
         SIZE=hidden,
         SIZE_PAD=pad,
         num_warps=min(8, max(1, pad // 512)),
-        **pdl_settings(x.device),
+        **pdl_settings(x.device, pdl),
     )
     return Stream(x, scaled, squares)
 
 
-def product(x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+def product(
+    x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None, pdl: bool = True
+) -> Tensor:
     """Compute `x Wᵀ (+ b)`: `[tokens, in_features]` -> `[tokens, out_features]`."""
     if x.shape[0] > PRODUCT_MAX_TOKENS:
         return F.linear(x, dequantize(weight, x.dtype), bias)
-    return _product(x, None, 0.0, weight, bias, tiles)
+    return _product(x, None, 0.0, weight, bias, tiles, pdl)
 
 
 def normed_product(
-    stream: Stream, eps: float, weight: Quantized, bias: Tensor | None, tiles: Tiles | None = None
+    stream: Stream,
+    eps: float,
+    weight: Quantized,
+    bias: Tensor | None,
+    tiles: Tiles | None = None,
+    pdl: bool = True,
 ) -> Tensor:
     """Compute the product of the normalised rows, from the first half of their norm."""
-    return _product(stream.scaled, stream.squares, eps, weight, bias, tiles)
+    return _product(stream.scaled, stream.squares, eps, weight, bias, tiles, pdl)
 
 
 def _product(
-    x: Tensor, squares: Tensor | None, eps: float, weight: Quantized, bias: Tensor | None, tiles: Tiles | None
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Quantized,
+    bias: Tensor | None,
+    tiles: Tiles | None,
+    pdl: bool,
 ) -> Tensor:
     tokens = x.shape[0]
     rows, columns = weight.values.shape
@@ -110,12 +123,12 @@ def _product(
         HAS_NORM=squares is not None,
         HAS_BIAS=bias is not None,
         BLOCK_M=block_m,
-        **_settings(tiles, x),
+        **_settings(tiles, x, pdl),
     )
     return out
 
 
-def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | None = None) -> Tensor:
+def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | None = None, pdl: bool = True) -> Tensor:
     """Compute `silu(gate) * up` of the normalised rows; `weight` is `[2 * intermediate, hidden]`, gate rows first."""
     x, tokens = stream.scaled, stream.x.shape[0]
     intermediate, hidden = weight.values.shape[0] // 2, weight.values.shape[1]
@@ -136,7 +149,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | N
         PARTS=triton.next_power_of_2(parts),
         INTERMEDIATE=intermediate,
         BLOCK_M=block_m,
-        **_settings(tiles, x),
+        **_settings(tiles, x, pdl),
     )
     return out
 
@@ -148,6 +161,7 @@ def product_add(
     gain: Tensor | None,
     arrival_counters: Tensor,
     tiles: Tiles | None = None,
+    pdl: bool = True,
 ) -> Stream | Tensor:
     """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
 
@@ -187,7 +201,7 @@ def product_add(
         SPLITS=tiles.splits,
         HAS_GAIN=gain is not None,
         BLOCK_M=block_m,
-        **_settings(tiles, x),
+        **_settings(tiles, x, pdl),
     )
     return residual if gain is None else Stream(residual, scaled, squares)
 
@@ -208,7 +222,7 @@ def _group(weight: Quantized) -> int:
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
 
 
-def _settings(tiles: Tiles, x: Tensor) -> dict[str, Any]:
+def _settings(tiles: Tiles, x: Tensor, pdl: bool) -> dict[str, Any]:
     """Launch settings of all kernels."""
     return {
         "BLOCK_N": tiles.rows,
@@ -217,4 +231,4 @@ def _settings(tiles: Tiles, x: Tensor) -> dict[str, Any]:
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-    } | pdl_settings(x.device)
+    } | pdl_settings(x.device, pdl)

@@ -36,7 +36,7 @@ class Link(RankGroup):
     """
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, workers: Workers | None, max_unsent: int) -> None:
-        super().__init__(rendezvous, device, workers)
+        super().__init__(rendezvous, device, workers, uses_one_shot=False)  # a link adds nothing up
         self.max_unsent = max_unsent
         self.num_bytes = 0  # sent so far
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -90,9 +90,6 @@ class Link(RankGroup):
         x = torch.zeros(1, device=self.device)
         self._run(*(("send", [x], RECEIVER, 0) if self.rank == SENDER else ("recv", [x], SENDER, 0)))
         torch.cuda.synchronize(self.device)
-
-    def _open_one_shot(self) -> None:
-        """Do nothing: a link adds nothing up."""
 
 
 @dataclass(frozen=True)

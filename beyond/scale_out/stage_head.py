@@ -24,7 +24,7 @@ from torch import Tensor
 
 from beyond.scale_out.links import StageLinks
 from beyond.scale_out.spans import Spans
-from stage_e_batching.engine import Sampled
+from stage_e_batching.parts import Sampled
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.forward import Forward, StepOutput
 from stage_f_graph_tp.head import InFlight
@@ -139,7 +139,7 @@ class StageHead:
         with self.ranks.in_step(SAMPLE if self.ranks.group.size > 1 else None):
             return self.sample_here()  # in here: an interrupt must not take a step away
 
-    def forget(self) -> None:
+    def discard(self, last: Any) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
         for _ in range(len(self._unsampled)):
             with suppress(Exception):  # what fails here was reported before, or will be at the next step

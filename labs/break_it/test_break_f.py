@@ -21,7 +21,7 @@ def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:
 def test_a_batch_of_3_in_a_graph_of_4():
     """A batch of 3 in a graph of 4: the fourth row may neither read nor write the pool."""
     graphs, host = graph_input(4)
-    graphs.pad(host, 3)
+    graphs.pad(host, StepShape(3, 3, 3, 2, 3, 1, 8))
     assert host.slot_mapping[3] == -1, "its key and value must go nowhere"
     assert host.context_lens[3] == 0, "it must read no key"
     assert host.batch_slots[3] == host.sample_slots[3] == 4, "its token must go to the padding slot"

@@ -97,14 +97,15 @@ def shape_of(num_seqs: int, num_decodes: int | None = None) -> StepShape:
 class TestPadded:
     @pytest.mark.parametrize("num_seqs, size", [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
     def test_the_smallest_size_that_is_large_enough(self, num_seqs: int, size: int):
-        found = graphs_of(1, 2, 4, 8).padded(shape_of(num_seqs))
+        found = graphs_of(1, 2, 4, 8).takes(shape_of(num_seqs))
         assert found.num_seqs == size, f"{num_seqs} decodes run in the graph of {size}, got {found.num_seqs}"
         assert found.table_width == 5 and found.max_context_len == 20, "the recorded shape, with its table and lengths"
 
-    def test_steps_without_a_graph_stay_as_they_are(self):
+    def test_other_steps_are_not_taken(self):
         graphs = graphs_of(1, 2, 4, 8)
         for shape in (shape_of(9), shape_of(3, num_decodes=2), shape_of(1, num_decodes=0)):
-            assert graphs.padded(shape) is shape, f"no graph serves {shape}: too many sequences, or a prefill"
+            assert graphs.takes(shape) is None, f"no graph serves {shape}: too many sequences, or a prefill"
+        assert graphs.takes(shape_of(3)._replace(source=1)) is None, "its tokens come from elsewhere"
 
 
 class TestCapture:
@@ -122,9 +123,9 @@ class TestCapture:
         order = [len(ids) for ids in recorded]
         assert order == [4, 2, 1], f"the largest first, so that the smaller ones fit into its memory; got {order}"
         for size in (1, 2, 4):
-            found = graphs.find(graphs.padded(shape_of(size)))
-            assert found is not None, f"size {size} cannot be found"
-            assert found.result.tolist() == [size] * size, f"size {size} finds another size's graph"
+            shape = graphs.takes(shape_of(size))
+            assert shape in graphs._recorded, f"size {size} cannot be found"
+            assert graphs._recorded[shape].result.tolist() == [size] * size, f"size {size} finds another size's graph"
         assert graphs.num_bytes == 0, "on a CPU no device memory was taken"
 
     def test_the_bytes_are_those_that_the_graphs_took(self, monkeypatch):
@@ -142,7 +143,7 @@ class TestPad:
         host = host_views(np.zeros(shape.num_bytes, np.uint8), shape)
         for array in (*host._replace(sampling=host.sampling.rules), *host.sampling):
             array.fill(3)
-        graphs_of(size).pad(host, count)
+        graphs_of(size).pad(host, shape_of(count))
         return host
 
     def test_padding_rows_read_and_write_no_key(self):

@@ -56,9 +56,9 @@ class TestReplays:
         sizes = cuda_graph.capture_sizes(40)
         graphs = cuda_graph.DecodeGraphs(sizes, table_width=5, max_model_len=20, padding_slot=99)
         shapes = [StepShape(n, n, n, 2, n, 1, 8) for n in range(1, 42)]
-        replayed = sum(graphs.padded(shape) in graphs.shapes for shape in shapes)
+        replayed = sum(graphs.takes(shape) in graphs.shapes for shape in shapes)
         assert replayed == 40, f"of 1 to 41 decodes, 40 have a graph of sizes {sizes}; {replayed} are replayed"
-        found = [graphs.padded(shape).num_seqs for shape in shapes[:5]]
+        found = [graphs.takes(shape).num_seqs for shape in shapes[:5]]
         assert found == [1, 2, 4, 4, 8], f"in the smallest that holds them: [1, 2, 4, 4, 8] expected, got {found}"
 
 

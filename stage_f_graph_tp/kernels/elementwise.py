@@ -167,6 +167,7 @@ def rotate_and_store(
     rows: Rows | None = None,
     bias: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = True,
 ) -> Tensor:
     """Norm the heads (where the model does), rotate queries and keys, store keys and values in their blocks.
 
@@ -223,7 +224,7 @@ def rotate_and_store(
         BLOCK_SIZE=0 if scales is None else k_cache.shape[1],
         LARGEST=0.0 if scales is None else largest(k_cache.dtype),
         num_warps=rotation_warps(tokens),
-        **pdl_settings(qkv.device),
+        **pdl_settings(qkv.device, pdl),
     )
     return query
 
@@ -255,7 +256,7 @@ def _silu_and_multiply_kernel(
     tl.store(out + token * INTERMEDIATE + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None) -> Tensor:
+def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None, pdl: bool = True) -> Tensor:
     """Compute `silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`.
 
     `rows`: what the product was given, if that is still to be normalised.
@@ -278,7 +279,7 @@ def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None) -> Tensor:
         ROWS=size,
         ROWS_PAD=triton.next_power_of_2(max(1, size)),
         num_warps=warps,
-        **pdl_settings(gate_up.device),
+        **pdl_settings(gate_up.device, pdl),
     )
     return out
 
@@ -296,13 +297,13 @@ def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD
     tl.store(out + row * SIZE + column, values * scale * weights, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = True) -> Tensor:
     """Normalise each row of `[tokens, size]` (RMSNorm); one program per row, which it keeps in registers meanwhile."""
     tokens, size = x.shape
     out = torch.empty_like(x)
     pad = triton.next_power_of_2(size)
     warps = min(8, max(1, pad // 512))
     _rms_norm_kernel[(tokens,)](
-        x, weight, out, x.stride(0), eps, SIZE=size, SIZE_PAD=pad, num_warps=warps, **pdl_settings(x.device)
+        x, weight, out, x.stride(0), eps, SIZE=size, SIZE_PAD=pad, num_warps=warps, **pdl_settings(x.device, pdl)
     )
     return out

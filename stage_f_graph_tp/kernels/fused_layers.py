@@ -53,13 +53,14 @@ class RotaryTables(nn.Module):
 class FusedNorm(nn.Module):
     """RMSNorm as one small kernel."""
 
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm, pdl: bool) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.eps
+        self._pdl = pdl
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self._pdl)
 
 
 class LayerProducts(Protocol):
@@ -92,33 +93,34 @@ class SkinnyGemms:
     Args:
         device: of the arrival counters, which all layers share.
         max_tokens: tokens up to which a layer uses the skinny GEMMs.
+        pdl: launch by PDL, where the GPU can.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int = SKINNY_GEMM_MAX_TOKENS) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, device: torch.device, max_tokens: int = SKINNY_GEMM_MAX_TOKENS, pdl: bool = True) -> None:
+        self.max_tokens, self._pdl = max_tokens, pdl
         self._arrival_counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def begin(self, x: Tensor, norm: RMSNorm) -> Stream:
-        return sum_squares(x)
+        return sum_squares(x, self._pdl)
 
     def project(self, x: Tensor | Stream, norm: RMSNorm, linear: Linear) -> tuple[Tensor, Rows | None, Tensor | None]:
         x = x.x if isinstance(x, Stream) else x
         # float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
         first = x.dtype == torch.float16
-        given, rows = (rms_norm(x, norm.weight, norm.eps), None) if first else (x, Rows(x, norm.eps))
+        given, rows = (rms_norm(x, norm.weight, norm.eps, self._pdl), None) if first else (x, Rows(x, norm.eps))
         return F.linear(given, linear.weight), rows, linear.bias
 
     def gate_up_silu(self, stream: Stream, norm: RMSNorm, linear: Linear) -> Tensor:
-        return gate_up_silu(stream, norm.eps, linear.weight)
+        return gate_up_silu(stream, norm.eps, linear.weight, pdl=self._pdl)
 
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
         """As `LayerProducts.add`. Of a shard, the kernel adds up the ranks' products too, if it can."""
         peers = getattr(linear, "peers", None)
         if isinstance(linear, Linear) or peers is not None:
-            stream = product_add(x, linear.weight, residual, self._arrival_counters, peers=peers)
+            stream = product_add(x, linear.weight, residual, self._arrival_counters, peers=peers, pdl=self._pdl)
             return stream.x if gain is None else stream
         total = linear(x, residual)
-        return total if gain is None else sum_squares(total)
+        return total if gain is None else sum_squares(total, self._pdl)
 
 
 class FusedLayer(nn.Module):
@@ -132,6 +134,7 @@ class FusedLayer(nn.Module):
         qkv_rotate: computes all of that from a stream in one launch, where there is such a kernel.
         next_norm: the norm that reads the layer's output. The last layer has none and returns hidden states; others may
             return a stream, which the next one takes.
+        pdl: launch by PDL, where the GPU can.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class FusedLayer(nn.Module):
         store: Callable[..., Tensor],
         qkv_rotate: Callable[..., Tensor] | None,
         next_norm: RMSNorm | None,
+        pdl: bool,
     ) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
@@ -150,7 +154,7 @@ class FusedLayer(nn.Module):
         self.mlp = layer.mlp
         self.backend = backend
         self._products = products
-        self._store, self._qkv_rotate = store, qkv_rotate
+        self._store, self._qkv_rotate, self._pdl = store, qkv_rotate, pdl
         self._next_gain = None if next_norm is None else next_norm.weight.detach()  # not a second parameter
 
     def forward(
@@ -167,7 +171,7 @@ class FusedLayer(nn.Module):
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
             x = attention.o_proj(attended.flatten(1), x)
             gate_up, rows, _ = products.project(x, norm, mlp.gate_up_proj)
-            return mlp.down_proj(silu_and_multiply(gate_up, rows), x)
+            return mlp.down_proj(silu_and_multiply(gate_up, rows, self._pdl), x)
         stream = products.begin(x, self.input_layernorm) if isinstance(x, Tensor) else x
         query = self._queries(stream, rotation, layer_cache, slots)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
@@ -183,22 +187,70 @@ class FusedLayer(nn.Module):
         *tables, positions = rotation
         if self._qkv_rotate is not None and not isinstance(x, Tensor):
             return self._qkv_rotate(
-                x, norm.eps, qkv.weight, qkv.bias, heads, tables, positions, layer_cache, slots, head_norm
+                x,
+                norm.eps,
+                qkv.weight,
+                qkv.bias,
+                heads,
+                tables,
+                positions,
+                layer_cache,
+                slots,
+                head_norm,
+                pdl=self._pdl,
             )
         packed, rows, bias = self._products.project(x, norm, qkv)
         packed = packed.view(packed.shape[0], -1, attention.head_dim)
-        return self._store(packed, heads, tables, positions, layer_cache, slots, head_norm, rows, bias)
+        return self._store(packed, heads, tables, positions, layer_cache, slots, head_norm, rows, bias, pdl=self._pdl)
 
 
-def fuse_layers(model: DecoderModel, skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS) -> None:
+class FewTokens(nn.Module):
+    """Run a fused layer in steps of few tokens, and stage D's layer, on the same weights, in others.
+
+    Args:
+        plain, fused: the two layers.
+        most: tokens of the largest step of the fused one.
+    """
+
+    def __init__(self, plain: DecoderLayer, fused: FusedLayer, most: int) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = plain.self_attn, plain.mlp
+        self._plain, self._fused, self._most = plain, fused, most
+
+    def forward(self, x: Any, rotation: Any, layer_cache: Any, metadata: AttentionMetadata) -> Any:
+        layer = self._fused if metadata.slot_mapping.shape[0] <= self._most else self._plain
+        return layer(x, rotation, layer_cache, metadata)
+
+
+class FewTokensRotary(nn.Module):
+    """Give each layer of a step what it takes: tables and positions where `FewTokens` runs fused layers, else rows."""
+
+    def __init__(self, rotary: RotaryEmbedding, most: int) -> None:
+        super().__init__()
+        self._rotary, self._tables, self._most = rotary, RotaryTables(rotary), most
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, ...]:
+        return (self._tables if positions.shape[0] <= self._most else self._rotary)(positions)
+
+
+def fuse_layers(
+    model: DecoderModel,
+    skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS,
+    elementwise: bool = True,
+    pdl: bool = True,
+) -> None:
     """Replace a model's layers by fused ones, in place; no weight is copied, but norms' weights move into the products.
 
-    `skinny_max_tokens`: tokens up to which a layer uses the skinny GEMMs.
+    Args:
+        skinny_max_tokens: tokens up to which a layer uses the skinny GEMMs.
+        elementwise: whether steps of more tokens use the kernels between the products; else their layers are stage D's.
+        pdl: launch by PDL, where the GPU can.
     """
     device = model.norm.weight.device
-    backend = _dependent(model.layers[0].self_attn.backend, model, device)
+    backend = _dependent(model.layers[0].self_attn.backend, model, device, pdl)
     move_norm_weights(model)
-    replace_layers(model, backend, SkinnyGemms(device, skinny_max_tokens), rotate_and_store, qkv_rotate)
+    products = SkinnyGemms(device, skinny_max_tokens, pdl)
+    replace_layers(model, backend, products, rotate_and_store, qkv_rotate, elementwise, pdl)
 
 
 def replace_layers(
@@ -207,16 +259,22 @@ def replace_layers(
     products: LayerProducts,
     store: Callable[..., Tensor],
     qkv_rotate: Callable[..., Tensor] | None = None,
+    elementwise: bool = True,
+    pdl: bool = True,
 ) -> None:
-    """Replace a model's layers by fused ones, in place; arguments as `FusedLayer`."""
+    """Replace a model's layers by fused ones, in place; arguments as of `FusedLayer` and `fuse_layers`."""
     next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
-    layers = [
-        FusedLayer(layer, backend, products, store, qkv_rotate, next_norm)
+    layers: list[nn.Module] = [
+        FusedLayer(layer, backend, products, store, qkv_rotate, next_norm, pdl)
         for layer, next_norm in zip(model.layers, next_norms, strict=True)
     ]
+    if elementwise:
+        model.rotary, model.norm = RotaryTables(model.rotary), FusedNorm(model.norm, pdl)
+    else:
+        most = products.max_tokens
+        layers = [FewTokens(plain, fused, most) for plain, fused in zip(model.layers, layers, strict=True)]
+        model.rotary = FewTokensRotary(model.rotary, most)
     model.layers = nn.ModuleList(layers)
-    model.rotary = RotaryTables(model.rotary)
-    model.norm = FusedNorm(model.norm)
 
 
 @torch.no_grad()
@@ -235,8 +293,8 @@ def move_norm_weights(model: DecoderModel) -> None:
             norm.weight.fill_(1)
 
 
-def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.device) -> AttentionBackend:
+def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.device, pdl: bool) -> AttentionBackend:
     """Return the backend with its decode kernel launched by PDL, if it is our Triton kernels and the GPU can."""
-    if not (isinstance(backend, TritonAttention) and pdl_settings(device)["PDL"]):
+    if not (isinstance(backend, TritonAttention) and pdl_settings(device, pdl)["PDL"]):
         return backend
     return TritonAttention(device, model.norm.weight.dtype, model.config.head_dim, DEPENDENT)

@@ -24,9 +24,14 @@ from triton import knobs
 
 
 @cache
-def pdl_settings(device: torch.device) -> dict[str, bool]:
+def pdl_settings(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Launch settings for a kernel with a constant `PDL`: on where the GPU can (compute capability 9.0 and later)."""
-    if device.type == "cuda" and not knobs.runtime.interpret and torch.cuda.get_device_capability(device) >= (9, 0):
+    if (
+        wanted
+        and device.type == "cuda"
+        and not knobs.runtime.interpret
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    ):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -77,7 +77,7 @@ class Tiles:
     stages: int = 6
 
 
-def sum_squares(x: Tensor) -> Stream:
+def sum_squares(x: Tensor, pdl: bool = True) -> Stream:
     """Sum the squares of each row of `x [tokens, hidden]`."""
     tokens, hidden = x.shape
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
@@ -89,7 +89,7 @@ def sum_squares(x: Tensor) -> Stream:
         SIZE=hidden,
         SIZE_PAD=pad,
         num_warps=min(8, max(1, pad // 512)),
-        **pdl_settings(x.device),
+        **pdl_settings(x.device, pdl),
     )
     return Stream(x, squares)
 
@@ -106,6 +106,7 @@ def qkv_rotate(
     slot_mapping: Tensor,
     head_norm: tuple[Tensor, float] | None = None,
     tiles: Tiles | None = None,
+    pdl: bool = True,
 ) -> Tensor:
     """Compute attention's input from the residual stream: rotated queries, and keys and values in their blocks.
 
@@ -122,6 +123,7 @@ def qkv_rotate(
         head_norm: weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm; a program then takes whole
             heads.
         tiles: how to cut the product; None is what was measured fastest.
+        pdl: launch by PDL, where the GPU can.
 
     Returns:
         The rotated queries, `[tokens, heads, head_dim]`. Sums are float32, rounded once at the end.
@@ -163,12 +165,12 @@ def qkv_rotate(
         PAIRS=pairs,
         HAS_BIAS=bias is not None,
         HAS_NORM=head_norm is not None,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages),
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages, pdl),
     )
     return query
 
 
-def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
+def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None = None, pdl: bool = True) -> Tensor:
     """Compute `silu(gate) * up` of the normalised rows.
 
     Args:
@@ -176,6 +178,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
         eps: the norm's epsilon.
         weight: `[2 * intermediate, hidden]`, gate rows first, with the norm's weight in it.
         tiles: how to cut the product; None is what was measured fastest.
+        pdl: launch by PDL, where the GPU can.
 
     Returns:
         `[tokens, intermediate]`.
@@ -198,7 +201,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
         PARTS=_power_of_2(parts),
         INTERMEDIATE=intermediate,
         BLOCK_N=tiles.rows,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages),
+        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages, pdl),
     )
     return out
 
@@ -210,6 +213,7 @@ def product_add(
     arrival_counters: Tensor,
     tiles: Tiles | None = None,
     peers: Peers | None = None,
+    pdl: bool = True,
 ) -> Stream:
     """Compute `residual + x Wᵀ`, written over `residual`, and the squares that its norm needs.
 
@@ -217,6 +221,7 @@ def product_add(
         x, weight, residual: `[tokens, in_features]`, `[out_features, in_features]`, `[tokens, out_features]`.
         arrival_counters: int32 zeros, one per tile; left as zeros. Calls that share them must follow one another.
         tiles: how to cut the product; None is what was measured fastest.
+        pdl: launch by PDL, where the GPU can.
         peers: the ranks whose products are added up, in float32, if each has some of the columns.
 
     Raises:
@@ -254,7 +259,7 @@ def product_add(
         BLOCK_N=tiles.rows,
         RANK=peers.rank if peers else 0,
         RANKS=peers.size if peers else 1,
-        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages),
+        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages, pdl),
     )
     return Stream(residual, squares)
 
@@ -286,7 +291,7 @@ def choose_tiles(rows: int, columns: int, tokens: int, device: torch.device, spl
 
 @lru_cache(maxsize=256)
 def _settings(
-    tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int
+    tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int, pdl: bool
 ) -> dict[str, Any]:
     """Launch settings of all kernels. `height`: weight rows of a tile; `size`: columns that a program goes over."""
     block_m = _token_block(tokens)
@@ -298,7 +303,7 @@ def _settings(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 per thread at 4096 and 4 warps
         "num_stages": max(2, min(stages, _chip(device)[1] // stage_bytes)),
-    } | pdl_settings(device)
+    } | pdl_settings(device, pdl)
 
 
 def _token_block(tokens: int) -> int:

@@ -231,7 +231,7 @@ class Megakernel:
             raise RuntimeError(
                 f"the persistent megakernel waited longer than {self.timeout_ms} ms in layer {layer}, phase {phase}; "
                 "its tokens are invalid. Something else occupies the device's multiprocessors for that long: end it, "
-                "or pass fused=False"
+                "or pass without='megakernel'"
             )
 
     def reset(self) -> None:

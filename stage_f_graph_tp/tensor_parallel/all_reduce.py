@@ -69,10 +69,11 @@ class OneShotAllReduce:
 
     Args:
         rank, size, device: this rank, the number of ranks, this rank's GPU.
+        pdl: whether its kernel is launched by PDL, where the GPU can.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int, device: torch.device, pdl: bool = True) -> None:
+        self.rank, self.size, self.device, self._pdl = rank, size, device, pdl
         # An empty place has all bits set.
         shape = 2, size, PROGRAMS.value, SLOT.value
         self._mailbox = torch.full(shape, 255, dtype=torch.uint8, device=device)
@@ -171,7 +172,7 @@ class OneShotAllReduce:
                 BLOCK=slice_bytes // x.element_size(),
                 ONTO=residual is not None,
                 num_warps=8,
-                **pdl_settings(x.device),
+                **pdl_settings(x.device, self._pdl),
             )
         return out
 

@@ -47,9 +47,19 @@ class RankGroup:
         rendezvous: where the ranks find each other.
         device: this rank's device.
         workers: rank 0's handle on the others, which tells it when one has died; None on the others.
+        uses_one_shot: whether small tensors are added up by our own kernel, where it can be.
+        pdl: whether that kernel is launched by PDL, where the GPU can.
     """
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        workers: Workers | None = None,
+        uses_one_shot: bool = True,
+        pdl: bool = True,
+    ) -> None:
+        self._uses_one_shot, self._pdl = uses_one_shot, pdl
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.device = device
@@ -84,7 +94,8 @@ class RankGroup:
             self._abort.start()
             weakref.finalize(self, _finish_abort, self._stopping, self._abort)
             finish_or_raise(self._connect_nccl, self._check)
-            self._open_one_shot()
+            if self._uses_one_shot:
+                self._open_one_shot()
         else:
             self._group = _gloo_group(self._rendezvous, self._check)
 
@@ -97,7 +108,7 @@ class RankGroup:
     def _open_one_shot(self) -> None:
         from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce  # here: only GPUs need Triton
 
-        self.one_shot = OneShotAllReduce(self.rank, self.size, self.device)
+        self.one_shot = OneShotAllReduce(self.rank, self.size, self.device, self._pdl)
         reason = self.one_shot.open(self.gather)
         if reason is not None:
             self.one_shot = None

@@ -28,10 +28,11 @@ def rotate_and_store(
     positions: Tensor,
     layer_cache: tuple[Quantized, Quantized],
     *rest: Any,
+    pdl: bool = True,
 ) -> Tensor:
     """Launch stage F's `rotate_and_store` for a cache of 8 bits; arguments and result as there."""
     values, scales = zip(*layer_cache, strict=True)
-    return elementwise.rotate_and_store(qkv, num_heads, rotary, positions, values, *rest, scales=scales)
+    return elementwise.rotate_and_store(qkv, num_heads, rotary, positions, values, *rest, scales=scales, pdl=pdl)
 
 
 @triton.jit
