@@ -50,7 +50,7 @@ VARIANTS = {
     "tiny pool": {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
-    "no overlap": {"overlap": False},
+    "no overlap": {"without": "overlap"},
     "one at a time": {"max_num_seqs": 1},
     "longest draft": {"num_speculative_tokens": 64},
 }
@@ -483,7 +483,7 @@ def test_options_out_of_range_are_refused(option):
     ("options", "engine", "runs_ahead"),
     [
         ({}, AheadEngine, True),
-        ({"overlap": False}, SpeculativeEngine, False),
+        ({"without": "overlap"}, SpeculativeEngine, False),
         ({"enable_chunked_prefill": False}, SpeculativeEngine, False),
         ({"tensor_parallel_size": 2}, SpeculativeEngine, True),
         ({"speculation": "model", "draft_model": MODEL}, SpeculativeEngine, True),
