@@ -26,7 +26,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 RUNS = {  # how to run a lab that is no stage
     "g": "serve LAB=1",
     "h": "serve LAB=1 ENGINE=beyond.quantization:LLM",
-    "i": "serve LAB=1 ENGINE=beyond.speculation:LLM",
+    "i": "serve LAB=1 ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
     "j": "serve LAB=1 ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
     "p": "stage-f LAB=slow",
 }

@@ -43,14 +43,14 @@ def forked_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def in_other_ranks(owner: type, name: str, act: Callable[[object], object]) -> Iterator[None]:
-    """Let every forked rank do something with an object of a class before it runs one of its methods."""
+def in_other_ranks(owner: object, name: str, act: Callable[[object], object]) -> Iterator[None]:
+    """Let every forked rank do something before it runs a function of a module, or an object's method."""
     original, here = getattr(owner, name), os.getpid()
 
-    def act_first(*arguments: object) -> object:
+    def act_first(*arguments: object, **named: object) -> object:
         if os.getpid() != here:
             act(arguments[0])
-        return original(*arguments)
+        return original(*arguments, **named)
 
     with forked_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, act_first)

@@ -15,15 +15,16 @@ from stand_ins import countdown
 from test_beyond_scale_out_pipeline import TIGHT
 
 import stage_e_batching
+from beyond.options import Options
+from beyond.ranks import Job
 from beyond.scale_out import LLM
-from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import PipelineJob, most_decodes
+from beyond.scale_out.pipeline_ranks import most_decodes
 
 
 @pytest.fixture
 def replays() -> Iterator[Callable[[int], dict[int, int]]]:
     """Let every rank record its steps when it is built; tells how often each of them was replayed."""
-    with recording_ranks([1, 2, 4], [16, 20], PipelineJob) as replays_of:
+    with recording_ranks([1, 2, 4], [16, 20], Job) as replays_of:
         yield replays_of
 
 
@@ -65,6 +66,6 @@ def test_recorded_stages_give_one_ranks_tokens_under_preemption_and_with_cached_
 
 
 def test_a_step_of_more_sequences_than_a_share_is_not_recorded():
-    options = ScaleOutOptions(pipeline_parallel_size=2, max_num_seqs=65)
+    options = Options(pipeline_parallel_size=2, max_num_seqs=65)
     assert most_decodes(options) == 33
     assert most_decodes(replace(options, num_micro_batches=1)) == 65

@@ -20,10 +20,11 @@ from contract.engines import GREEDY, MODEL, PROMPTS, ask
 from ranks import MIXED, SHARING, children, forked_ranks, in_other_ranks, killed_soon, stop, within_seconds
 
 import stage_e_batching
+from beyond.options import Options
+from beyond.ranks import Job, build_worker
 from beyond.scale_out import LLM, pipeline_ranks
 from beyond.scale_out.links import SENDER, Link, Position
-from beyond.scale_out.options import ScaleOutOptions
-from beyond.scale_out.pipeline_ranks import PipelineJob, StageRank, build_stage, build_stage_worker
+from beyond.scale_out.pipeline_ranks import StageRank, build_stage
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.stages import StageTensors, layers_of
 from stage_a_naive.checkpoints.loading import resolve
@@ -297,7 +298,7 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be an integer, 1 or more, got True"),
         ({"num_micro_batches": 0}, "num_micro_batches must be None or an integer, 1 or more, got 0"),
         ({"num_micro_batches": 2}, "num_micro_batches=2 needs pipeline_parallel_size above 1"),
-        ({"pipeline_parallel_size": 2, "without": "overlap"}, "without='overlap' cannot be combined with"),
+        ({"pipeline_parallel_size": 2, "without": "overlap"}, r"without=\('overlap',\) cannot be combined with"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size=5, but the model has 2 layers"),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
     ],
@@ -310,11 +311,11 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
 
 def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
     gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
-    options = ScaleOutOptions(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
-    job = PipelineJob.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
+    options = Options(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    job = Job.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
     asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
     with pytest.raises(ValueError, match=asked):
-        build_ranks(job, config, build_stage_worker)
+        build_ranks(job, config, build_worker)
 
 
 def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_scheduler_its_options(monkeypatch):
@@ -329,11 +330,11 @@ def test_all_stages_have_the_blocks_that_every_one_has_room_for_and_the_schedule
 
 
 def test_a_stage_that_cannot_be_built_is_an_error_that_names_it():
-    def fail(job: PipelineJob) -> None:
+    def fail(config: ModelConfig) -> None:
         raise MemoryError("no room for the layers of this stage")
 
     reason = "rank 1 of 2 failed: MemoryError: no room for the layers of this stage"
-    with in_other_ranks(PipelineJob, "load_stage", fail), pytest.raises(WorkerError, match=reason):
+    with in_other_ranks(pipeline_ranks, "build_stage", fail), pytest.raises(WorkerError, match=reason):
         LLM(MODEL, device="cpu", pipeline_parallel_size=2)
 
 
@@ -401,7 +402,7 @@ def test_a_stage_sends_a_hidden_state_per_token_and_the_last_one_per_sampled_tok
 
 
 def test_as_many_batches_as_stages_are_in_flight_or_as_many_as_asked_for():
-    options = ScaleOutOptions(pipeline_parallel_size=3)
+    options = Options(pipeline_parallel_size=3)
     assert [replace(options, num_micro_batches=n).batches_in_flight for n in (None, 1, 5)] == [3, 1, 5]
-    assert ScaleOutOptions(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
-    assert type(ScaleOutOptions(pipeline_parallel_size=np.int64(3)).pipeline_parallel_size) is int
+    assert Options(num_micro_batches=1).batches_in_flight == 1, "one stage has one batch"
+    assert type(Options(pipeline_parallel_size=np.int64(3)).pipeline_parallel_size) is int

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from ranks import SHARING, forked_ranks
 from stand_ins import EagerRecorder, forwards_of, with_megakernel
 
+import beyond
 import stage_e_batching
 import stage_f_graph_tp
+from beyond.quantization.parts import load_quantized_runtime
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
-from beyond.speculation import LLM
 from beyond.speculation.ahead_engine import AheadEngine
 from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
+from beyond.speculation.draft_runtime import make_pools
 from beyond.speculation.engine import SpeculativeEngine
-from beyond.speculation.llm import make_pools
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.runner import verification_sizes
 from beyond.speculation.scheduler import ShrinkingBlockManager
@@ -42,6 +43,7 @@ from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 
+LLM = partial(beyond.LLM, speculation="ngram")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = SHARING
 VARIANTS = {
@@ -528,10 +530,11 @@ def with_draft_model(draft: str, **options: object) -> LLM:
 def loaded(monkeypatch) -> list[Runtime]:
     """The models of the engines that a test makes: the large one, the small one, and so on."""
     found = []
-    monkeypatch.setattr(
-        "beyond.speculation.llm.load_runtime",
-        lambda *args, **options: found.append(load_runtime(*args, **options)) or found[-1],
-    )
+    for place, load in (
+        ("beyond.engine.load_quantized_runtime", load_quantized_runtime),
+        ("beyond.speculation.draft_runtime.load_runtime", load_runtime),
+    ):
+        monkeypatch.setattr(place, lambda *args, load=load, **more: found.append(load(*args, **more)) or found[-1])
     return found
 
 
@@ -614,7 +617,7 @@ def test_the_summary_counts_steps_and_right_guesses():
 
 @pytest.mark.parametrize(("asked", "given"), [(-1, 30), (40, 40)])
 def test_two_models_share_the_memory_that_there_is_for_one_pool(monkeypatch, asked, given):
-    monkeypatch.setattr("beyond.speculation.llm.choose_num_blocks", lambda runtime, options: 40)
+    monkeypatch.setattr("beyond.speculation.draft_runtime.choose_num_blocks", lambda runtime, options: 40)
     large, small = (SimpleNamespace(bytes_per_token=n, make_pool=lambda blocks, n=n: (n, blocks)) for n in (300, 100))
     assert make_pools(large, small, SimpleNamespace(num_kvcache_blocks=asked)) == ((300, given), (100, given))
 
@@ -647,7 +650,7 @@ def test_the_small_model_catches_up_after_a_pause(plain, loaded):
         ({"speculation": "model"}, "needs draft_model="),
         ({"draft_model": "tutor"}, "speculation='ngram'"),
         ({"speculation": "model", "draft_model": "random:qwen3-0.6b"}, "has 151936 tokens in its vocabulary"),
-        ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "needs num_kvcache_blocks="),
+        ({"speculation": "model", "draft_model": "tutor", "tensor_parallel_size": 2}, "give num_kvcache_blocks"),
     ],
 )
 def test_a_small_model_that_does_not_fit_is_refused(options, message):

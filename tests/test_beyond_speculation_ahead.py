@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -17,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import EagerRecorder
 
+import beyond
 import beyond.speculation
 import stage_e_batching
-from beyond.speculation import LLM
 from beyond.speculation.device_inputs import is_ahead
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
@@ -30,6 +31,7 @@ from stage_e_batching.calls import Calls
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.step_input import StepShape, TokenSource
 
+LLM = partial(beyond.LLM, speculation="ngram")
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from kernel_cases import CPU, CUDA
 from no_gpu import H200, PretendedDevice
 
+import beyond
 import stage_e_batching
-from beyond.speculation import LLM
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
 
+LLM = partial(beyond.LLM, speculation="ngram")
 DEVICES = [pytest.param(CPU, marks=pytest.mark.interpreted), pytest.param(CUDA, marks=pytest.mark.gpu)]
 SLOTS, LONGEST, BLOCK_SIZE = 6, 70, 4
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from beyond.quantization.options import QuantizationOptions
+from beyond.options import Options
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
@@ -25,7 +25,7 @@ from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
 pytestmark = pytest.mark.fast
 CPU, BF16 = torch.device("cpu"), torch.bfloat16  # not PyTorch's default, to which every load must come back
-IN_INT8 = QuantizationOptions(quantization="int8")
+IN_INT8 = Options(quantization="int8")
 
 
 def load_first_of_two_ranks(source: ModelSource) -> None:

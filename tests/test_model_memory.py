@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from beyond.quantization.options import QuantizationOptions
+from beyond.options import Options
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints import memory
 from stage_a_naive.checkpoints.loading import load_hf_model, resolve
@@ -50,7 +50,7 @@ def first_of_two_ranks(name: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def in_8_bits(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    return load_quantized_runtime(resolve(name), QuantizationOptions(quantization="int8"), CPU, dtype).model
+    return load_quantized_runtime(resolve(name), Options(quantization="int8"), CPU, dtype).model
 
 
 @pytest.mark.parametrize("name", MODELS)

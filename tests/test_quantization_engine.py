@@ -13,10 +13,10 @@ from stand_ins import forwards_of
 
 import beyond.quantization
 import stage_f_graph_tp
+from beyond.options import Options
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
 from beyond.quantization.layers import QuantizedMatrix
-from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.parts import make_formats
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.config import ModelConfig
@@ -68,7 +68,7 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options):
 @pytest.mark.parametrize("group_size", [None, 128])
 def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(group_size, monkeypatch):
     """300 of 600 intermediate features each: groups of 128, 128 and 44; the whole matrix has four and one of 88."""
-    options = QuantizationOptions(quantization="int8", quantization_group_size=group_size)
+    options = Options(quantization="int8", quantization_group_size=group_size)
     config = parallel.config_of("qwen2-tiny", intermediate_size=600)
     whole = parallel.run_model(config, parallel.random_weights())
     build = partial(build_sharded_model, formats=make_formats(options, parallel.CPU))
@@ -143,7 +143,7 @@ def test_a_token_is_looked_up_in_the_dequantised_table(options):
 def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"fp8 needs compute capability \(8, 9\), this GPU has \(8, 6\); use 'int8'"):
-        make_formats(QuantizationOptions(**options), torch.device("cuda"))
+        make_formats(Options(**options), torch.device("cuda"))
 
 
 def test_the_notes_say_what_is_in_8_bits(capfd):
@@ -185,7 +185,7 @@ def test_a_ranks_share_of_8_bit_layers_is_fused_as_such():
     pytest.importorskip("triton")
     from beyond.quantization.fused_layers import QuantizedProducts, fuse_layers
 
-    options, cpu = QuantizationOptions(quantization="int8"), torch.device("cpu")
+    options, cpu = Options(quantization="int8"), torch.device("cpu")
     config = ModelConfig.from_hf(preset_config("qwen2-tiny"))
     model = empty_model(config, None, 64, torch.float32, cpu, make_formats(options, cpu))
     for layer in model.layers:

@@ -63,9 +63,6 @@ def test_a_matrix_that_is_in_8_bits_already_comes_back_as_it_was():
         ({"quantization": "int8", "quantization_group_size": 64}, "must be None .* or 128, got 64"),
         ({"quantization_group_size": 128}, "needs quantization='int8' or 'fp8'"),
         ({"quantize_lm_head": True}, "quantize_lm_head=True needs quantization="),
-        ({"quantization": "int8", "fused_mlp": "on"}, "fused_mlp='on' is not possible"),
-        ({"quantization": "int8", "quantize_lm_head": True, "tensor_parallel_size": 2}, "cannot be combined"),
-        ({"kv_cache_dtype": "int8", "attention_backend": "flash"}, "'flash' cannot read kv_cache_dtype='int8'"),
     ],
 )
 def test_a_format_or_combination_that_is_not_there_is_refused_by_name(options, message):

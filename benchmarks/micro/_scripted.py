@@ -54,6 +54,9 @@ class ScriptedLLM(LLM):
 
     table_class = ScriptedTable
 
+    def __init__(self, model: str, **options: object) -> None:
+        super().__init__(model, speculation="ngram", **options)
+
     def script(self, rate: float | None) -> None:
         """Guess in every step, and call this share right; None: guess nothing."""
         self.engine.drafts.drafter = SimpleNamespace(has_draft=lambda sequence: rate is not None)

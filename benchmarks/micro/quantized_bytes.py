@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from benchmarks.text import markdown
+from beyond.options import Options
 from beyond.quantization.floor import QuantizedBytes
-from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.checkpoints.presets import preset_config
@@ -40,7 +40,7 @@ def measure() -> dict:
     rows, fits = [], []
     for model in MODELS:
         for kind, options in KINDS.items():
-            cost = QuantizedBytes(ModelBytes(preset_config(model), 2), QuantizationOptions(**options))
+            cost = QuantizedBytes(ModelBytes(preset_config(model), 2), Options(**options))
             for batch, (requests, context) in BATCHES.items():
                 kv_bytes = requests * context * cost.kv_bytes_per_token
                 rows.append(
@@ -68,7 +68,7 @@ def measure() -> dict:
 
 def load_shapes(model: str, options: dict[str, object]) -> Runtime:
     """The engine's model and pool of a GPU, without memory."""
-    chosen = QuantizationOptions(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
+    chosen = Options(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
 
     def build(config: object, backend: object, max_model_len: int, tensors: object, *rest: object) -> object:
         return empty_model(config, backend, max_model_len, *rest)  # `build_model` without the weights
@@ -83,7 +83,7 @@ def weight_bytes(runtime: Runtime) -> int:
 
 def sequences_that_fit(runtime: Runtime, memory: int) -> int:
     """How many sequences get blocks at the same time in what the weights leave of the engine's share of the memory."""
-    share = QuantizationOptions.gpu_memory_utilization
+    share = Options.gpu_memory_utilization
     budget = int(memory * share) - weight_bytes(runtime)
     try:
         blocks = blocks_that_fit(budget, runtime.make_pool(1).num_bytes, memory, share)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.micro import caption
 from benchmarks.text import markdown, sections
-from beyond.quantization.options import QuantizationOptions
+from beyond.options import Options
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.chat import render_chat
 from stage_a_naive.checkpoints.loading import load_tokenizer, pick_device, pick_dtype, resolve
@@ -86,7 +86,7 @@ def read_texts() -> list[Text]:
 
 def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runtime:
     where = pick_device(device)
-    options = QuantizationOptions(**options, max_model_len=1024)
+    options = Options(**options, max_model_len=1024)
     return load_quantized_runtime(resolve(name), options, where, pick_dtype(dtype, where))
 
 

@@ -16,8 +16,8 @@ from benchmarks.micro import caption, timed
 from benchmarks.micro.decode_step import launch_of, step_arguments, step_by_layers
 from benchmarks.text import grid
 from benchmarks.timing import graph_seconds
+from beyond.options import Options
 from beyond.quantization.kv_cache import QuantizedKVCache
-from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.runtime import Runtime
@@ -41,7 +41,7 @@ def measure(models: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-7b")) -> dict:
     found = []
     for name in models:
         for kind, words in KINDS.items():
-            options = QuantizationOptions(**words, max_model_len=LONGEST)
+            options = Options(**words, max_model_len=LONGEST)
             source = resolve(f"random:{name}")
             runtime = load_quantized_runtime(source, options, torch.device("cuda"), torch.bfloat16)
             for rows in ROWS:

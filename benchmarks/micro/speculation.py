@@ -139,7 +139,7 @@ def measure_tutor() -> dict[str, list[float]]:
                 found[llm.options.speculation].append(statistics.median(a["metrics"]["tpot"] for a in answers))
 
     tutor = partial(LLM, "tutor", max_num_seqs=8, num_kvcache_blocks=64)  # two of them at the same time
-    with_engine(lambda off: with_engine(partial(ask, off), tutor), tutor, speculation="off")
+    with_engine(lambda off: with_engine(partial(ask, off), tutor, speculation="ngram"), tutor, speculation="off")
     return {kind: seconds[1:] for kind, seconds in found.items()}  # the first is the warm-up
 
 

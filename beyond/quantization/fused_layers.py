@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from beyond.options import Options
 from beyond.quantization import products
 from beyond.quantization.attention import triton_store
 from beyond.quantization.formats import Quantized
 from beyond.quantization.layers import QuantizedLinear
-from beyond.quantization.options import QuantizationOptions
 from stage_d_paged.layers import RMSNorm
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
@@ -71,7 +71,7 @@ class QuantizedProducts:
         return total if gain is None else products.scale_rows(total, gain, self._pdl)
 
 
-def fuse_layers(model: DecoderModel, options: QuantizationOptions) -> None:
+def fuse_layers(model: DecoderModel, options: Options) -> None:
     """Replace a model's layers by stage F's fused ones, in place; no weight is copied."""
     backend, device = model.layers[0].self_attn.backend, model.norm.weight.device
     store = rotate_and_store if options.kv_cache_dtype == "auto" else triton_store.rotate_and_store

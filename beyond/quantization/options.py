@@ -1,12 +1,9 @@
-"""The options that 8-bit weights and an 8-bit KV cache add to stage F's, and all of them on the command line."""
+"""The options of 8-bit weights and an 8-bit KV cache, which `beyond.options` adds to stage F's."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-
-from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.options import add_options as add_graph_options
 
 WEIGHT_FORMATS = ("int8", "fp8")
 CACHE_FORMATS = ("auto", "int8", "fp8")
@@ -14,8 +11,8 @@ GROUP_SIZE = 128  # input features that share a scale, with quantization_group_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions(GraphOptions):
-    """Options of this package's `LLM`.
+class QuantizationOptions:
+    """What is stored in 8 bits.
 
     Attributes:
         quantization: the format of the layers' matrices: None (as loaded), `int8` or `fp8` (e4m3).
@@ -35,7 +32,6 @@ class QuantizationOptions(GraphOptions):
         return self.quantization is not None or self.kv_cache_dtype != "auto"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         name = self.quantization
         if name is not None and name not in WEIGHT_FORMATS:
             raise ValueError(f"quantization must be None or one of {', '.join(WEIGHT_FORMATS)}, got {name!r}")
@@ -49,20 +45,10 @@ class QuantizationOptions(GraphOptions):
         for option in ("quantization_group_size", "quantize_lm_head"):
             if getattr(self, option) and name is None:
                 raise ValueError(f"{option}={getattr(self, option)!r} needs quantization='int8' or 'fp8'")
-        if self.fused_mlp == "on" and name is not None:
-            raise ValueError("fused_mlp='on' is not possible: stage C's operator reads no 8-bit weights; use 'auto'")
-        if self.quantize_lm_head and self.tensor_parallel_size > 1:
-            raise ValueError("quantize_lm_head=True cannot be combined with tensor_parallel_size above 1")
-        if self.attention_backend == "flash" and self.kv_cache_dtype != "auto":
-            raise ValueError(
-                f"attention_backend='flash' cannot read kv_cache_dtype={self.kv_cache_dtype!r}; "
-                "use 'triton' or 'reference'"
-            )
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add the options to the command line."""
-    add_graph_options(group)
     group.add_argument("--quantization", metavar="FORMAT", help="8-bit weights: int8 | fp8 (default: as loaded)")
     group.add_argument(
         "--quantization-group-size", type=int, metavar="N", help=f"{GROUP_SIZE}: a scale per {GROUP_SIZE} inputs"

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
+from beyond.options import Options
 from beyond.quantization.attention import pick_quantized_backend
 from beyond.quantization.checkpoint import open_tensors
 from beyond.quantization.formats import FORMATS
 from beyond.quantization.kv_cache import QuantizedPool
 from beyond.quantization.layers import QuantizedEmbedding, QuantizedLinear, Scheme
-from beyond.quantization.options import QuantizationOptions
 from stage_a_naive.checkpoints.loading import ModelSource
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, load_runtime
@@ -21,7 +21,7 @@ from stage_f_graph_tp import kernels
 FP8_CAPABILITY = (8, 9)  # e4m3 is converted in hardware: Ada, Hopper and later
 
 
-def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
+def make_formats(options: Options, device: torch.device) -> Formats:
     """Choose what makes the matrices and the pool.
 
     Raises:
@@ -46,7 +46,7 @@ def make_formats(options: QuantizationOptions, device: torch.device) -> Formats:
 
 def load_quantized_runtime(
     source: ModelSource,
-    options: QuantizationOptions,
+    options: Options,
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
@@ -56,12 +56,12 @@ def load_quantized_runtime(
     return load_runtime(source, options, device, dtype, seed, build, choose_layers, make_formats(options, device))
 
 
-def choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device) -> str:
+def choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
     """Do what stage F's function of this name does, for any format; return a line that says what is used."""
     return "; ".join([_choose_layers(model, options, device), *_notes(options)])
 
 
-def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: torch.device) -> str:
+def _choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
     if options.quantization is not None and device.type != "cuda":
         return "layers: PyTorch's; every product dequantises its matrix first"
     fused = options.uses("fused_layers") or options.uses("skinny_gemm")
@@ -75,7 +75,7 @@ def _choose_layers(model: DecoderModel, options: QuantizationOptions, device: to
     return kernels.choose_layers(model, options, device)
 
 
-def _notes(options: QuantizationOptions) -> list[str]:
+def _notes(options: Options) -> list[str]:
     notes = []
     if options.quantization:
         per = "output feature"
@@ -87,7 +87,7 @@ def _notes(options: QuantizationOptions) -> list[str]:
     return notes
 
 
-def _check_fp8(options: QuantizationOptions, device: torch.device) -> None:
+def _check_fp8(options: Options, device: torch.device) -> None:
     if device.type != "cuda" or "fp8" not in (options.quantization, options.kv_cache_dtype):
         return
     capability = torch.cuda.get_device_capability(device)

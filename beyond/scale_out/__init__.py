@@ -3,7 +3,7 @@
 from stage_a_naive.entrypoints.lazy import import_when_used
 
 DEFINED_IN = {
-    "LLM": "beyond.scale_out.llm",
+    "LLM": "beyond.engine",
     "GenerationOutput": "stage_a_naive.contract.outputs",
     "SamplingParams": "stage_a_naive.contract.params",
 }

@@ -1,6 +1,6 @@
 """`python -m beyond.scale_out`: run the engine with pipeline stages from the command line, also under `torchrun`."""
 
-from beyond.scale_out.options import add_options
+from beyond.options import add_options
 from stage_a_naive.entrypoints.cli import run
 
 DESCRIPTION = "Beyond: the layers of a model on several GPUs or machines, on stage F's engine."

@@ -1,4 +1,4 @@
-"""The options that pipeline stages add to stage F's, and all of them on the command line."""
+"""The options of pipeline stages, which `beyond.options` adds to stage F's."""
 
 from __future__ import annotations
 
@@ -6,43 +6,31 @@ import argparse
 from dataclasses import dataclass
 
 from stage_a_naive.contract.params import as_integer, check_field
-from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.options import add_options as add_graph_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleOutOptions(GraphOptions):
-    """Options of this package's `LLM`.
+class ScaleOutOptions:
+    """How the layers are spread over stages.
+
+    With several stages, `trace` also writes `TRACE.stage0` … with the times in which each one is busy.
 
     Attributes:
         pipeline_parallel_size: stages; each holds consecutive layers, on `tensor_parallel_size` ranks.
         num_micro_batches: batches in flight; None takes as many as there are stages.
-        trace: stage F's record of every step; with several stages also `TRACE.stage0` … with each one's busy times.
     """
 
     pipeline_parallel_size: int = 1
     num_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_field(self, "pipeline_parallel_size", as_integer, lambda v: v >= 1, "an integer, 1 or more")
         if self.num_micro_batches is not None:
             check_field(self, "num_micro_batches", as_integer, lambda v: v >= 1, "None or an integer, 1 or more")
-        if self.pipeline_parallel_size == 1:
-            if self.num_micro_batches not in (None, 1):
-                raise ValueError(
-                    f"num_micro_batches={self.num_micro_batches} needs pipeline_parallel_size above 1: "
-                    "one stage has nothing to overlap"
-                )
-        elif not self.uses("overlap"):
+        if self.pipeline_parallel_size == 1 and self.num_micro_batches not in (None, 1):
             raise ValueError(
-                "without='overlap' cannot be combined with pipeline_parallel_size above 1: "
-                "for one batch at a time use num_micro_batches=1"
+                f"num_micro_batches={self.num_micro_batches} needs pipeline_parallel_size above 1: "
+                "one stage has nothing to overlap"
             )
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def batches_in_flight(self) -> int:
@@ -51,7 +39,6 @@ class ScaleOutOptions(GraphOptions):
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add the options to the command line."""
-    add_graph_options(group)
     group.add_argument(
         "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers (default: %(default)s)"
     )

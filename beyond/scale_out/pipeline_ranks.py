@@ -7,33 +7,29 @@ A rank belongs to a stage (`Position`) and shares the stage's layers with the ot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 
+from beyond.options import Options
 from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
-from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.spans import Spans
 from beyond.scale_out.stage_head import SAMPLE, AfterReceiving, StageHead, TimedRanks
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
-from stage_a_naive.checkpoints.loading import resolve
+from stage_a_naive.checkpoints.loading import ModelSource
 from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_e_batching.llm import make_sampler
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.forward import Forward, Layers
-from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.kernels import choose_layers
 from stage_f_graph_tp.last_tokens import LastTokens
-from stage_f_graph_tp.ranks import Job, MakeBatch, Rank, RankHead, Ranks
+from stage_f_graph_tp.ranks import MakeBatch, Rank, RankHead, Ranks
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepBuffers, StepShape, largest_input
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
@@ -60,92 +56,75 @@ class StageRank(Rank):
         return (forward if links.stage == 0 else AfterReceiving(forward, links, self.ranks.number)), shape
 
 
-@dataclass(frozen=True)
-class PipelineJob(Job):
-    """Everything that a rank needs to build its part of a pipeline, which may have one stage."""
+def build_stage_rank(
+    source: ModelSource,
+    options: Options,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    rendezvous: Rendezvous,
+    workers: Workers | None,
+    batch: MakeBatch,
+    patch: Callable[..., str],
+    formats: Formats,
+) -> StageRank:
+    """Build one rank's part of a pipeline. All stages' pools have the number of blocks that every rank has room for.
 
-    options_class: ClassVar[type[ScaleOutOptions]] = ScaleOutOptions
+    Args:
+        workers, batch: as of stage F's `Job.build`.
+        patch, formats: as of stage D's `load_runtime`.
+    """
+    config = ModelConfig.from_hf(source.config)
+    position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
+    part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
+    group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
+    rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
+    states = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
+    traced = options.trace and position.rank_in_stage == 0
+    spans = Spans(f"{options.trace}.stage{position.stage}", device) if traced else None
+    # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
+    unsent = options.batches_in_flight + 1
+    links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
+    check = (lambda: None) if workers is None else workers.check
+    if workers is not None:
+        workers.stop_waiting = stop_all([group, *links.links])
 
-    @property
-    def num_ranks(self) -> int:
-        return self.options_class(**self.options).num_ranks
+    def patch_stage(model: DecoderModel, options: Options, device: torch.device) -> str:
+        line = patch(model, options, device)
+        replace_ends(model, links.states, links.stage == 0, links.is_last)
+        return f"{position.num_stages} stages; {line}"
 
-    @property
-    def asked(self) -> str:
-        names = ("pipeline_parallel_size", "tensor_parallel_size")
-        return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
-
-    def build(self, rendezvous: Rendezvous, workers: Workers | None = None, batch: MakeBatch = InputBatch) -> Rank:
-        """Build one rank's part. All stages' pools have the number of blocks that every rank has room for."""
-        options = self.options_class(**self.options)
-        if options.pipeline_parallel_size == 1:
-            return super().build(rendezvous, workers, batch)
-        device = rendezvous.device(torch.device(self.device))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        config = ModelConfig.from_hf(resolve(self.model).config)
-        position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
-        part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
-        group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
-        rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
-        states = torch.zeros(rows, config.hidden_size, dtype=getattr(torch, self.dtype), device=device)
-        traced = options.trace and position.rank_in_stage == 0
-        spans = Spans(f"{options.trace}.stage{position.stage}", device) if traced else None
-        # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
-        unsent = options.batches_in_flight + 1
-        links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
-        check = (lambda: None) if workers is None else workers.check
-        if workers is not None:
-            workers.stop_waiting = stop_all([group, *links.links])
-        runtime = self.load_stage(options, device, group, links, position)
-        rendezvous.gather("loaded", "", check)  # a collective may only be entered when every rank will enter it
-        if group.size > 1:
-            group.connect()
-        links.connect()
-        sampler = make_sampler(runtime, options)
-        num_blocks = min(map(int, rendezvous.gather("blocks", str(choose_num_blocks(runtime, options)), check)))
-        kv_cache = runtime.make_pool(num_blocks)
-        inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
-        buffers = make_buffers(runtime, options, inputs)
-        head_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
-        tokens, ranks = LastTokens(options.max_num_seqs, device), Ranks(group, workers)
-        sampling = None
-        if position.stage == 0:
-            sampling = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
-        head = StageHead(links, ranks, buffers, sampling, StepBuffers(head_bytes, device))
-        placement = ranks if spans is None else TimedRanks(ranks, spans)
-        runner = StepRunner(inputs, buffers, sampler, Layers(runtime.model, kv_cache, tokens), head, placement)
-        record_graphs(
-            runner,
-            runtime,
-            options,
-            most_decodes(options),
-            lambda line: ranks.report(f"stage {links.stage}: {line}"),
-            ranks.watch,
-        )
-        return StageRank(runtime, runner, ranks, (group, *links.links), head)
-
-    def load_stage(
-        self, options: ScaleOutOptions, device: torch.device, group: RankGroup, links: StageLinks, position: Position
-    ) -> Runtime:
-        """Load the layers of a stage, or a rank's share of them."""
-
-        def patch(model: DecoderModel, options: ScaleOutOptions, device: torch.device) -> str:
-            line = choose_layers(model, options, device)
-            replace_ends(model, links.states, links.stage == 0, links.is_last)
-            return f"{position.num_stages} stages; {line}"
-
-        build = partial(build_stage, group=group, position=position)
-        source, dtype = resolve(self.model), getattr(torch, self.dtype)
-        return load_runtime(source, options, device, dtype, self.seed, build, patch)
+    build = partial(build_stage, group=group, position=position)
+    runtime = load_runtime(source, options, device, dtype, seed, build, patch_stage, formats)
+    rendezvous.gather("loaded", "", check)  # a collective may only be entered when every rank will enter it
+    if group.size > 1:
+        group.connect()
+    links.connect()
+    sampler = make_sampler(runtime, options)
+    num_blocks = min(map(int, rendezvous.gather("blocks", str(choose_num_blocks(runtime, options)), check)))
+    kv_cache = runtime.make_pool(num_blocks)
+    inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
+    buffers = make_buffers(runtime, options, inputs)
+    head_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
+    tokens, ranks = LastTokens(options.max_num_seqs, device), Ranks(group, workers)
+    sampling = None
+    if position.stage == 0:
+        sampling = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
+    head = StageHead(links, ranks, buffers, sampling, StepBuffers(head_bytes, device))
+    placement = ranks if spans is None else TimedRanks(ranks, spans)
+    runner = StepRunner(inputs, buffers, sampler, Layers(runtime.model, kv_cache, tokens), head, placement)
+    record_graphs(
+        runner,
+        runtime,
+        options,
+        most_decodes(options),
+        lambda line: ranks.report(f"stage {links.stage}: {line}"),
+        ranks.watch,
+    )
+    return StageRank(runtime, runner, ranks, (group, *links.links), head)
 
 
-def build_stage_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Build a worker's part of a pipeline; returns what executes rank 0's commands."""
-    return PipelineJob(**json.loads(message)).build(rendezvous).execute_command
-
-
-def most_decodes(options: ScaleOutOptions) -> int:
+def most_decodes(options: Options) -> int:
     """Return the sequences of a batch's largest decode step."""
     return -(-options.max_num_seqs // options.batches_in_flight)
 

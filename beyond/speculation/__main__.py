@@ -2,7 +2,7 @@
 
 import sys
 
-from beyond.speculation.options import add_options
+from beyond.options import add_options
 from stage_a_naive.entrypoints.cli import run
 
 if __name__ == "__main__":

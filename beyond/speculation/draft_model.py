@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from beyond.speculation.options import SpeculationOptions
+from beyond.options import Options
 from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.head import InFlight
@@ -66,7 +66,7 @@ class ModelDrafter:
         options: the limits of a step, and the longest draft.
     """
 
-    def __init__(self, runner: StepRunner, options: SpeculationOptions) -> None:
+    def __init__(self, runner: StepRunner, options: Options) -> None:
         self._runner = runner
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._num_tokens = options.num_speculative_tokens

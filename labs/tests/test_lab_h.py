@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import beyond.quantization.formats as formats
-from beyond.quantization import products
+from beyond.quantization import LLM, products
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
 from beyond.quantization.formats import Quantized
-from beyond.quantization.llm import LLM
 from stage_a_naive.sampling import SamplingParams
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

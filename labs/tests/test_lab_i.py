@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from beyond.speculation import LLM
 from beyond.speculation.drafts import HostDrafts
-from beyond.speculation.llm import LLM
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.scheduler import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
@@ -168,7 +168,8 @@ class TestWholeStage:
     def test_the_tutor_repeats_its_answer_in_few_steps(self):
         question = {"role": "user", "content": "What is prefill?"}
         params = SamplingParams(temperature=0.0, max_tokens=60)
-        llm = LLM("tutor", device="cpu", num_kvcache_blocks=64, without="overlap")  # the host guesses and checks
+        on_the_host = {"speculation": "ngram", "without": "overlap"}  # it guesses and checks
+        llm = LLM("tutor", device="cpu", num_kvcache_blocks=64, **on_the_host)
         answer = llm.chat([question], params, False)[0]
         before = llm.engine.counters.num_steps
         again = llm.chat([question, {"role": "assistant", "content": answer["text"]}, question], params, False)[0]

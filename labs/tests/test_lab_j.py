@@ -18,7 +18,7 @@ import beyond.scale_out.links as links
 import beyond.scale_out.sessions as sessions
 import beyond.scale_out.spans as spans
 import beyond.scale_out.stages as stages
-from beyond.scale_out.llm import LLM
+from beyond.scale_out import LLM
 from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from labs.exercises import WORK, load_labs

@@ -96,9 +96,19 @@ ENGINES = [
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
     row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond.speculation", BATCHING, *ALONE, "penalty rows"),
-    row("guesses, recorded", "beyond.speculation", BATCHING, *ALONE, "penalty rows", prepare=record),
-    row("guesses, no overlap", "beyond.speculation", BATCHING, *ALONE, "penalty rows", without="overlap"),
+    row("guesses", "beyond.speculation", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
+    row(
+        "guesses, recorded", "beyond.speculation", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"
+    ),
+    row(
+        "guesses, no overlap",
+        "beyond.speculation",
+        BATCHING,
+        *ALONE,
+        "penalty rows",
+        without="overlap",
+        speculation="ngram",
+    ),
     row(
         "guesses of a model",
         "beyond.speculation",
@@ -117,7 +127,7 @@ PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in eng
 
 def options_class(package: str) -> type:
     """The dataclass of an engine's options, from stage D on."""
-    module = importlib.import_module(f"{package}.options")
+    module = importlib.import_module(f"{package.partition('.')[0]}.options")  # the packages of `beyond` have one engine
     [found] = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     return found
 

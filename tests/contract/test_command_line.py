@@ -40,6 +40,7 @@ def options_of(package: str) -> AddOptions | None:
     """What adds an engine's options to its command line; stage A has none."""
     module = {"stage_a_naive": None, "stage_b_decode_step": "__main__", "stage_c_fused_mlp": "__main__"}
     name = module.get(package, "options")
+    package = package.partition(".")[0]  # the packages of `beyond` have one engine
     return importlib.import_module(f"{package}.{name}").add_options if name else None
 
 

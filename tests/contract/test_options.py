@@ -42,9 +42,7 @@ def test_another_name_for_graphs_is_refused_with_ours(package: str, value: bool)
         ("stage_d_paged", "enable_chunked_prefill"),
         ("stage_e_batching", "overlap"),
         ("stage_f_graph_tp", "quantization"),
-        ("beyond.quantization", "speculation"),
-        ("beyond.speculation", "quantization"),
-        ("beyond.scale_out", "kv_cache_dtype"),
+        ("beyond", "draft_tokens"),
     ],
 )
 def test_an_option_that_an_engine_does_not_have_is_unknown_to_it(package: str, option: str) -> None:

@@ -1,0 +1,158 @@
+"""The engine of all parts.
+
+    from beyond import LLM
+
+    llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", quantization="int8", kv_cache_dtype="int8", speculation="ngram")
+
+Stage F's engine is composed of parts that are handed to it. Each package here has others, and the options choose:
+
+    formats     how weights, keys and values are stored              quantization/parts.py
+    drafts      what guesses tokens, and how guesses are verified    speculation/drafts.py, ahead_drafts.py
+    placement   which layers run on which device                     ranks.py, scale_out/pipeline_ranks.py
+
+This file alone knows them all. What cannot be combined is in `options.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from beyond.options import Options
+from beyond.quantization.checkpoint import options_of_checkpoint, resolve_quantized
+from beyond.quantization.floor import QuantizedBytes
+from beyond.quantization.parts import load_quantized_runtime
+from beyond.scale_out.micro_batches import MicroBatches
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
+from beyond.scale_out.stages import check_stages
+from beyond.speculation.ahead_drafts import DeviceDrafts
+from beyond.speculation.device_inputs import AheadBatch, TableTokens
+from beyond.speculation.draft_runtime import find_draft, load_draft, make_drafter, make_pools
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters
+from beyond.speculation.host_inputs import DraftBatch, verification_graphs
+from beyond.speculation.ngram import NgramDrafter
+from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.token_table import TokenTable
+from stage_a_naive.contract.outputs import Metrics
+from stage_d_paged.config import ModelConfig
+from stage_d_paged.runtime import Runtime, choose_num_blocks
+from stage_e_batching.engine import Engine
+from stage_e_batching.llm import make_sampler
+from stage_e_batching.scheduler import Scheduler
+from stage_f_graph_tp import llm as stage_f
+from stage_f_graph_tp.compose import compose_runner
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.runner import StepRunner
+from stage_f_graph_tp.step_input import TokenSource
+
+
+class LLM(stage_f.LLM):
+    """Stage F's engine with 8-bit formats, speculation and pipeline stages, in any combination but a few.
+
+    In float32, drafts and stages change no token, also where tokens are sampled with a seed. In 16 bits a verification
+    may round scores in another way than a decode step: where the best two tokens are closer than that, the other one
+    may be taken, as also in a batch of another size.
+
+    Args:
+        model, device, dtype, seed: as in stage A; also a directory with an int8 checkpoint.
+        options: those of `Options`, by name.
+
+    Raises:
+        ModelError, TypeError, ValueError, MemoryError, OSError, WorkerError: as in stage F.
+        ValueError: a combination of options that is not supported; the message says what to do instead.
+    """
+
+    options_class = Options
+    options: Options
+    resolve = staticmethod(resolve_quantized)
+    table_class = TokenTable
+
+    @property
+    def model_bytes(self) -> QuantizedBytes:
+        """What a decode step reads."""
+        return QuantizedBytes(super().model_bytes, self.options)
+
+    def memory_line(self, metrics: Metrics) -> str:
+        """Say for a summary how many steps read the weights, and how many guesses were right, since the start."""
+        if self.options.speculation == "off":
+            return super().memory_line(metrics)
+        found = self.calls.stats()
+        return (
+            f"{self.model_bytes.weight_bytes / 1e6:9.1f} MB of weights read per step; {found['num_steps']} steps for "
+            f"{found['num_generated_tokens']} tokens, {found['num_accepted_tokens']} of {found['num_draft_tokens']} "
+            "guesses right"
+        )
+
+    def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
+        options = self.options = options_of_checkpoint(self.source, self.options)
+        length, guesses = options.num_speculative_tokens, options.speculation
+        rows = replace(options, max_num_seqs=options.max_rows)  # a batch slot for every row of a step
+        self._drafter = NgramDrafter(length) if guesses == "ngram" else None
+        if options.num_ranks > 1:
+            return self._build_on_ranks(rows, seed)
+        runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
+        drafting = self._load_draft(runtime, seed) if guesses == "model" else None
+        sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
+        if options.uses_eight_bits and options.uses("megakernel") and self.device.type == "cuda":
+            note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
+            runtime = replace(runtime, notes=(*runtime.notes, note))
+            rows = replace(rows, without=(*rows.without, "megakernel"))
+        limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
+        if options.guesses_ahead:
+            table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
+            batch = AheadBatch(*limits, length, tokens, sampler)
+            graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.TABLE)
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, tokens, [graphs])
+        if drafting is not None:
+            kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
+            self._drafter = make_drafter(drafting, drafting_cache, options)
+        else:
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
+        if guesses == "off":
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows)
+        batch = DraftBatch(*limits)
+        graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.HOST)
+        return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, graphs=[graphs])
+
+    def _build_on_ranks(self, rows: Options, seed: int) -> tuple[Runtime, StepRunner]:
+        """Build on several ranks. Only rank 0 knows of drafts: the others are told to run more rows."""
+        from beyond.ranks import Job, build_worker  # here: one rank needs no torch.distributed
+
+        check_stages(ModelConfig.from_hf(self.source.config), rows.pipeline_parallel_size)
+        job = Job.of(self.source.name, self.device, self.dtype, seed, rows)
+        runtime, runner = self._start_ranks(job, build_worker, InputBatch if rows.speculation == "off" else DraftBatch)
+        if rows.speculation == "model":
+            drafting = self._load_draft(runtime, seed)
+            self._drafter = make_drafter(drafting, drafting.make_pool(runner.kv_cache.num_blocks), self.options)
+        return runtime, runner
+
+    def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
+        source = find_draft(self.options.draft_model, self.source.name, runtime, len(self.tokenizer))
+        return load_draft(source, self.options, runtime, self.dtype, seed)
+
+    def _engine(self) -> Engine:
+        """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
+        options, scheduler = self.options, self._scheduler()
+        pace = MicroBatches(scheduler) if options.pipeline_parallel_size > 1 else None
+        drafts, counters = None, None
+        if self._drafter is not None:
+            counters = SpeculationCounters()
+            if options.guesses_ahead:
+                drafts = DeviceDrafts(self._drafter, scheduler, counters, options.num_speculative_tokens)
+            else:
+                drafts = HostDrafts(self._drafter, scheduler, counters)
+        depth = 1 if options.overlaps else 0
+        return Engine(
+            scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
+        )
+
+    def _scheduler(self) -> Scheduler:
+        options = self.options
+        if options.pipeline_parallel_size > 1:
+            return super()._scheduler(partial(PipelineScheduler, num_micro_batches=options.batches_in_flight))
+        if options.speculation != "off":
+            return super()._scheduler(partial(DraftScheduler, max_rows=options.max_rows))
+        return super()._scheduler()

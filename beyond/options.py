@@ -1,0 +1,122 @@
+"""All options of `beyond`'s engine, which of them cannot be combined, and all of them on the command line.
+
+What an option means is said in its package: `quantization/options.py`, `speculation/options.py` and
+`scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of the
+engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
+because the command line asks before anything slow is imported.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from beyond.quantization.options import QuantizationOptions
+from beyond.quantization.options import add_options as add_quantization_options
+from beyond.scale_out.options import ScaleOutOptions
+from beyond.scale_out.options import add_options as add_scale_out_options
+from beyond.speculation.options import MAX_SPECULATING, SpeculationOptions
+from beyond.speculation.options import add_options as add_speculation_options
+from stage_f_graph_tp.options import GraphOptions
+from stage_f_graph_tp.options import add_options as add_graph_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOptions):
+    """Options of `beyond`'s `LLM`: stage F's and those of the packages."""
+
+    def __post_init__(self) -> None:
+        for group in (GraphOptions, QuantizationOptions, SpeculationOptions, ScaleOutOptions):
+            group.__post_init__(self)
+        for refusal in REFUSED:
+            refusal.check(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def max_rows(self) -> int:
+        """Decode rows of the largest step: one per running sequence, and the drafts of those that have one."""
+        if self.speculation == "off":
+            return self.max_num_seqs
+        drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
+        return min(self.max_num_seqs + drafts, self.max_num_batched_tokens)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the tokens of the last one are known."""
+        # Where prompts have steps of their own, decodes pause, and a step may mix guesses in flight with known tokens.
+        return self.uses("overlap") and (self.speculation == "off" or self.enable_chunked_prefill)
+
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the device guesses, so that no step waits for the one before."""
+        return self.overlaps and self.speculation == "ngram" and self.num_ranks == 1
+
+    def stage_f(self, **changes: Any) -> GraphOptions:
+        """Stage F's options among these, some of them changed."""
+        return GraphOptions(**{field.name: getattr(self, field.name) for field in fields(GraphOptions)} | changes)
+
+
+class Refusal(NamedTuple):
+    """Two options that cannot be combined."""
+
+    one: str
+    other: str
+    applies: Callable[[Options], bool]
+    advice: str
+
+    def check(self, options: Options) -> None:
+        """Raise `ValueError` if the options are combined like this."""
+        if self.applies(options):
+            one, other = (f"{name}={getattr(options, name)!r}" for name in (self.one, self.other))
+            raise ValueError(f"{one} cannot be combined with {other}: {self.advice}")
+
+
+REFUSED = (
+    Refusal(
+        "fused_mlp",
+        "quantization",
+        lambda o: o.fused_mlp == "on" and o.quantization is not None,
+        "stage C's operator reads no 8-bit weights; use fused_mlp='auto'",
+    ),
+    Refusal(
+        "quantize_lm_head",
+        "tensor_parallel_size",
+        lambda o: o.quantize_lm_head and o.tensor_parallel_size > 1,
+        "the ranks split the LM head in 16 bits; leave quantize_lm_head away",
+    ),
+    Refusal(
+        "attention_backend",
+        "kv_cache_dtype",
+        lambda o: o.attention_backend == "flash" and o.kv_cache_dtype != "auto",
+        "flash-attn cannot read an 8-bit cache; use attention_backend='triton' or 'reference'",
+    ),
+    Refusal(
+        "speculation",
+        "tensor_parallel_size",
+        lambda o: o.speculation == "model" and o.tensor_parallel_size > 1 and o.num_kvcache_blocks == -1,
+        "the first GPU also holds the small model and a pool of as many blocks for it; give num_kvcache_blocks too",
+    ),
+    Refusal(
+        "speculation",
+        "pipeline_parallel_size",
+        lambda o: o.speculation != "off" and o.pipeline_parallel_size > 1,
+        "drafts are not made while several batches are in flight; use tensor_parallel_size",
+    ),
+    Refusal(
+        "without",
+        "pipeline_parallel_size",
+        lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,
+        "for one batch at a time use num_micro_batches=1",
+    ),
+)
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options to the command line."""
+    for add in (add_graph_options, add_quantization_options, add_speculation_options, add_scale_out_options):
+        add(group)

@@ -1,0 +1,71 @@
+"""An engine on several ranks: what each rank builds, with all options.
+
+Formats need nothing of their own here. Where a matrix is cut by rows (QKV, gate and up), a row's scale goes with the
+row. Where it is cut by columns (output, down), every rank has a scale of its own for its part of each row, made of that
+part alone: finer than one rank's. Ranks add up sums that are dequantised already, so that no scale has to travel. Keys
+and values are cut by heads, and so are their scales.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from beyond.options import Options
+from beyond.quantization.checkpoint import resolve_quantized
+from beyond.quantization.parts import choose_layers, load_quantized_runtime, make_formats
+from beyond.scale_out.pipeline_ranks import build_stage_rank
+from stage_d_paged.runtime import Runtime
+from stage_f_graph_tp import ranks
+from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
+
+
+@dataclass(frozen=True)
+class Job(ranks.Job):
+    """Everything that a rank needs to build its part of the engine."""
+
+    options_class: ClassVar[type[Options]] = Options
+
+    @property
+    def num_ranks(self) -> int:
+        return self.options_class(**self.options).num_ranks
+
+    @property
+    def asked(self) -> str:
+        names = ("pipeline_parallel_size", "tensor_parallel_size")
+        return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
+
+    def build(
+        self, rendezvous: Rendezvous, workers: Workers | None = None, batch: ranks.MakeBatch = InputBatch
+    ) -> ranks.Rank:
+        """Build one rank's part: a share of the whole model, or of a stage."""
+        options = self.options_class(**self.options)
+        if options.pipeline_parallel_size == 1:
+            return super().build(rendezvous, workers, batch)
+        device = rendezvous.device(torch.device(self.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        source, dtype, formats = (
+            resolve_quantized(self.model),
+            getattr(torch, self.dtype),
+            make_formats(options, device),
+        )
+        return build_stage_rank(
+            source, options, device, dtype, self.seed, rendezvous, workers, batch, choose_layers, formats
+        )
+
+    def load(self, options: Options, device: torch.device, group: RankGroup) -> Runtime:
+        """Load one rank's share of the model."""
+        build, dtype = partial(build_sharded_model, group=group), getattr(torch, self.dtype)
+        return load_quantized_runtime(resolve_quantized(self.model), options, device, dtype, self.seed, build)
+
+
+def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
+    """Build a worker's part of the engine; returns what executes rank 0's commands."""
+    return Job(**json.loads(message)).build(rendezvous).execute_command
