@@ -31,7 +31,8 @@ from beyond.speculation.draft_runtime import find_draft, load_draft, make_drafte
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
+from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
@@ -139,20 +140,20 @@ class LLM(stage_f.LLM):
         pace = MicroBatches(scheduler) if options.pipeline_parallel_size > 1 else None
         drafts, counters = None, None
         if self._drafter is not None:
-            counters = SpeculationCounters()
+            counters, rows = SpeculationCounters(), DraftRows(scheduler, options.max_rows)
             if options.guesses_ahead:
-                drafts = DeviceDrafts(self._drafter, scheduler, counters, options.num_speculative_tokens)
+                drafts = DeviceDrafts(self._drafter, rows, counters, options.num_speculative_tokens)
             else:
-                drafts = HostDrafts(self._drafter, scheduler, counters)
+                drafts = HostDrafts(self._drafter, rows, counters)
         depth = 1 if options.overlaps else 0
         return Engine(
             scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
         )
 
     def _scheduler(self) -> Scheduler:
-        options = self.options
-        if options.pipeline_parallel_size > 1:
-            return super()._scheduler(partial(PipelineScheduler, num_micro_batches=options.batches_in_flight))
+        options, parts = self.options, {}
         if options.speculation != "off":
-            return super()._scheduler(partial(DraftScheduler, max_rows=options.max_rows))
-        return super()._scheduler()
+            parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+        if options.pipeline_parallel_size > 1:
+            return super()._scheduler(partial(PipelineScheduler, num_micro_batches=options.batches_in_flight, **parts))
+        return super()._scheduler(partial(Scheduler, **parts))

@@ -8,8 +8,7 @@
 How many steps stay in flight when one has been launched is the ring's *depth*. With 0 the tokens of a step are waited
 for at once: schedule, run, postprocess. With 1 the next step is launched before the tokens of the last one are fetched.
 
-The ring has no lock and knows no caller: who calls it, and what becomes of a step that breaks off, is in `calls/`. What
-it asks of its parts is in `parts.py`.
+The ring has no lock and knows no caller: who calls it is in `calls/`, what it asks of its parts in `parts.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 
 from stage_e_batching.counters import Counters
@@ -26,45 +26,23 @@ from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_e_batching.trace import Trace
 
 
+@dataclass(eq=False)
 class Engine:
-    """Sequences in, tokens out.
+    """Sequences in, tokens out: what is added to the scheduler runs to its end."""
 
-    Args:
-        scheduler: decides the steps; what is added to it runs to its end.
-        runner: computes them.
-        depth: steps that stay in flight when another one has been launched.
-        pace: says that before every step instead.
-        drafts: guess tokens that a step verifies.
-        counters: what the engine counts in; new ones by default.
-        trace: a record of every step.
+    scheduler: Scheduler  # decides the steps
+    runner: Runner  # computes them
+    depth: int = 0  # steps that stay in flight when another one has been launched
+    pace: Pace | None = None  # says that before every step, where it changes
+    drafts: Drafts | None = None  # guess tokens that a step verifies
+    trace: Trace | None = None  # a record of every step
+    counters: Counters = field(default_factory=Counters)
+    reports: list[Report] = field(default_factory=list)  # called with every step that has run
+    # Sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
+    news: deque[BatchSequence] = field(default_factory=deque)
 
-    Attributes:
-        reports: are called with every step that has run.
-        news: sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        *,
-        depth: int = 0,
-        pace: Pace | None = None,
-        drafts: Drafts | None = None,
-        counters: Counters | None = None,
-        trace: Trace | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
-        self.depth = depth
-        self.pace = pace
-        self.drafts = drafts
-        self.counters = counters or Counters()
-        self.trace = trace
-        self.reports: list[Report] = []
-        self.news: deque[BatchSequence] = deque()
-        self._launched: Launched = deque()
-        self._uncertain: BatchSequence | None = None  # it is being given a token
+    _launched: Launched = field(default_factory=deque, init=False)
+    _uncertain: BatchSequence | None = field(default=None, init=False)  # it is being given a token
 
     def run_step(self) -> None:
         """Launch the next step, then collect those before the `depth` latest."""
@@ -163,9 +141,8 @@ class Engine:
         while self._launched:
             with suppress(Exception):  # it may have failed as well; what it reports then is reported already
                 self._launched.popleft()[1].wait()
-        for part in (self.runner, self.scheduler, self.drafts, self.trace):
-            if part is not None:
-                part.forget()
+        for part in filter(None, (self.runner, self.drafts, self.scheduler, self.trace)):
+            part.forget()
         for sequence in self.scheduler.unfinished:
             if sequence.error is not None or sequence.is_finished:
                 self.remove(sequence)

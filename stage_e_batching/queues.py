@@ -11,8 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from operator import attrgetter
+from typing import Protocol
 
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence, State
@@ -22,8 +24,16 @@ MAX_OVERTAKES = 16  # times that a request may be passed by later ones
 LOOKAHEAD = 64  # waiting requests looked at in a step, so that a long queue costs no more than a short one
 
 
+class Order(Protocol):
+    """In which order waiting sequences are tried; see also `waiting_order.py`."""
+
+    def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
+        """Return at most `limit` of the waiting sequences, the one to try first at the front."""
+        ...
+
+
 class FirstCome:
-    """The order in which waiting sequences are tried: that of arrival. Others are in `waiting_order.py`."""
+    """The order of arrival."""
 
     def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
         """Return the waiting sequences to try to admit in this step, the first one first.
@@ -43,6 +53,7 @@ class Queues:
         num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
         max_num_penalty_seqs: of these, how many may have penalties; None is all.
+        block_manager_class: manages the pool.
     """
 
     def __init__(
@@ -52,16 +63,17 @@ class Queues:
         enable_prefix_caching: bool,
         max_num_seqs: int,
         max_num_penalty_seqs: int | None = None,
+        block_manager_class: type[BlockManager] = BlockManager,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self._num_table_slots = min(max_num_penalty_seqs or max_num_seqs, max_num_seqs)
-        self._pool = (num_blocks, block_size, enable_prefix_caching)
+        self._new_pool = partial(block_manager_class, num_blocks, block_size, enable_prefix_caching)
         self._next_request_id = 0
         self._unfinished: dict[int, BatchSequence] = {}
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self.block_manager = BlockManager(*self._pool)
+        self.block_manager = self._new_pool()
         # All three by arrival, earliest first. The first may be long, and is changed near its front: a deque does not
         # move what comes after.
         self.waiting: deque[BatchSequence] = deque()

@@ -34,7 +34,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 
-from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Queues, by_arrival
+from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Order, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
 WATERMARK = 16  # tokens that each running sequence can grow by after an admission
@@ -59,12 +60,11 @@ class Scheduler(Queues):
         max_num_penalty_seqs: of these, how many may have penalties; None is all.
         max_num_batched_tokens: tokens that run in one step.
         enable_chunked_prefill: False keeps prompts whole, in steps of their own, as engines did before chunking.
+        sequence_class, block_manager_class: what later engines know of sequences and blocks beyond stage E's.
 
     Raises:
         ValueError: a step's tokens would not suffice for one token of every running sequence.
     """
-
-    sequence_class = BatchSequence
 
     def __init__(
         self,
@@ -76,14 +76,18 @@ class Scheduler(Queues):
         max_num_penalty_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        sequence_class: type[BatchSequence] = BatchSequence,
+        block_manager_class: type[BlockManager] = BlockManager,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         check_step_limits(max_num_seqs, max_num_batched_tokens)
-        super().__init__(num_blocks, block_size, enable_prefix_caching, max_num_seqs, max_num_penalty_seqs)
+        pool = num_blocks, block_size, enable_prefix_caching
+        super().__init__(*pool, max_num_seqs, max_num_penalty_seqs, block_manager_class)
+        self.sequence_class = sequence_class
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.order = FirstCome()  # who is looked at first; see queues.py and waiting_order.py
+        self.order: Order = FirstCome()  # who is looked at first; see queues.py and waiting_order.py
         self._steps = 0
         self._prompt_steps = 0  # steps of prompts alone since the last step of decodes
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from heapq import nsmallest
 
 from stage_d_paged.block_manager import BlockManager
-from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
+from stage_e_batching.queues import MAX_OVERTAKES
 from stage_e_batching.step import BatchSequence
 
 
-class ByRank(FirstCome):
+class ByRank:
     """The lowest rank first, ties by arrival; a starving request alone."""
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:

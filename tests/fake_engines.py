@@ -20,19 +20,21 @@ from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_inputs import DraftBatch
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import Sampler
+from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
 
 DRAFT = 4  # guesses of the device
+DRAFTED = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
 
 
 def following(tokens: list[int], wrong: list[bool]) -> list[int]:
@@ -71,7 +73,7 @@ class HashDrafter(FinishedDrafts):
 class DraftRunner(FakeRunner):
     """The fake model for steps with drafts: a step's tokens are all on the device, or are all sent."""
 
-    def __init__(self, scheduler: DraftScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
+    def __init__(self, scheduler: Scheduler, max_rows: int, fail_at: frozenset[int]) -> None:
         super().__init__(scheduler, fail_at)
         self.batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
 
@@ -92,10 +94,10 @@ def make_guessing(
     **options: object,
 ) -> Calls:
     max_rows = min(options["max_num_seqs"] * (1 + draft_tokens), options["max_num_batched_tokens"])
-    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    scheduler = Scheduler(**DRAFTED, **options)
     runner = DraftRunner(scheduler, max_rows, fail_at)
     counters = SpeculationCounters()
-    drafts = HostDrafts(drafter, scheduler, counters)
+    drafts = HostDrafts(drafter, DraftRows(scheduler, max_rows), counters)
     return calls_of(Engine(scheduler, runner, depth=int(overlap), drafts=drafts, counters=counters), max_model_len)
 
 
@@ -130,7 +132,7 @@ class HashModel:
 class HashRunner:
     """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
 
-    def __init__(self, scheduler: DraftScheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
+    def __init__(self, scheduler: Scheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
         block_size = scheduler.block_manager.block_size
         cpu, longest = torch.device("cpu"), scheduler.capacity + 1
         runtime = SimpleNamespace(
@@ -189,10 +191,10 @@ def make_ahead(
     **options: object,
 ) -> Calls:
     max_rows = min(options["max_num_seqs"] * (1 + DRAFT), options["max_num_batched_tokens"])
-    scheduler = DraftScheduler(max_rows=max_rows, **options)
+    scheduler = Scheduler(**DRAFTED, **options)
     runner = HashRunner(scheduler, max_rows, partial(guess_hashes, error_rate), fail_at)
     counters = SpeculationCounters()
-    drafts = DeviceDrafts(drafter, scheduler, counters, DRAFT)
+    drafts = DeviceDrafts(drafter, DraftRows(scheduler, max_rows), counters, DRAFT)
     return calls_of(Engine(scheduler, runner, depth=1, drafts=drafts, counters=counters), max_model_len)
 
 

@@ -33,7 +33,7 @@ RANKS = (
     "/scale_out/",
     "stage_f_graph_tp/runner.py",
     "stage_f_graph_tp/head.py",
-    "overlap.py",
+    "stage_e_batching/engine.py",
     "contextlib.py",
 )
 SAMPLE = 12  # lines, of those with something to do with ranks, and a quarter as many of the others

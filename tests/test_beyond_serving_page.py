@@ -226,11 +226,8 @@ def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leav
 
 
 def test_of_a_large_pool_every_nth_block_is_drawn():
-    engine = make_calls(
-        num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
-    )
-    step_log.watch(engine)
-    whole = step_log.describe(engine)
+    calls = make_calls(num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    whole = step_log.describe(calls)
     assert (whole["every_nth_block"], len(whole["blocks"])) == (3, -(-whole["num_blocks"] // 3))
 
 

@@ -40,15 +40,15 @@ class BreakableLLM(stage_e_batching.LLM):
 
     def __init__(self, model: str, **options: object) -> None:
         super().__init__(model, **options)
-        works = self.runner.run
+        works = self.runner.launch
 
-        def run(step):
+        def launch(step):
             for sequence in step.sequences:
                 if error := ERRORS.get(sequence.completion.all_token_ids[0]):
                     raise error
             return works(step)
 
-        self.runner.run = run
+        self.runner.launch = launch
 
 
 @pytest.fixture(scope="module")

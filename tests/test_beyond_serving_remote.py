@@ -22,8 +22,8 @@ from beyond.serving.remote_engine import EngineDied, RemoteLoop
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event, Token
-from stage_e_batching.engine import Engine
 
 pytestmark = pytest.mark.fast
 BATCH = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -169,11 +169,11 @@ def test_an_inbox_has_the_commands_of_a_message_in_their_order_then_the_end_and_
 
 
 @contextmanager
-def piped(engine: Engine) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
+def piped(calls: Calls) -> Iterator[tuple[PipedLoop, Connection, Connection]]:
     """An engine's loop, and the pipes for its commands and of its news."""
     commands_end, commands = Pipe(duplex=False)
     news, news_end = Pipe(duplex=False)
-    loop = PipedLoop(engine, commands_end, news_end)
+    loop = PipedLoop(calls, commands_end, news_end)
     try:
         yield loop, commands, news
     finally:
@@ -216,9 +216,9 @@ def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_
     def fail(step):
         raise error
 
-    engine = make_calls(num_blocks=16, block_size=4, **BATCH)
-    engine.runner.run = fail
-    with piped(engine) as (loop, commands, news):
+    calls = make_calls(num_blocks=16, block_size=4, **BATCH)
+    calls.engine.runner.launch = fail
+    with piped(calls) as (loop, commands, news):
         commands.send([("submit", [request(0, [20])])])
         _, _, told, rows = receive(news)
         assert str(error) in str(told) and len(rows) == 1

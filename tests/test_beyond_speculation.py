@@ -12,7 +12,7 @@ import pytest
 import torch
 from contract.engines import MODEL, ask, finish, ids
 from fake_engines import FinishedDrafts, following, make_guessing
-from fake_model import completion_of, make_request
+from fake_model import LateTokens, completion_of, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import SHARING, forked_ranks
@@ -23,14 +23,14 @@ import stage_e_batching
 import stage_f_graph_tp
 from beyond.quantization.parts import load_quantized_runtime
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
-from beyond.speculation.ahead_engine import AheadEngine
+from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.draft_runtime import make_pools
-from beyond.speculation.engine import SpeculativeEngine
+from beyond.speculation.drafts import HostDrafts
+from beyond.speculation.host_inputs import verification_sizes
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.runner import verification_sizes
-from beyond.speculation.scheduler import ShrinkingBlockManager
+from beyond.speculation.rows import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.presets import PRESETS
@@ -38,7 +38,6 @@ from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, load_runtime
 from stage_e_batching.calls import Calls
-from stage_e_batching.parts import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
@@ -119,15 +118,15 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
     manager = calls.engine.scheduler.block_manager
     calls.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
     widest = 0
-    run = calls.engine.runner.run
+    launch = calls.engine.runner.launch
 
-    def watched(step: ScheduledStep) -> Sampled:
+    def watched(step: ScheduledStep) -> LateTokens:
         nonlocal widest
         spare = [len(s.block_table) - manager.blocks_for(s.num_computed_tokens) for s in step.sequences]
         widest = max([widest, *spare])
-        return run(step)
+        return launch(step)
 
-    calls.engine.runner.run = watched
+    calls.engine.runner.launch = watched
     while calls.has_unfinished():
         calls.step()
         for sequence in calls.engine.scheduler.decoding:
@@ -220,25 +219,21 @@ def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
 def test_a_gain_brings_the_shortest_pause_back():
     sequence = SpeculativeSequence(completion_of([1, 2, 3]))
     for right in (0, 0, 0):
-        sequence.num_right = right
-        sequence.settle()
+        sequence.settle(right)
     assert sequence.pause == 8 * FIRST_PAUSE and sequence.resume_at == 3 + 4 * FIRST_PAUSE
-    sequence.num_right = 1
-    sequence.settle()
+    sequence.settle(1)
     assert sequence.pause == 8 * FIRST_PAUSE and sequence.balance == 0, "it has paid for itself and gained nothing"
-    sequence.num_right = 3
-    sequence.settle()
+    sequence.settle(3)
     assert sequence.pause == FIRST_PAUSE and sequence.balance == 2
 
 
 def test_a_request_that_used_to_gain_pauses_after_a_handful_of_losses():
     sequence = SpeculativeSequence(completion_of([1, 2, 3]))
     for _ in range(20):
-        sequence.num_right = 4
-        sequence.settle()
+        sequence.settle(4)
     losses = 0
     while not sequence.is_pausing:
-        sequence.settle()
+        sequence.settle(0)
         losses += 1
     assert losses == MOST_CREDIT / COST + 1
 
@@ -482,20 +477,20 @@ def test_options_out_of_range_are_refused(option):
 
 
 @pytest.mark.parametrize(
-    ("options", "engine", "runs_ahead"),
+    ("options", "drafts", "runs_ahead"),
     [
-        ({}, AheadEngine, True),
-        ({"without": "overlap"}, SpeculativeEngine, False),
-        ({"enable_chunked_prefill": False}, SpeculativeEngine, False),
-        ({"tensor_parallel_size": 2}, SpeculativeEngine, True),
-        ({"speculation": "model", "draft_model": MODEL}, SpeculativeEngine, True),
+        ({}, DeviceDrafts, True),
+        ({"without": "overlap"}, HostDrafts, False),
+        ({"enable_chunked_prefill": False}, HostDrafts, False),
+        ({"tensor_parallel_size": 2}, HostDrafts, True),
+        ({"speculation": "model", "draft_model": MODEL}, HostDrafts, True),
     ],
     ids=str,
 )
-def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, calls, runs_ahead):
+def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahead(options, drafts, runs_ahead):
     with forked_ranks():
         llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, **options)
-    assert type(llm.engine) is calls
+    assert type(llm.engine.drafts) is drafts
     llm.engine.drafts.drafter.has_draft = lambda sequence: False
     ahead, launch = set(), llm.runner.launch
     llm.runner.launch = lambda step: ahead.update(s.num_in_flight > 0 for s in step.sequences) or launch(step)

@@ -14,7 +14,7 @@ Who guesses is the host's decision, from the tokens that it knows: one token les
 from __future__ import annotations
 
 from beyond.speculation.drafts import Drafter, SpeculationCounters, promising, without_rows
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.rows import DraftRows
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from stage_e_batching.parts import Sampled
 from stage_e_batching.step import ScheduledStep, State
@@ -25,18 +25,16 @@ class DeviceDrafts:
 
     Args:
         drafter: knows who has a guess.
-        scheduler: knows who decodes.
+        rows: of the steps that verify guesses.
         counters: count the guesses.
         draft_tokens: guesses per sequence.
     """
 
     need_tokens = False
 
-    def __init__(
-        self, drafter: Drafter, scheduler: DraftScheduler, counters: SpeculationCounters, draft_tokens: int
-    ) -> None:
+    def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters, draft_tokens: int) -> None:
         self.drafter = drafter
-        self._scheduler = scheduler
+        self._rows = rows
         self._counters = counters
         self._draft_tokens = draft_tokens
         self._promised: list[SpeculativeSequence] = []  # a draft of theirs may be in the step decided last
@@ -45,7 +43,7 @@ class DeviceDrafts:
     def are_promising(self) -> bool:
         for sequence in self._promised:
             sequence.draft = []
-        self._promised = promising(self.drafter, self._scheduler.decoding)
+        self._promised = promising(self.drafter, self._rows.decoding)
         return bool(self._promised)
 
     def propose(self) -> bool:
@@ -56,8 +54,14 @@ class DeviceDrafts:
 
     def complete(self, step: ScheduledStep) -> None:
         """Note how many more tokens than one the step may give to a sequence."""
+        if not self._promised:
+            return
+        self._rows.add(step)
+        running = set(step.sequences[: step.num_decodes])
         for sequence in self._promised:
-            if sequence.draft:
+            if sequence not in running:  # it has lost its blocks
+                sequence.draft = []
+            elif sequence.draft:
                 sequence.num_unsure = len(sequence.draft)
 
     def accept(self, step: ScheduledStep, sampled: Sampled) -> Sampled:
@@ -86,11 +90,12 @@ class DeviceDrafts:
             self._counters.num_accepted_tokens += num_right
             if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
                 sequence.settle(num_right)
-            self._scheduler.trim(sequence)
+            self._rows.trim(sequence)
         self._arrived = {}
 
     def forget(self) -> None:
         self._promised, self._arrived = [], {}
+        self._rows.forget()
 
 
 def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from beyond.speculation.options import MAX_SPECULATING
-from beyond.speculation.scheduler import DraftScheduler
+from beyond.speculation.rows import DraftRows
 from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.counters import Counters
 from stage_e_batching.parts import Sampled
@@ -61,34 +61,35 @@ class HostDrafts:
 
     Args:
         drafter: makes the guesses.
-        scheduler: knows who decodes.
+        rows: of the steps that verify them.
         counters: count them.
     """
 
     need_tokens = True
 
-    def __init__(self, drafter: Drafter, scheduler: DraftScheduler, counters: SpeculationCounters) -> None:
+    def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters) -> None:
         self.drafter = drafter
-        self._scheduler = scheduler
+        self._rows = rows
         self._counters = counters
-        self._proposed = False  # for the step that is under way
+        self._proposed: list[SpeculativeSequence] = []  # they have a draft, for the step that is under way
         self._verified: dict[SpeculativeSequence, int] = {}  # in that step, with their tokens before it
 
     def are_promising(self) -> bool:
-        return bool(promising(self.drafter, self._scheduler.decoding))
+        return bool(promising(self.drafter, self._rows.decoding))
 
     def propose(self) -> bool:
         """Guess for every sequence that may. Returns whether there is a guess."""
-        decoding = self._scheduler.decoding
+        decoding = self._rows.decoding
         for sequence in decoding:
             sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
             del sequence.draft[sequence.longest_draft :]
-        self._proposed = any(sequence.draft for sequence in decoding)
-        return self._proposed
+        self._proposed = [sequence for sequence in decoding if sequence.draft]
+        return bool(self._proposed)
 
     def complete(self, step: ScheduledStep) -> None:
         if not self._proposed:
             return
+        self._rows.add(step)
         verified = [sequence for sequence in dict.fromkeys(step.sequences[: step.num_decodes]) if sequence.draft]
         self._verified = {sequence: len(sequence.token_ids) for sequence in verified}
         self._counters.num_verifications += len(verified)
@@ -124,13 +125,14 @@ class HostDrafts:
             num_right = len(sequence.token_ids) - length - 1
             self._counters.num_accepted_tokens += num_right
             sequence.settle(num_right)
-            self._scheduler.trim(sequence)
-        for sequence in self._scheduler.decoding:  # where prompts have steps of their own, drafts may not have run
+            self._rows.trim(sequence)
+        for sequence in self._proposed:  # where prompts have steps of their own, drafts may not have run
             sequence.draft = []
-        self.forget()
+        self._proposed, self._verified = [], {}
 
     def forget(self) -> None:
-        self._proposed, self._verified = False, {}
+        self._proposed, self._verified = [], {}
+        self._rows.forget()
 
 
 def promising(drafter: Drafter, decoding: Sequence[SpeculativeSequence]) -> list[SpeculativeSequence]:

@@ -7,7 +7,7 @@ import pytest
 from beyond.speculation import LLM
 from beyond.speculation.drafts import HostDrafts
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.scheduler import ShrinkingBlockManager
+from beyond.speculation.rows import ShrinkingBlockManager
 from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
 from labs.tests.support import completion_of, student_random
 from stage_a_naive.sampling import SamplingParams

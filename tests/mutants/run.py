@@ -46,7 +46,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stage_d_paged/block_manager.py": ("tests/test_stage_d_block_manager.py", FUZZ),
     "stage_e_batching/scheduler.py": SCHEDULING,
     "stage_e_batching/queues.py": (*SCHEDULING, "tests/test_stage_e_interrupts.py"),
-    "stage_e_batching/engine.py": (*SCHEDULING, "tests/test_stage_e_calls.py", "tests/test_stage_e_interrupts.py"),
+    "stage_e_batching/engine.py": (*SCHEDULING, "tests/test_stage_f_overlap.py", "tests/test_stage_e_interrupts.py"),
+    "stage_e_batching/calls/calls.py": ("tests/test_stage_e_calls.py", "tests/test_stage_e_interrupts.py", FUZZ),
     "stage_e_batching/sampler/reference.py": (
         "tests/test_stage_e_sampler.py",
         "-k",
@@ -54,7 +55,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     f"{F}/step_input.py": OVERLAP,
     f"{F}/input_batch.py": OVERLAP,
-    f"{F}/overlap.py": OVERLAP,
     f"{F}/rank_runner.py::StepCommand": COMMANDS,
     f"{F}/rank_runner.py::RankRunner.execute_command": COMMANDS,
     f"{F}/rank_runner.py::RankRunner.begin_command": COMMANDS,

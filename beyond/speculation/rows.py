@@ -1,4 +1,4 @@
-"""Stage E's scheduler with drafts: a sequence that has one runs several rows in a step, one per token.
+"""Rows for drafts: a sequence that has one runs several rows in a step, one per token.
 
 A row is a decode of its own: it has its own position and context length, and shares the block table of its sequence.
 In every layer a step stores all keys and values before it reads any, so the row of the third guess sees the keys of
@@ -10,7 +10,7 @@ never learns of them, and the blocks that they needed are given back with them.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from beyond.speculation.sequence import DRAFT, SpeculativeSequence
 from stage_d_paged.block_manager import BlockManager
@@ -32,68 +32,63 @@ class ShrinkingBlockManager(BlockManager):
             self._free.move_to_end(block, last=False)  # nothing is lost if it is handed out next
 
 
-class DraftScheduler(Scheduler):
-    """Decides who runs, and with how many guesses.
+class DraftRows:
+    """The rows of guesses in the steps of a scheduler, and the blocks that they need.
 
     Args:
-        max_rows: tokens of decoding sequences, guesses included, that one step runs.
-        options: those of `Scheduler`.
+        scheduler: decides the steps, in which a decoding sequence has one row; it has a `ShrinkingBlockManager`.
+        max_rows: sequences of one step, every guess counted as one.
     """
 
-    sequence_class = SpeculativeSequence
-    decoding: list[SpeculativeSequence]
-    block_manager: ShrinkingBlockManager
-
-    def __init__(self, *, max_rows: int, **options: Any) -> None:
+    def __init__(self, scheduler: Scheduler, max_rows: int) -> None:
+        self._scheduler = scheduler
         self._max_rows = max_rows
-        super().__init__(**options)
 
-    def _start_empty(self) -> None:
-        super()._start_empty()
-        self.block_manager = ShrinkingBlockManager(*self._pool)
+    @property
+    def decoding(self) -> list[SpeculativeSequence]:
+        """The sequences that may have a draft."""
+        return cast("list[SpeculativeSequence]", self._scheduler.decoding)
 
-    def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """One row per decoding sequence, and one more for each token of its draft that there is room for."""
-        super()._schedule_decodes(step)
-        if not any(map(DRAFT, step.sequences)):
+    def add(self, step: ScheduledStep) -> None:
+        """Give each sequence that decodes a row more for every token of its draft, as far as there is room."""
+        decodes = step.num_decodes
+        if not any(map(DRAFT, step.sequences[:decodes])):
             return
-        spare = self._max_rows - len(step)
-        sequences, starts = step.sequences, step.starts
-        step.sequences, step.starts = [], []
-        for sequence, start in zip(sequences, starts, strict=True):
+        spare = min(self._max_rows - len(step), self._scheduler.max_num_batched_tokens - step.total_tokens)
+        sequences, starts = [], []
+        for sequence, start in zip(step.sequences[:decodes], step.starts[:decodes], strict=True):
             if sequence.draft:
-                self._fit_draft(sequence, step, spare)
+                self._fit(sequence, step, spare)
                 spare -= len(sequence.draft)
             count = 1 + len(sequence.draft)
-            step.sequences += [sequence] * count
-            step.starts += range(start, start + count)
-        step.num_decodes = len(step)
-        step.num_tokens = [1] * len(step)
-        step.samples = [True] * len(step)
+            sequences += [sequence] * count
+            starts += range(start, start + count)
+        step.sequences[:decodes], step.starts[:decodes] = sequences, starts
+        step.num_decodes = len(sequences)
+        step.num_tokens[:decodes] = [1] * len(sequences)
+        step.samples[:decodes] = [True] * len(sequences)
 
-    def _fit_draft(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
+    def _fit(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
         """Reserve blocks for a draft, or shorten it to the blocks that there are. No request is preempted for it."""
         table, blocks = sequence.block_table, len(sequence.block_table)
+        manager = self._scheduler.block_manager
         del sequence.draft[most:]
         # Where the next step is launched ahead, it may begin behind all guesses of this one and of the one in flight.
         certain = sequence.num_computed_tokens + sequence.num_unsure + 1
         reach = min(certain + len(sequence.draft), sequence.max_total_tokens - 1)
-        if not self.block_manager.allocate(sequence, reach, watermark=len(self.decoding)):
-            del sequence.draft[max(0, blocks * self.block_manager.block_size - certain) :]
+        if not manager.allocate(sequence, reach, watermark=len(self.decoding)):
+            del sequence.draft[max(0, blocks * manager.block_size - certain) :]
         if len(table) > blocks:
             step.grown.append(sequence)
 
     def trim(self, sequence: SpeculativeSequence) -> None:
         """After a verification: index what was found right, and give back the blocks of the rest."""
-        self.block_manager.index_computed(sequence)
+        manager = cast("ShrinkingBlockManager", self._scheduler.block_manager)
+        manager.index_computed(sequence)
         if not sequence.num_unsure:
-            self.block_manager.shrink(sequence)
-
-    def _vacate(self, sequence: SpeculativeSequence) -> None:
-        sequence.draft = []
-        super()._vacate(sequence)
+            manager.shrink(sequence)
 
     def forget(self) -> None:
-        for sequence in cast("list[SpeculativeSequence]", self.unfinished):
+        """Drop all drafts."""
+        for sequence in cast("list[SpeculativeSequence]", self._scheduler.unfinished):
             sequence.draft, sequence.num_unsure = [], 0
-        super().forget()
