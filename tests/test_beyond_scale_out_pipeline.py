@@ -274,7 +274,7 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     for rank in range(2):
         names.clear()
         group = RankGroup(Rendezvous(None, 0, 1), CPU)
-        model = build_stage(*arguments, group, Position(rank, 2, 1))
+        model = build_stage(*arguments, group=group, position=Position(rank, 2, 1))
         assert len(model.layers) == config.num_layers // 2
         assert sum(weight.numel() for weight in model.embed_tokens.parameters()) == config.hidden_size * (
             1 if rank else config.vocab_size

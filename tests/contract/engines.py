@@ -185,10 +185,9 @@ def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
 
 def held(llm: NaiveLLM) -> tuple[int, int]:
     """What an engine with a pool still holds: requests that wait or run, and blocks."""
-    engine = llm.engine
-    if not hasattr(engine, "stats"):
-        return len(engine.unfinished), engine.block_manager.num_used
-    stats = engine.stats()
+    if not hasattr(llm, "calls"):
+        return len(llm.engine.unfinished), llm.engine.block_manager.num_used
+    stats = llm.calls.stats()
     return stats["num_waiting"] + stats["num_running"], stats["num_used_blocks"]
 
 
