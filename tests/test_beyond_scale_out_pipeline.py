@@ -284,10 +284,10 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     assert not any("embed" in name or "head" in name or ".layers.0." in name for name in read[1])
     whole.known -= {"model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="whose layer 0 is the model's layer 1: .*layers.0.mlp.up_proj.weight is miss"):
-        build_stage(*arguments, group, Position(1, 2, 1))
+        build_stage(*arguments, group=group, position=Position(1, 2, 1))
     whole.known |= {"model.layers.1.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="1 weights that the model does not have: model.layers.9"):
-        build_stage(*arguments, group, Position(1, 2, 1))
+        build_stage(*arguments, group=group, position=Position(1, 2, 1))
 
 
 @pytest.mark.parametrize(
