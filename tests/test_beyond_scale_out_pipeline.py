@@ -311,9 +311,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
 
 def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
     gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
-    options = Options(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    options = Options(pipeline_parallel_size=gpus + 2, tensor_parallel_size=2)
     job = Job.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
-    asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
+    asked = f"pipeline_parallel_size={gpus + 2}, tensor_parallel_size=2, but there are {gpus} GPUs"
     with pytest.raises(ValueError, match=asked):
         build_ranks(job, config, build_worker)
 
