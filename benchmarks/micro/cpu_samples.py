@@ -22,10 +22,15 @@ SECONDS, PROMPT = 0.001, 128
 # Part -> texts of which one is in the path of the line's file, the first part that fits. Below them: everything else.
 WAITS = "waiting for the GPU"
 PARTS = {
-    "Triton's launcher": ("/triton/",),
-    "calls of modules": ("torch/nn/modules/module.py",),
-    "operators of the layers": ("stage_d_paged/model.py", "stage_d_paged/layers.py", "torch/", "/attention/"),
-    "transformers' model and cache": ("/transformers/",),
+    "Triton's launcher": ("/site-packages/triton/",),
+    "calls of modules": ("/nn/modules/module.py",),
+    "operators of the layers": (
+        "stage_d_paged/model.py",
+        "stage_d_paged/layers.py",
+        "/site-packages/torch/",
+        "/attention/",
+    ),
+    "transformers' model and cache": ("/site-packages/transformers/",),
     "input of the step": ("stage_d_paged/batch.py",),
     "sampling": ("/sampler/", "stage_a_naive/sampling.py"),
 }
