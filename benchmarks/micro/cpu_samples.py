@@ -11,6 +11,7 @@ import linecache
 import signal
 import time
 from collections import Counter
+from functools import partial
 from types import FrameType
 
 from benchmarks.engines import select
@@ -45,26 +46,42 @@ def part_of(path: str, line: int | None) -> str:
 
 
 def measure(
-    engines: tuple = ("A", "D", "E"), model: str = "random:qwen2.5-0.5b", runs: int = 5, tokens: int = 512
+    engines: tuple = ("A", "D", "E"),
+    model: str = "random:qwen2.5-0.5b",
+    batches: tuple = (1, 32),
+    runs: int = 2,
+    tokens: int = 256,
 ) -> dict:
-    """Samples of each engine, while it decodes one request."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    prompts = [list(range(run + 1, run + 1 + PROMPT)) for run in range(runs + 1)]
+    """Samples of each engine, while it decodes a number of requests side by side."""
     rows = []
+    for engine in select(engines):
+        own = batches[:1] if engine.one_at_a_time else batches
+        work = partial(sample_batches, batches=own, runs=runs, tokens=tokens)
+        for row in with_engine(work, engine.build, model, "auto", "auto", 2048):
+            rows.append({"engine": engine.name} | row)
+            print(rows[-1], flush=True)
+    return {"model": model, "tokens": tokens, "rows": rows}
 
-    def sample(llm: object) -> dict:
+
+def sample_batches(llm: object, batches: tuple, runs: int, tokens: int) -> list[dict]:
+    """Milliseconds per step, and samples by part, of each number of requests."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    rows = []
+    for requests in batches:
+        firsts = [range(1 + 500 * run, 1 + 500 * run + requests) for run in range(runs + 1)]  # no prompt comes twice
+        prompts = [[list(range(first, first + PROMPT)) for first in own] for own in firsts]
+        llm.generate(prompts[0], params, use_tqdm=False)
         seen: Counter[tuple[str, int | None]] = Counter()
-        llm.generate([prompts[0]], params, use_tqdm=False)
 
-        def look(_: int, frame: FrameType) -> None:
+        def look(_: int, frame: FrameType, seen: Counter = seen) -> None:
             seen[frame.f_code.co_filename, frame.f_lineno] += 1
 
         before = signal.signal(signal.SIGALRM, look)
         start = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
         try:
-            for prompt in prompts[1:]:
-                llm.generate([prompt], params, use_tqdm=False)
+            for batch in prompts[1:]:
+                llm.generate(batch, params, use_tqdm=False)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -72,12 +89,8 @@ def measure(
         parts: Counter[str] = Counter()
         for place, count in seen.items():
             parts[part_of(*place)] += count
-        return {"step_ms": step_ms, "samples": dict(parts)}
-
-    for engine in select(engines):
-        rows.append({"engine": engine.name} | with_engine(sample, engine.build, model, "auto", "auto", 2048))
-        print(rows[-1], flush=True)
-    return {"model": model, "tokens": tokens, "rows": rows}
+        rows.append({"requests": requests, "step_ms": step_ms, "samples": dict(parts)})
+    return rows
 
 
 def table(results: list[dict]) -> dict[str, list[str]]:
@@ -86,12 +99,19 @@ def table(results: list[dict]) -> dict[str, list[str]]:
     body = []
     for row in result["rows"]:
         per = row["step_ms"] / sum(row["samples"].values())
-        body.append([row["engine"], f"{row['step_ms']:.2f}", *(f"{per * row['samples'].get(p, 0):.2f}" for p in parts)])
-    lines = markdown(["engine", "ms per step", *parts], body)
+        body.append(
+            [
+                row["engine"],
+                row["requests"],
+                f"{row['step_ms']:.2f}",
+                *(f"{per * row['samples'].get(p, 0):.2f}" for p in parts),
+            ]
+        )
+    lines = markdown(["engine", "requests", "ms per step", *parts], body)
     return {
         "cpu-samples": [
             *lines,
             "",
-            caption(result, f"{result['model']}, one request, {PROMPT} in, {result['tokens']} out"),
+            caption(result, f"{result['model']}, {PROMPT} in, {result['tokens']} out"),
         ]
     }
