@@ -53,8 +53,9 @@ def test_a_lesson_links_to_the_glossary_which_has_its_terms(path: str) -> None:
     assert "GLOSSARY.md" in text and used <= set(PARTS[::2])
 
 
-def test_the_glossary_is_alphabetical_and_every_entry_is_short_and_names_its_stage() -> None:
+def test_the_glossary_is_alphabetical_and_every_entry_is_short_and_names_its_stage_and_its_chinese_term() -> None:
     assert PARTS[::2] == sorted(PARTS[::2], key=str.casefold)
     for name, text in zip(PARTS[::2], PARTS[1::2], strict=True):
         lines, [target] = text.strip().splitlines(), re.findall(r"\]\(([^)]+)\)", text)
         assert len(lines) <= 3 and all(len(line) <= 130 for line in lines) and (ROOT / target).is_file(), name
+        assert re.search(r" · .*[\u4e00-\u9fff]", text.rsplit(")*", 1)[1]), f"{name} has no Chinese term"

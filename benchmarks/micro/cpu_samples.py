@@ -1,0 +1,117 @@
+"""Where the CPU is during a decode step: its Python stack, looked at every millisecond.
+
+A profiler that notes every call makes each of them slower. A timer interrupts a thousand times a second and notes one
+line, so the step stays as long as it is. A line that calls PyTorch counts with what that call does in C++: choosing the
+kernel, allocating its result, launching it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import time
+from collections import Counter
+from functools import partial
+from types import FrameType
+
+from benchmarks.engines import select
+from benchmarks.micro import caption, with_engine
+from benchmarks.text import markdown
+from stage_a_naive.sampling import SamplingParams
+
+SECONDS, PROMPT = 0.001, 128
+# Part -> texts of which one is in the path of the line's file, the first part that fits. Below them: everything else.
+WAITS = "waiting for the GPU"
+PARTS = {
+    "Triton's launcher": ("/site-packages/triton/",),
+    "calls of modules": ("/nn/modules/module.py",),
+    "operators of the layers": (
+        "stage_d_paged/model.py",
+        "stage_d_paged/layers.py",
+        "/site-packages/torch/",
+        "/attention/",
+    ),
+    "transformers' model and cache": ("/site-packages/transformers/",),
+    "input of the step": ("stage_d_paged/batch.py",),
+    "sampling": ("/sampler/", "stage_a_naive/sampling.py"),
+}
+REST = "engine"
+
+
+def part_of(path: str, line: int | None) -> str:
+    """What a line belongs to."""
+    if line and any(word in linecache.getline(path, line) for word in (".tolist()", "synchronize", ".item()")):
+        return WAITS
+    return next((part for part, texts in PARTS.items() if any(text in path for text in texts)), REST)
+
+
+def measure(
+    engines: tuple = ("A", "D", "E"),
+    model: str = "random:qwen2.5-0.5b",
+    batches: tuple = (1, 32),
+    runs: int = 2,
+    tokens: int = 256,
+) -> dict:
+    """Samples of each engine, while it decodes a number of requests side by side."""
+    rows = []
+    for engine in select(engines):
+        own = batches[:1] if engine.one_at_a_time else batches
+        work = partial(sample_batches, batches=own, runs=runs, tokens=tokens)
+        for row in with_engine(work, engine.build, model, "auto", "auto", 2048):
+            rows.append({"engine": engine.name} | row)
+            print(rows[-1], flush=True)
+    return {"model": model, "tokens": tokens, "rows": rows}
+
+
+def sample_batches(llm: object, batches: tuple, runs: int, tokens: int) -> list[dict]:
+    """Milliseconds per step, and samples by part, of each number of requests."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    rows = []
+    for requests in batches:
+        firsts = [range(1 + 500 * run, 1 + 500 * run + requests) for run in range(runs + 1)]  # no prompt comes twice
+        prompts = [[list(range(first, first + PROMPT)) for first in own] for own in firsts]
+        llm.generate(prompts[0], params, use_tqdm=False)
+        seen: Counter[tuple[str, int | None]] = Counter()
+
+        def look(_: int, frame: FrameType, seen: Counter = seen) -> None:
+            seen[frame.f_code.co_filename, frame.f_lineno] += 1
+
+        before = signal.signal(signal.SIGALRM, look)
+        start = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+        try:
+            for batch in prompts[1:]:
+                llm.generate(batch, params, use_tqdm=False)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        step_ms = 1e3 * (time.perf_counter() - start) / (runs * tokens)
+        parts: Counter[str] = Counter()
+        for place, count in seen.items():
+            parts[part_of(*place)] += count
+        rows.append({"requests": requests, "step_ms": step_ms, "samples": dict(parts)})
+    return rows
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    result = results[0]
+    parts = [part for part in (*PARTS, REST, WAITS) if any(part in row["samples"] for row in result["rows"])]
+    body = []
+    for row in result["rows"]:
+        per = row["step_ms"] / sum(row["samples"].values())
+        body.append(
+            [
+                row["engine"],
+                row["requests"],
+                f"{row['step_ms']:.2f}",
+                *(f"{per * row['samples'].get(p, 0):.2f}" for p in parts),
+            ]
+        )
+    lines = markdown(["engine", "requests", "ms per step", *parts], body)
+    return {
+        "cpu-samples": [
+            *lines,
+            "",
+            caption(result, f"{result['model']}, {PROMPT} in, {result['tokens']} out"),
+        ]
+    }

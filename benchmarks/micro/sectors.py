@@ -1,0 +1,100 @@
+"""What a read moves: bytes out of the memory and passes through the L1 cache, counted by the GPU (Nsight Compute).
+
+Stage C's three kernels on one row of Qwen2.5-0.5B's MLP, and the reads at growing distances of `coalescing`. The GPU's
+own counters say what a model of it can only assume: `ncu` runs this module as a program, and reads them.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from benchmarks.micro import caption
+from benchmarks.micro.coalescing import STRIDES
+from benchmarks.results import ROOT, ResultsError
+from benchmarks.text import markdown
+
+NEEDS_GPU = True
+HIDDEN, INTERMEDIATE, WANTED = 896, 4864, 2**24
+VARIANTS = ("naive", "warp", "fused")
+COUNTERS = {
+    "memory_bytes": "dram__bytes_read.sum",
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",  # load instructions, of a warp each
+    "sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # of 32 bytes, that these ask L1 for
+    "hits": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum",
+    "passes": "l1tex__data_pipe_lsu_wavefronts.sum",  # cycles in which L1 hands out data
+    "cycles": "sm__cycles_active.max",  # of the multiprocessor that is busy for longest
+}
+
+
+def measure() -> dict:
+    """Counters of every kernel; of a kernel with two launches their sum.
+
+    Raises:
+        ResultsError: there is no `ncu`, or it may not read the counters.
+    """
+    if shutil.which("ncu") is None:
+        raise ResultsError("sectors needs Nsight Compute: `ncu` was not found")
+    metrics = ["--metrics", ",".join(COUNTERS.values()), "--csv", "-k", "regex:(naive|warp|fused|strided_sum)_kernel"]
+    command = ["ncu", *metrics, sys.executable, "-m", "benchmarks.micro.sectors"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = {metric: name for name, metric in COUNTERS.items()}
+    launches: dict[int, dict] = {}
+    for line in csv.DictReader(line for line in found.stdout.splitlines() if line.startswith('"')):
+        launch = launches.setdefault(int(line["ID"]), {"kernel": line["Kernel Name"]})
+        launch[names[line["Metric Name"]]] = int(line["Metric Value"].replace(",", ""))
+    if not launches:
+        raise ResultsError(f"ncu counted nothing: {(found.stdout + found.stderr).strip().splitlines()[-1:]}")
+    rows = [{"kernel": variant} | _sum(launches, f"{variant}_kernel") for variant in VARIANTS]
+    reads = [launch for launch in launches.values() if "strided_sum" in launch["kernel"]]
+    rows += [{"kernel": f"{4 * s} bytes"} | _counts(read) for s, read in zip(STRIDES, reads, strict=True)]
+    return {"wanted_bytes": 4 * WANTED, "weight_bytes": 2 * 3 * HIDDEN * INTERMEDIATE, "rows": rows}
+
+
+def _counts(launch: dict) -> dict[str, int]:
+    return {name: launch[name] for name in COUNTERS}
+
+
+def _sum(launches: dict[int, dict], kernel: str) -> dict[str, int]:
+    found = [_counts(launch) for launch in launches.values() if kernel in launch["kernel"]]
+    return {name: sum(launch[name] for launch in found) for name in COUNTERS}
+
+
+def table(results: list[dict]) -> dict[str, list[str]]:
+    result = results[0]
+    heads = ["kernel", "MB out of the memory", "loads", "sectors per load", "of these in L1", "cycles"]
+    body = []
+    for row in result["rows"][: len(VARIANTS)]:
+        per, share = row["sectors"] / row["requests"], row["hits"] / row["sectors"]
+        megabytes = f"{row['memory_bytes'] / 1e6:.1f}"
+        body.append(
+            [row["kernel"], megabytes, f"{row['requests']:,}", f"{per:.1f}", f"{share:.0%}", f"{row['cycles']:,}"]
+        )
+    note = f"one row of Qwen2.5-0.5B's MLP, whose weights are {result['weight_bytes'] / 1e6:.1f} MB"
+    return {"sectors": [*markdown(heads, body), "", caption(result, note)]}
+
+
+def main() -> None:
+    """Launch every kernel once."""
+    from benchmarks.micro._kernels import strided_sums  # Triton, which not every system has
+    from stage_c_fused_mlp.fused_mlp import load_operators
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    load_operators(device)
+    x, norm = torch.randn(1, HIDDEN, device=device, dtype=dtype), torch.ones(HIDDEN, device=device, dtype=dtype)
+    gate_up = torch.randn(2 * INTERMEDIATE, HIDDEN, device=device, dtype=dtype) / 50
+    down = torch.randn(HIDDEN, INTERMEDIATE, device=device, dtype=dtype) / 50
+    for variant in VARIANTS:
+        torch.ops.six_engines.fused_swiglu_mlp(x, norm, gate_up, down, x, 1e-6, variant)
+    source = torch.ones(WANTED * max(STRIDES), device=device)
+    for stride in STRIDES:
+        strided_sums(source, stride, WANTED)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
