@@ -15,7 +15,8 @@ from benchmarks.run import build_parser
 from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md")])
+BESIDE = [ROOT / "interview.md"]
+LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), *BESIDE])
 PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
 
 
