@@ -15,7 +15,7 @@ from benchmarks.run import build_parser
 from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = [ROOT / "interview.md"]
+BESIDE = [ROOT / "interview.md", ROOT / "debugging.md"]
 LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), *BESIDE])
 PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
 
