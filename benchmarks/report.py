@@ -101,7 +101,8 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
-    front = [file for file in (root / "README.md", root / "README.zh-CN.md") if file.is_file()]
+    names = ("README.md", "README.zh-CN.md", "interview.md", "debugging.md")
+    front = [root / name for name in names if (root / name).is_file()]
     rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs")
     return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
 

@@ -1,4 +1,4 @@
-"""The plan of the course agrees with the labs: the hours are those of the exercises, and every exercise has a week."""
+"""The plan and the question bank agree with the labs: the hours are those of the exercises, which are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from labs.exercises import all_exercises, load_labs
 
 pytestmark = pytest.mark.fast
-PLAN = (Path(__file__).parent.parent / "COURSE.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PLAN, BANK = ((ROOT / name).read_text(encoding="utf-8") for name in ("COURSE.md", "interview.md"))
 MINUTES = {exercise.id: exercise.minutes for exercise in all_exercises()}
 
 
@@ -37,3 +38,15 @@ def test_each_day_has_the_hours_of_what_is_written() -> None:
     for *_, write, hours, _ in days:
         these = re.findall(r"[A-Z]\.\d+", write)
         assert float(hours) == pytest.approx(sum(MINUTES[name] for name in these) / 60, abs=0.051), these
+
+
+def test_each_of_the_plan_s_nine_questions_and_forty_more_has_an_answer_a_lesson_and_an_exercise() -> None:
+    questions = re.split(r"^### ", BANK, flags=re.MULTILINE)[1:]
+    assert len(questions) >= 49 and sum(question.startswith("★ ") for question in questions) == 9
+    for question in questions:
+        parts = re.match(r".+\?\n\n((?:.+\n)+)\n\*(.+) · exercises? (.+)\*\n", question)
+        assert parts, f"not a question, an answer and their sources: {question}"
+        answer, taught, proved = parts.groups()
+        assert 50 <= len(answer.split()) <= 130, f"an answer has about five lines: {question}"
+        assert re.search(r"\]\([\w./]+\.md", taught), f"no lesson: {question}"  # test_lessons.py follows the links
+        assert set(proved.split(", ")) <= MINUTES.keys(), f"no such exercise: {question}"

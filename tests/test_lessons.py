@@ -15,7 +15,8 @@ from benchmarks.run import build_parser
 from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md")])
+BESIDE = [ROOT / "bibliography.md", ROOT / "debugging.md", ROOT / "interview.md"]
+LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), *BESIDE])
 PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
 
 
@@ -35,6 +36,25 @@ def test_links_of_a_lesson_lead_to_files_and_headings_that_are_there(path):
         file = (path.parent / name).resolve() if name else path
         assert file.exists(), f"{target} is not there"
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{target} has no such heading"
+
+
+PAPER = re.compile(r"(?:arxiv\.org/(?:abs|pdf)/|arxiv:)(\d{4}\.\d{4,5})|doi\.org/([^\s)>\"]+)", re.IGNORECASE)
+
+
+def test_every_paper_that_a_lesson_or_a_program_links_to_is_in_the_bibliography():
+    programs = ("stage_*/**/*.py", "beyond/**/*.py", "benchmarks/**/*.py", "labs/*.py", "csrc/**/*.cu*", "csrc/**/*.h")
+    files = [*PAGES, *(path for pattern in programs for path in ROOT.glob(pattern))]
+    cited = {str(file.relative_to(ROOT)): set(PAPER.findall(file.read_text(encoding="utf-8"))) for file in files}
+    known = cited.pop("bibliography.md")
+    assert len(known) > 20 and {name: papers - known for name, papers in cited.items() if papers - known} == {}
+
+
+def test_an_entry_of_the_bibliography_says_when_it_is_from_and_which_page_uses_it():
+    papers, systems = (ROOT / "bibliography.md").read_text(encoding="utf-8").split("\n## Systems\n")
+    for entry in re.findall(r"^- .+$", papers, re.MULTILINE):
+        assert re.search(r"[, ](19|20)\d\d(\*\*)?: .*\]\([\w./]+\.md\)", entry), entry
+    for entry in re.findall(r"^- .+$", systems, re.MULTILINE):
+        assert re.search(r"\]\(https://.*\]\((?!http)[\w./]+\.md\)", entry), entry
 
 
 @pytest.mark.parametrize("name", pictures.FIGURES)

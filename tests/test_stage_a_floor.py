@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def test_kv_bytes_are_those_of_the_cache_of_transformers(preset: str) -> None:
         cache = llm.model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     stored = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers)
     assert 3 * ModelBytes(llm.source.config, 4).kv_bytes_per_token == stored
+
+
+def test_the_lesson_on_timing_derives_the_bytes_of_a_step_that_are_counted_from_the_shape() -> None:
+    lesson, model = (
+        Path(floor.__file__).with_name("timing.md").read_text("utf-8"),
+        ModelBytes(preset_config("qwen2.5-0.5b"), 2),
+    )
+    for num_bytes in (model.weight_bytes, model.kv_bytes_per_token, model.step_bytes(384)):
+        assert f"{num_bytes:,} bytes" in lesson
+
+
+def test_the_program_on_timing_prints_two_wrong_times_the_correct_one_and_the_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(floor, "measure_copy_bandwidth", lambda device: 1e9)
+    program = Path(floor.__file__).with_name("timing.py").read_text("utf-8")
+    assert len(program.splitlines()) <= 25
+    exec(program.replace("8192", "512"), {})  # the same on a matrix of 1 MB
+    line = r"(wrong, the first call|wrong, no synchronisation|correct) +[\d.]+ ms, from [\d.]+ to [\d.]+\n"
+    assert re.fullmatch(rf"({line}){{3}}floor +1\.049 ms: 1 MB at the speed of a copy\n", capsys.readouterr().out)
 
 
 def test_the_line_has_bytes_bandwidth_and_the_ratio(rates: list[float]) -> None:

@@ -1,0 +1,40 @@
+"""Find where this stage's model first computes something else than stage A's: `python -m stage_d_paged.compare`.
+
+Each half of a layer adds to the residual stream. Both models keep what their norms are given, which is what it did.
+"""
+
+from torch import Tensor, nn
+
+from stage_a_naive import LLM as Reference
+from stage_a_naive import SamplingParams
+from stage_d_paged import LLM
+
+PROMPT = "What is a KV cache? " * 8  # more tokens than a block has
+ROUNDING = 1e-4  # of the largest state; float32 rounds to a millionth of it, a mistake changes far more
+
+
+def residual_streams(llm: Reference | LLM, model: nn.Module) -> list[Tensor]:
+    """Generate two tokens; returns what each norm is given, `[tokens, hidden]`, of the prefill and of the decode."""
+    kept: list[Tensor] = []  # copies, because stage D writes over the residual stream
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    for norm in [*norms, model.norm]:
+        norm.register_forward_pre_hook(lambda _, given: kept.append(given[0].flatten(0, -2).clone()))
+    llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+    return kept
+
+
+def first_difference(reference: Reference, engine: LLM) -> str:
+    """Name the phase and the part of the model whose result differs first, or say that none does."""
+    expected = residual_streams(reference, reference.model.model)
+    found = residual_streams(engine, engine.runtime.model)
+    for i, (right, ours) in enumerate(zip(expected, found, strict=True)):
+        phase, part = divmod(i, len(expected) // 2)
+        off, largest = (right - ours).abs().max(), right.abs().max()
+        if not off <= ROUNDING * largest:  # also where it is no number
+            name = f"{'attention' if part % 2 else 'MLP'} of layer {(part - 1) // 2}" if part else "embedding"
+            return f"{('prefill', 'decode')[phase]}, {name}: off by {off:.1e}, the largest state is {largest:.1e}"
+    return "no difference in the prefill and in a decode step"
+
+
+if __name__ == "__main__":
+    print(first_difference(*(kind("tutor", device="cpu", dtype="float32") for kind in (Reference, LLM))))

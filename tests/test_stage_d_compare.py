@@ -1,0 +1,115 @@
+"""The first layer that differs from stage A's is named, in models broken on purpose, whose text is no proof of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from stage_a_naive import LLM as Reference
+from stage_a_naive import SamplingParams
+from stage_d_paged import LLM, compare
+from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.attention import reference as attention
+
+EXACT = {"device": "cpu", "dtype": "float32"}
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+ANSWER = "A KV cache keeps the key and value vectors of all earlier tokens, for every layer"
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference("tutor", **EXACT)
+
+
+def nothing(engine: LLM) -> None:
+    pass
+
+
+def before_each(engine: LLM, change: Callable, only_decodes: bool = True) -> None:
+    """Change the input of the model's steps in place: token ids, positions and metadata."""
+
+    def hook(model: torch.nn.Module, given: tuple) -> None:
+        ids, positions, _, metadata = given
+        if len(ids) == 1 or not only_decodes:
+            change(positions, metadata)
+
+    engine.runtime.model.register_forward_pre_hook(hook)
+
+
+def all_positions_one_too_large(engine: LLM) -> None:
+    before_each(engine, lambda positions, _: positions.add_(1), only_decodes=False)
+
+
+def decode_positions_one_too_large(engine: LLM) -> None:
+    before_each(engine, lambda positions, _: positions.add_(1))
+
+
+def stale_block_table(engine: LLM) -> None:
+    before_each(engine, lambda _, metadata: metadata.block_tables[:, 1:].copy_(metadata.block_tables[:, :1]))
+
+
+def keys_one_slot_too_far(engine: LLM) -> None:
+    before_each(engine, lambda _, metadata: metadata.slot_mapping.add_(1))
+
+
+def forgotten_mask(engine: LLM) -> None:
+    def attend(query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """Let every query of a prompt see all of its keys, as if each were the last."""
+        tables, contexts = (x.expand(len(query), -1) for x in (metadata.block_tables, metadata.context_lens[:, None]))
+        return attention._decode(query, keys, values, contexts[:, 0], tables, scale)
+
+    engine.runtime.backend.attend = attend
+
+
+def a_row_of_qkv_missing(engine: LLM) -> None:
+    engine.runtime.model.layers[1].self_attn.qkv_proj.weight[3].zero_()
+
+
+def gate_and_up_swapped(engine: LLM) -> None:
+    weight = engine.runtime.model.layers[2].mlp.gate_up_proj.weight
+    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+
+
+def no_number_in_the_last_layer(engine: LLM) -> None:
+    engine.runtime.model.layers[-1].mlp.down_proj.weight[0, 0] = torch.nan
+
+
+def another_embedding(engine: LLM) -> None:
+    engine.runtime.model.embed_tokens.weight.mul_(1.01)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        (nothing, "no difference"),
+        (all_positions_one_too_large, "no difference"),  # RoPE knows distances alone
+        (decode_positions_one_too_large, "decode, attention of layer 0:"),
+        (stale_block_table, "decode, attention of layer 0:"),
+        (keys_one_slot_too_far, "decode, attention of layer 0:"),
+        (forgotten_mask, "prefill, attention of layer 0:"),
+        (a_row_of_qkv_missing, "prefill, attention of layer 1:"),
+        (gate_and_up_swapped, "prefill, MLP of layer 2:"),
+        (no_number_in_the_last_layer, "prefill, MLP of layer 3:"),
+        (another_embedding, "prefill, embedding:"),
+    ],
+)
+@torch.inference_mode()
+def test_the_first_part_that_differs_is_named(mistake: Callable, where: str, reference: Reference) -> None:
+    engine = LLM("tutor", **EXACT)
+    mistake(engine)
+    assert compare.first_difference(reference, engine).startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shows"),
+    [(nothing, False), (decode_positions_one_too_large, False), (forgotten_mask, False), (stale_block_table, True)],
+)
+@torch.inference_mode()
+def test_a_mistake_may_not_show_in_the_text(mistake: Callable, shows: bool) -> None:
+    engine = LLM("tutor", **EXACT)
+    mistake(engine)
+    [output] = engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    assert (not output["text"].startswith(ANSWER)) == shows
