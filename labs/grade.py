@@ -111,21 +111,19 @@ def judge(jobs: list[Job]) -> list[list[dict]]:
 def _judge_until_it_ends(jobs: list[Job]) -> list[list[dict]]:
     """What the jobs reported that one judge began."""
     nonces = [secrets.token_hex(16) for _ in jobs]
-    with tempfile.TemporaryDirectory(prefix="six-engines-grade-") as folder:
-        orders, log = Path(folder, "jobs.json"), Path(folder, "log")
-        orders.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        command = _isolated(f"judge.main({str(orders)!r})")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with (
-            log.open("wb") as stderr,
-            subprocess.Popen(command, env=_environment(), cwd=folder, stderr=stderr, **pipes) as process,
-        ):
-            with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
-                process.stdin.write("".join(f"{nonce}\n" for nonce in nonces).encode())
-                process.stdin.close()
-            reported = _read(process, jobs[0].seconds + SILENCE)
-        end = _how(process.returncode)
-        said = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+    lines = [json.dumps([asdict(job) for job in jobs]), *nonces]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        tempfile.TemporaryFile() as log,  # without a name: an answer that deletes files finds none of the grader's
+        subprocess.Popen(_isolated("judge.main()"), env=_environment(), cwd="/", stderr=log, **pipes) as process,
+    ):
+        with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
+            process.stdin.write("".join(f"{line}\n" for line in lines).encode())
+            process.stdin.close()
+        reported = _read(process, jobs[0].seconds + SILENCE)
+        end = _how(process.wait())
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip()[-2000:]
     found = _sorted_by_job(reported, jobs, nonces)
     if not found:
         raise JudgeError(f"the judge itself failed ({end}): {said}")
@@ -243,7 +241,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
-    parser.add_argument("--sandbox", action="store_true", help="each answer behind what this machine has: namespaces, another user")
+    parser.add_argument(
+        "--sandbox", action="store_true", help="each answer behind what this machine has: namespaces, another user"
+    )
     args = parser.parse_args(argv)
     lab = load_labs()[args.lab]
     try:

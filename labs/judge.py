@@ -132,6 +132,7 @@ class Child:
         receiver: the end of the pipe where its reports come.
         token: what each of them begins with.
         log: a file without a name, with what it prints.
+        folder: where it may write; removed when it has ended.
     """
 
     job: Job
@@ -139,6 +140,7 @@ class Child:
     receiver: int
     token: str
     log: int
+    folder: str
 
 
 def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], object]) -> Child:
@@ -147,11 +149,13 @@ def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], o
     log, name = tempfile.mkstemp()
     os.unlink(name)
     token = secrets.token_hex(8)
+    folder = tempfile.mkdtemp(prefix="six-engines-job-")
     child = os.fork()
     if child == 0:
+        os.chdir(folder)
         _be_the_child(job, task, sender, log, token)
     os.close(sender)
-    return Child(job, child, receiver, token, log)
+    return Child(job, child, receiver, token, log, folder)
 
 
 def supervise(child: Child) -> Iterator[dict[str, object]]:
@@ -179,6 +183,7 @@ def supervise(child: Child) -> Iterator[dict[str, object]]:
     status = _end(child.pid, patience=0.0 if done else 0.5)
     sandbox.end_children()
     os.close(child.receiver)
+    shutil.rmtree(child.folder, ignore_errors=True)
     with os.fdopen(child.log, "rb") as log:
         yield {"event": "ended", "reason": ended or _how_it_ended(status, log)}
 
@@ -237,7 +242,6 @@ def _keep_to(folder: Path, walls: tuple[str, ...]) -> None:
     for library in before.glob("*/*.so"):
         link = build / library.relative_to(before)
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # of the job before
         link.symlink_to(library)
     os.environ |= {"TMPDIR": str(folder), "HOME": str(folder), "SIX_ENGINES_BUILD": str(build)}
     tempfile.tempdir = None  # it was chosen before
@@ -263,7 +267,6 @@ def _judge(job: Job, send: Callable[[dict[str, object]], None], user: int) -> No
 def _copied(job: Job) -> Path:
     """A copy of the learner's files, where every user may read them."""
     work = Path("work").resolve()
-    shutil.rmtree(work, ignore_errors=True)  # of the job before
     for exercise in job.lab.exercises:
         file, copy = (exercise.copy_in(folder) for folder in (Path(job.work), work))
         if file.is_file() and not file.is_symlink():
@@ -309,11 +312,11 @@ def _how_it_ended(status: int, log: BinaryIO) -> str:
     return first_line(lines[-1]) if lines[-1] else ""
 
 
-def main(file: str) -> None:
-    """Judge the jobs in a JSON file; the standard input has one line per job, its nonce."""
+def main() -> None:
+    """Judge the jobs in the standard input's first line, as JSON; it has one more line per job, its nonce."""
     sandbox.guard()
-    jobs = [Job(**job | {"tests": tuple(job["tests"]), "walls": tuple(job["walls"])}) for job in json.loads(Path(file).read_bytes())]
-    nonces = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
+    lines = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
+    jobs = [Job(**job | {key: tuple(job[key]) for key in ("tests", "walls")}) for job in json.loads(lines.readline())]
     # Imported once, before the forks. Nothing is computed: a fork does not have its parent's threads.
     for letter in sorted({job.lab.letter for job in jobs}):
         for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):
@@ -325,7 +328,7 @@ def main(file: str) -> None:
     for job in jobs:
         tests = [name for cls, name in _collected(job.lab.letter, job.tests) if cls in job.classes]
         child = start(job, partial(_judge, user=user))
-        nonce = nonces.readline().decode().strip()
+        nonce = lines.readline().decode().strip()
         for line in chain([{"event": "expected", "tests": tests}], supervise(child)):
             print(json.dumps(line | {"job": job.key, "nonce": nonce}), flush=True)
 

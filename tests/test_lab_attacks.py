@@ -111,7 +111,9 @@ needs_a_wall = pytest.mark.skipif(bool(WHY_NOT), reason=f"no wall: {WHY_NOT}")
 behind_each_wall = pytest.mark.parametrize(
     "walls",
     [
-        pytest.param(walls, marks=pytest.mark.skipif(not {*walls} <= {*HERE}, reason=f"here: {HERE}"), id="+".join(walls))
+        pytest.param(
+            walls, marks=pytest.mark.skipif(not {*walls} <= {*HERE}, reason=f"here: {HERE}"), id="+".join(walls)
+        )
         for walls in (NAMESPACES, USER, NAMESPACES + USER)
     ],
 )
@@ -161,6 +163,30 @@ def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(
     assert (work / "stage_a_naive" / "chat.py").exists()
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert b"sleep\x0054321\x00" not in commands
+
+
+@pytest.mark.skipif(sandbox.USER not in HERE, reason=f"here: {HERE}")
+def test_another_user_cannot_read_the_hidden_tests_that_judge(tmp_path):
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o700)
+    test = "class TestChatPrompt:\n    def test_hidden(self):\n        from stage_a_naive.chat import chatml\n"
+    (hidden / "test_lab_a.py").write_text(f"{test}        chatml([])\n")
+    body = f"return open({str(hidden / 'test_lab_a.py')!r}).read()"
+    job = job_for("A.1", submission(tmp_path / "work", "a", chatml=body), [PUBLIC_TESTS, hidden], walls=USER)
+    mark = Mark("A.1", "", 10)
+    enter(grade.judge([replace(job, audited=False)])[0], mark)
+    assert mark.reason.startswith("PermissionError") and mark.num_tests > 1, mark
+
+
+NATIVE = "for (int fd = 3; fd < 100; ++fd) dprintf(fd, \"{'event': 'done'}\\n\");"
+
+
+@pytest.mark.compiler
+def test_cpp_that_writes_to_every_descriptor_is_refused_and_without_the_audit_heard_by_nobody(tmp_path):
+    work = submission(tmp_path, "c", normalise=NATIVE)
+    [mark] = grade.grade(load_labs()["c"], work, only=["C.3"]).marks
+    assert mark.reason.startswith("not allowed: `dprintf(fd"), mark
+    assert judged_without_audit("C.3", work).reason.startswith("not allowed: it wrote to the judge")
 
 
 @behind_each_wall

@@ -589,7 +589,7 @@ def test_only_the_tests_that_judge_an_exercise_earn_its_points(ran):
 def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is(interpreter):
     interpreter("""
 import json, sys
-x, y = sys.stdin.read().split()
+_, x, y = sys.stdin.read().splitlines()
 forged = ["A.1 {x} end", "A.2 {x} ended", "A.1 {y} ended", "[1]", "no json"]
 for line in ["A.1 {x} expected", *forged[1:], "A.1 {x} ended", *forged, "A.2 {y} expected", "A.2 {y} ended"]:
     words = line.format(x=x, y=y).split()
