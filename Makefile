@@ -61,7 +61,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -89,6 +89,9 @@ $(LAB_TARGETS): lab-%: $(READY)
 
 $(GRADE_TARGETS): grade-%: $(READY)
 	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+
+submit: $(READY) ## pack what is handed in of one lab, into labs/work/: make submit LAB=d
+	@$(PY) -m labs.submit $(if $(LAB),$(LAB),$(error which lab? make submit LAB=d)) $(ARGS)
 
 instructor-pack: $(READY) ## model answers, rubrics, hidden tests and policies for those who teach, into labs/pack/
 	@$(PY) -m labs.pack
