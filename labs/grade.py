@@ -25,7 +25,7 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from labs import progress, sandbox
+from labs import no_triton, progress, sandbox
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
@@ -89,9 +89,13 @@ def job_for(
 def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
     """State and reason of an exercise whose verdict is clear without running it."""
     try:
-        return ("", "") if read_answer(exercise, work, audited) else ("not started", exercise.message)
+        if read_answer(exercise, work, audited) is None:
+            return "not started", exercise.message
     except Unusable as error:
         return "failed", str(error)
+    if no_triton.needs(exercise) and no_triton.is_missing():
+        return "not judged", "there is no Triton here: Linux has one (WSL2, Colab, the devcontainer)"
+    return "", ""
 
 
 def judge(jobs: list[Job]) -> list[list[dict]]:

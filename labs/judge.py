@@ -37,7 +37,7 @@ from typing import BinaryIO
 
 import pytest
 
-from labs import sandbox
+from labs import no_triton, sandbox
 from labs.exercises import ROOT, all_exercises
 from labs.job import TEST_SECONDS, Job
 from labs.recorder import Collector, Recorder, first_line
@@ -121,7 +121,7 @@ def run(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
 def _run_tests(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
     files = [str(Path(folder) / f"test_lab_{job.lab.letter}.py") for folder in job.tests]
     always = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", "/dev/null", "--rootdir", job.tests[0]]
-    return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=plugins))
+    return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=[*plugins, no_triton.Plugin()]))
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,8 @@ def main() -> None:
     for letter in sorted({job.lab.letter for job in jobs}):
         for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):
             if not name.startswith("labs"):
-                importlib.import_module(name)
-        importlib.import_module(f"labs.tests.test_lab_{letter}")
+                no_triton.import_module(name)
+        no_triton.import_module(f"labs.tests.test_lab_{letter}")
     user = sandbox.nobody()
     gc.freeze()  # what is here already need not be looked at, and so not copied, in any fork
     for job in jobs:

@@ -18,7 +18,9 @@ import pytest
 
 from labs import batch, container, gradescope, pack, sandbox, starter, submit
 from labs.exercises import LABS, ROOT, exercise_of, load_labs
+from labs.grade import PUBLIC_TESTS, enter, grade, job_for, judge
 from labs.lateness import Policy, moment
+from labs.report import Mark
 from labs.tests.support import SEED_VARIABLE
 from tests.test_labs import submission
 from tests.test_labs_first_steps import LEFT_OUT
@@ -87,7 +89,8 @@ def learners_folder(target: Path, **bodies: str) -> Path:
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
-@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_page_line_by_line_for_two_honest_students_a_late_one_a_broken_archive_and_a_malicious_one(
     tmp_path, docker
 ):
@@ -259,6 +262,36 @@ def test_each_day_begun_costs_a_tenth_and_after_five_nothing_is_left(handed_in, 
 def test_a_time_without_a_zone_is_refused():
     with pytest.raises(ValueError, match="has no time zone; write 2026-10-01T23:59:00"):
         moment("2026-10-01T23:59:00")
+
+
+# ---- another system -----------------------------------------------------------------------------------------------
+
+# A Python where there is neither Triton nor what Linux has.
+ELSEWHERE = f"""
+import sys
+sys.modules["triton"] = None
+sys.path.insert(0, {str(ROOT)!r})
+from labs import sandbox
+sandbox.LINUX = False
+exec(sys.argv[-1])
+"""
+
+
+def test_without_triton_and_linux_the_labs_are_judged_but_for_kernels(tmp_path, monkeypatch, interpreter):
+    interpreter(ELSEWHERE)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1")
+    jobs = []
+    for key in keys:
+        starter.write_starter(load_labs()[key[0].lower()], tmp_path / key, missing=[])
+        jobs.append(job_for(key, tmp_path / key, [PUBLIC_TESTS]))
+    for key, lines in zip(keys, judge(jobs), strict=True):
+        mark = Mark(key, "", 1)
+        enter(lines, mark)
+        assert mark.state == "passed", mark
+    for key in ("D.6", "D.7", "H.5"):
+        [mark] = grade(load_labs()[key[0].lower()], tmp_path / f"{key[0]}.{'1' if key[0] == 'H' else '5'}", [key]).marks
+        assert mark.state == "not judged" and "Linux has one" in mark.reason
 
 
 # ---- Gradescope ---------------------------------------------------------------------------------------------------

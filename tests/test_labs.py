@@ -517,7 +517,9 @@ def test_make_passes_the_options_on():
     assert '-m labs.grade d --only "D.2" --tests "hidden"' in dry_run("grade-d", "ONLY=D.2", "LAB_TESTS=hidden")
     assert '--only "D.2" --show' in dry_run("grade-d", "ONLY=D.2", "SHOW=1")
     assert "-m labs.hint D.3" in dry_run("hint", "D.3") and "-m labs.progress" in dry_run("progress")
-    assert "-m labs.starter --show p\n" in dry_run("stage-f", "LAB=slow")
+    assert "-m labs.starter --show p\n" in dry_run("stage-f", "LAB=p")
+    assert "labs/work/.only/g:" in dry_run("serve", "LAB=g") and "labs/work/.only/g:" in dry_run("bench", "LAB=g")
+    assert "-m labs.submit d" in dry_run("submit", "LAB=d")
     assert "labs/work" in dry_run("stage-d", "LAB=1") and "labs" not in dry_run("stage-d").replace(str(ROOT), "")
 
 
