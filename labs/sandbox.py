@@ -173,7 +173,8 @@ def become_nobody(folder: Path, user: int) -> None:
 
 def walls() -> tuple[str, ...]:
     """What this machine lets an answer be kept apart by: `NAMESPACES`, `USER`, both, or nothing."""
-    return tuple(wall for wall, attempt in ATTEMPTS.items() if not _error_of(attempt))
+    found = tuple(wall for wall, attempt in ATTEMPTS.items() if not _error_of(attempt))
+    return found if len(found) < 2 or not _error_of(_try_both) else (NAMESPACES,)  # root, but with few of its rights
 
 
 def why_not() -> str:
@@ -191,6 +192,12 @@ def _try_nobody(folder: Path) -> None:
     become_nobody(folder, nobody())
     for file in (sys.executable, os.__file__, __file__):
         Path(file).read_bytes()
+
+
+def _try_both(folder: Path) -> None:
+    user = nobody()
+    enclose(folder, root=True)
+    become_nobody(folder, user)
 
 
 ATTEMPTS: dict[str, Callable[[Path], None]] = {NAMESPACES: enclose, USER: _try_nobody}
