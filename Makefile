@@ -48,8 +48,9 @@ STAGE_TARGETS := stage-a stage-b stage-c stage-d stage-e stage-f
 LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g lab-h lab-i lab-j lab-p
 GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g grade-h grade-i grade-j grade-p
 # LAB=1: the learner's copies come before the reference on Python's path, and the current folder is not on it.
-LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work$(if $(filter slow,$(LAB)),/slow):$(CURDIR)"
-SAY_WHOSE = $(PY) -m labs.starter --show $(if $(filter slow,$(LAB)),p)
+# LAB=g: those of one lab alone, in a folder of links that --show makes.
+LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work$(if $(filter-out 1,$(LAB)),/.only/$(LAB)):$(CURDIR)"
+SAY_WHOSE = $(PY) -m labs.starter --show $(filter-out 1,$(LAB))
 RUN = $(if $(LAB),$(LAB_PATH)) $(PY)
 
 # $(call INSTALL,what,in words): one line per phase and per large download; everything that pip says goes to a log file.
@@ -61,7 +62,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -72,7 +73,7 @@ help: ## print this list
 	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= REPLICAS= (serve)"
-	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/)"
+	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/), LAB=g (those of lab G alone)"
 
 ifneq (,$(and $(TP),$(filter-out stage-f,$(filter $(STAGE_TARGETS),$(MAKECMDGOALS)))))
 $(error TP=$(TP): stages A to E run on one GPU; tensor parallelism begins at stage F: make stage-f TP=$(TP))
@@ -89,6 +90,9 @@ $(LAB_TARGETS): lab-%: $(READY)
 
 $(GRADE_TARGETS): grade-%: $(READY)
 	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+
+submit: $(READY) ## pack what is handed in of one lab, into labs/work/: make submit LAB=d
+	@$(PY) -m labs.submit $(if $(LAB),$(LAB),$(error which lab? make submit LAB=d)) $(ARGS)
 
 instructor-pack: $(READY) ## model answers, rubrics, hidden tests and policies for those who teach, into labs/pack/
 	@$(PY) -m labs.pack
@@ -138,6 +142,7 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says how many minutes are left
+	$(if $(LAB),@$(SAY_WHOSE))
 	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
 
 bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute

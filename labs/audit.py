@@ -94,7 +94,8 @@ ATTRIBUTES = (NAMES - {"compile", "eval"}) | {  # a model has .eval()
 HARMLESS = ("__init__", "__name__", "__slots__")
 NATIVE = re.compile(
     r"#|\b(asm|__asm__|system|popen|exec[lv]p?e?|fork|vfork|kill|raise|signal|ptrace|syscall|dlopen|dlsym|mmap|mprotect|"
-    r"fopen|open|creat|write|ofstream|fstream|freopen|_?exit|quick_exit|abort|longjmp|setjmp|extern\s*\"C\")\s*[(<\"{]?"
+    r"fopen|open(?:at)?|creat|v?dprintf|p?writev?|send(?:to|msg)?|socket|ofstream|fstream|freopen|_?exit|quick_exit|"
+    r"abort|longjmp|setjmp|extern\s*\"C\")\s*[(<\"{]?"
 )
 ALLOWED_DIRECTIVES = ("#pragma unroll", "#if ", "#ifdef ", "#ifndef ", "#else", "#endif")
 

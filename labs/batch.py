@@ -2,9 +2,9 @@
 
     python -m labs.batch d submissions/ results/ --jobs 4 --tests hidden/ --seed-secret file
 
-`submissions/` holds one folder or one archive per student, a `.tar.gz` as `instructors.md` says how to pack it or a
-`.zip`. `results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every
-exercise, and `similarity.csv`.
+`submissions/` holds one folder or one archive per student, as `make submit` or a student's own system packs it.
+`results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every exercise,
+and `similarity.csv`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import hmac
 import json
 import lzma
 import os
-import shlex
+import secrets
+import shutil
 import stat
 import subprocess
 import sys
@@ -25,10 +26,12 @@ import tempfile
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 
-from labs import sandbox, similarity
+from labs import container, sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
+from labs.lateness import Policy, moment
 from labs.report import FORMS
 from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.contract.errors import one_line
@@ -123,36 +126,84 @@ def _unpack_zip(file: Path, target: Path) -> None:
 
 
 def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.Namespace) -> dict[str, object]:
-    """Grade one student in a process of its own; returns the row of the summary."""
-    command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(target)]
-    command += ["--tests", str(args.tests.resolve())] if args.tests else []
-    command += ["--partial"] if args.partial else []
-    command += ["--sandbox"] if args.sandbox else []
-    if args.run:  # such as: docker run --rm --network none -v {work}:{work} -v {results}:{results} IMAGE {command}
-        words = {"work": str(work), "results": str(target.parent), "command": shlex.join(command)}
-        command = shlex.split(args.run.format(**words))
+    """Grade one student in a process, or container, of its own; returns the row of the summary."""
     target.unlink(missing_ok=True)  # marks of an earlier run
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    if args.secret:
-        environment[SEED_VARIABLE] = str(student_seed(student, args.secret))
-    try:
-        run = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=STUDENT_SECONDS, check=False
-        )
-        problem = "" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no reason given"])[-1]
-    except subprocess.TimeoutExpired:
-        problem = f"not done after {STUDENT_SECONDS:.0f} s"
+    environment |= {SEED_VARIABLE: str(student_seed(student, args.secret))} if args.secret else {}
+    options = ["--partial"] if args.partial else []
+    name = f"six-engines-{secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="six-engines-marks-") as folder:
+        private = Path(folder)
+        if args.container:
+            tests = shutil.copytree(args.tests, private / "hidden") if args.tests else None
+            (private / "results").mkdir(mode=0o700)
+            for closed in filter(None, (tests, private / "results")):
+                closed.chmod(0o700)
+            marks = private / "results" / container.MARKS
+            command = container.command(
+                args.container, name, lab.letter, work, marks.parent, STUDENT_SECONDS, tests, options
+            )
+        else:
+            marks = private / container.MARKS
+            command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(marks)]
+            command += ["--tests", str(args.tests)] if args.tests else []
+            command += ["--sandbox"] if args.sandbox else []
+            command += options
+        problem = _problem_of(command, environment, name if args.container else "")
+        if not problem and not marks.is_file():
+            problem = "the grader wrote no marks"
+        report = {} if problem else json.loads(marks.read_text(encoding="utf-8"))
     row: dict[str, object] = {"student": student, "points": 0, "problem": problem}
-    if not problem and not target.is_file():
-        row["problem"] = f"the grader wrote no {target.name}"
-    elif not problem:
-        report = json.loads(target.read_text(encoding="utf-8"))
+    if report:
         row |= {"points": report["points"], "notes": len(report["notes"]), "whole_stage": report["whole_stage"]}
         for mark in report["exercises"]:
             row |= {mark["id"]: mark["points"], f"{mark['id']} seconds": mark["seconds"]}
-        if args.form != "plain":
-            target.write_text(json.dumps(FORMS[args.form](similarity.report_of(report)), indent=2), encoding="utf-8")
+        form = FORMS[args.form](similarity.report_of(report)) if args.form != "plain" else report
+        target.write_text(json.dumps(form, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return row
+
+
+def _problem_of(command: list[str], environment: dict[str, str], container_name: str) -> str:
+    """Run a grader; returns why there are no marks, "" if there are."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    try:
+        run = subprocess.run(
+            command,
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            errors="replace",
+            timeout=STUDENT_SECONDS + 60,
+            **pipes,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        if container_name:
+            subprocess.run(["docker", "rm", "--force", container_name], capture_output=True, check=False)
+        return f"not done after {STUDENT_SECONDS:.0f} s"
+    except OSError as error:
+        return f"{command[0]} cannot be run: {error.strerror}"
+    return "" if run.returncode == 0 else (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+
+
+def received_in(file: Path) -> dict[str, datetime]:
+    """When each student's submission came: the columns `student` and `received` of a table.
+
+    Raises:
+        ValueError: a time is none, or has no time zone.
+    """
+    with file.open(newline="", encoding="utf-8") as table:
+        return {row["student"]: moment(row["received"]) for row in csv.DictReader(table)}
+
+
+def charge_lateness(row: dict[str, object], received: dict[str, datetime], due: datetime, policy: Policy) -> None:
+    """Take off a row's points what its student's lateness costs; one without a time is named."""
+    student = str(row["student"])
+    if student not in received:
+        row["problem"] = "; ".join(filter(None, [str(row["problem"]), "no time in the table of --received"]))
+        return
+    days = policy.days_late(received[student], due)
+    row |= {"days late": days, "points": round(float(row["points"]) * policy.share(days), 1)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,12 +216,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of each student's JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
     parser.add_argument("--seed-secret", type=Path, help="a file; its text makes each student's seed for hidden tests")
-    parser.add_argument("--run", help="how to run {command}: a container, with {work} and {results} mounted")
+    parser.add_argument("--container", metavar="IMAGE", help="grade each student in a container of this image")
+    parser.add_argument("--due", type=moment, help="the deadline, such as 2026-10-01T23:59:00+02:00")
+    parser.add_argument("--received", type=Path, help="a table with the columns student and received, for --due")
+    parser.add_argument("--late-percent", type=float, default=Policy.percent, help="of the points, per day begun")
+    parser.add_argument("--late-days", type=int, default=Policy.days, help="after which nothing is left")
     args = parser.parse_args(argv)
-    why_not = "" if args.run else sandbox.why_not()
-    args.sandbox = not args.run and not why_not
+    if (args.due is None) != (args.received is None):
+        parser.error("--due needs --received, and --received needs --due")
+    received = received_in(args.received) if args.received else {}
+    policy = Policy(args.late_percent, args.late_days)
+    args.tests = args.tests and args.tests.resolve()
+    why_not = "" if args.container else sandbox.why_not()
+    args.sandbox = not args.container and not why_not
     if why_not:
-        print(f"note: answers run without a sandbox ({why_not}): use a container, with --run", file=sys.stderr)
+        print(f"note: answers run without a sandbox ({why_not}): use --container", file=sys.stderr)
     args.secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
@@ -183,6 +243,8 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append({"student": student, "points": 0, "problem": f"cannot be unpacked: {one_line(error)}"})
         with ThreadPoolExecutor(args.jobs) as pool:
             rows += pool.map(lambda s: grade_one(lab, s, works[s], results / f"{s}.json", args), works)
+        for row in rows if args.due else []:
+            charge_lateness(row, received, args.due, policy)
         columns = list(dict.fromkeys(key for row in rows for key in row))
         with (results / "summary.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)

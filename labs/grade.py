@@ -25,11 +25,10 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from labs import progress, sandbox
+from labs import no_triton, progress, sandbox
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.job import TEST_SECONDS, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
-from labs.starter import link_models
 from labs.submission import Unusable, changes_in_given_code, intruders, read_answer
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -49,7 +48,7 @@ def grade(
     only: list[str] | None = None,
     extra_tests: Path | None = None,
     seconds: float = TEST_SECONDS,
-    enclosed: bool = False,
+    walls: tuple[str, ...] = (),
 ) -> Report:
     """Judge the exercises of a lab.
 
@@ -58,7 +57,7 @@ def grade(
         only: ids of exercises; None is all.
         extra_tests: a directory with more tests, files and classes named like the public ones; both must pass.
         seconds: that a test may take.
-        enclosed: run each answer in namespaces of its own.
+        walls: what each answer is kept apart by (`sandbox.walls`).
     """
     chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
     directories = [PUBLIC_TESTS] + ([extra_tests] if extra_tests else [])
@@ -70,29 +69,33 @@ def grade(
         mark.hidden = extra_tests is not None
         mark.state, mark.reason = _before_judging(exercise, work)
         if not mark.state:
-            jobs.append((mark, job_for(exercise.id, work, directories, seconds, enclosed)))
+            jobs.append((mark, job_for(exercise.id, work, directories, seconds, walls)))
     for (mark, _), lines in zip(jobs, judge([job for _, job in jobs]), strict=True):
         enter(lines, mark)
     if only is None and all(mark.state == "passed" for mark in report.marks):
         whole = Mark(lab.letter, "", 0)
-        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, enclosed)])[0], whole)
+        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, walls)])[0], whole)
         report.whole = "right" if whole.state == "passed" else whole.reason
     return report
 
 
 def job_for(
-    key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS, enclosed: bool = False
+    key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS, walls: tuple[str, ...] = ()
 ) -> Job:
     """The job for an exercise's id or a lab's letter."""
-    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds, enclosed=enclosed)
+    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds, walls=walls)
 
 
 def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
     """State and reason of an exercise whose verdict is clear without running it."""
     try:
-        return ("", "") if read_answer(exercise, work, audited) else ("not started", exercise.message)
+        if read_answer(exercise, work, audited) is None:
+            return "not started", exercise.message
     except Unusable as error:
         return "failed", str(error)
+    if no_triton.needs(exercise) and no_triton.is_missing():
+        return "not judged", "there is no Triton here: Linux has one (WSL2, Colab, the devcontainer)"
+    return "", ""
 
 
 def judge(jobs: list[Job]) -> list[list[dict]]:
@@ -112,21 +115,19 @@ def judge(jobs: list[Job]) -> list[list[dict]]:
 def _judge_until_it_ends(jobs: list[Job]) -> list[list[dict]]:
     """What the jobs reported that one judge began."""
     nonces = [secrets.token_hex(16) for _ in jobs]
-    with tempfile.TemporaryDirectory(prefix="six-engines-grade-") as folder:
-        orders, log = Path(folder, "jobs.json"), Path(folder, "log")
-        orders.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        command = _isolated(f"judge.main({str(orders)!r})")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with (
-            log.open("wb") as stderr,
-            subprocess.Popen(command, env=_environment(), cwd=folder, stderr=stderr, **pipes) as process,
-        ):
-            with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
-                process.stdin.write("".join(f"{nonce}\n" for nonce in nonces).encode())
-                process.stdin.close()
-            reported = _read(process, jobs[0].seconds + SILENCE)
-        end = _how(process.returncode)
-        said = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+    lines = [json.dumps([asdict(job) for job in jobs]), *nonces]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        tempfile.TemporaryFile() as log,  # without a name: an answer that deletes files finds none of the grader's
+        subprocess.Popen(_isolated("judge.main()"), env=_environment(), cwd="/", stderr=log, **pipes) as process,
+    ):
+        with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
+            process.stdin.write("".join(f"{line}\n" for line in lines).encode())
+            process.stdin.close()
+        reported = _read(process, jobs[0].seconds + SILENCE)
+        end = _how(process.wait())
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip()[-2000:]
     found = _sorted_by_job(reported, jobs, nonces)
     if not found:
         raise JudgeError(f"the judge itself failed ({end}): {said}")
@@ -244,7 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of the JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
-    parser.add_argument("--sandbox", action="store_true", help="each answer in Linux namespaces: no network, no files")
+    parser.add_argument(
+        "--sandbox", action="store_true", help="each answer behind what this machine has: namespaces, another user"
+    )
     args = parser.parse_args(argv)
     lab = load_labs()[args.lab]
     try:
@@ -258,11 +261,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"SHOW=1 shows one exercise: ONLY={lab.exercises[0].id}")
         why_not = sandbox.why_not() if args.sandbox else ""
         if why_not:
-            raise ValueError(f"--sandbox needs namespaces ({why_not}); grade without it, in a container of your own")
+            raise ValueError(f"--sandbox cannot be had here ({why_not}); grade without it, in a container of your own")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    link_models(args.work / lab.prefix)
     if args.show:
         [exercise] = [exercise for exercise in lab.exercises if exercise.id in only]
         state, reason = _before_judging(exercise, args.work, audited=False)
@@ -271,14 +273,16 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
     try:
-        report = grade(lab, args.work, only, args.tests and args.tests.resolve(), enclosed=args.sandbox)
+        walls = sandbox.walls() if args.sandbox else ()
+        report = grade(lab, args.work, only, args.tests and args.tests.resolve(), walls=walls)
     except JudgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for mark in report.marks:
         mark.partial = args.partial
     print(report)
-    progress.remember(report, args.work)
+    if not args.json:  # who wants the marks elsewhere may not be able to write here
+        progress.remember(report, args.work)
     if args.json or only is None:
         write_json(report, args.json or args.work / f"grade-{lab.letter}.json", args.form)
     return 0

@@ -19,7 +19,7 @@ class Job:
         tests: directories with `test_lab_x.py`; all must pass.
         seconds: that a test may take.
         audited: refuse what `audit.py` forbids.
-        enclosed: run it in namespaces of its own (`sandbox.py`).
+        walls: what it is kept apart by (`sandbox.walls`).
     """
 
     key: str
@@ -27,7 +27,7 @@ class Job:
     tests: tuple[str, ...]
     seconds: float = TEST_SECONDS
     audited: bool = True
-    enclosed: bool = False
+    walls: tuple[str, ...] = ()
 
     @property
     def lab(self) -> Lab:

@@ -22,13 +22,14 @@ import os
 import resource
 import secrets
 import select
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,7 @@ from typing import BinaryIO
 
 import pytest
 
-from labs import sandbox
+from labs import no_triton, sandbox
 from labs.exercises import ROOT, all_exercises
 from labs.job import TEST_SECONDS, Job
 from labs.recorder import Collector, Recorder, first_line
@@ -48,6 +49,17 @@ FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints
 REPORT_BYTES = 16 << 20  # that a job may report
 TAIL_BYTES = 1 << 16  # of what a job has printed, where the reason of its end is looked for
 SPOKE = "not allowed: it wrote to the judge"
+# What a job may report: the event's fields, and of which type each is.
+LINES = {
+    event: {"event": str} | fields
+    for event, fields in {
+        "collected": {"tests": list},
+        "start": {"test": str},
+        "end": {"test": str, "state": str, "reason": str, "seconds": float},
+        "broken": {"reason": str},
+        "done": {},
+    }.items()
+}
 
 
 def install(answer: Answer) -> None:
@@ -109,7 +121,7 @@ def run(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
 def _run_tests(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
     files = [str(Path(folder) / f"test_lab_{job.lab.letter}.py") for folder in job.tests]
     always = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", "/dev/null", "--rootdir", job.tests[0]]
-    return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=plugins))
+    return int(pytest.main([*options, *always, *filter(os.path.exists, files)], plugins=[*plugins, no_triton.Plugin()]))
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ class Child:
         receiver: the end of the pipe where its reports come.
         token: what each of them begins with.
         log: a file without a name, with what it prints.
+        folder: where it may write; removed when it has ended.
     """
 
     job: Job
@@ -127,6 +140,7 @@ class Child:
     receiver: int
     token: str
     log: int
+    folder: str
 
 
 def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], object]) -> Child:
@@ -135,11 +149,13 @@ def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], o
     log, name = tempfile.mkstemp()
     os.unlink(name)
     token = secrets.token_hex(8)
+    folder = tempfile.mkdtemp(prefix="six-engines-job-")
     child = os.fork()
     if child == 0:
+        os.chdir(folder)
         _be_the_child(job, task, sender, log, token)
     os.close(sender)
-    return Child(job, child, receiver, token, log)
+    return Child(job, child, receiver, token, log, folder)
 
 
 def supervise(child: Child) -> Iterator[dict[str, object]]:
@@ -167,6 +183,7 @@ def supervise(child: Child) -> Iterator[dict[str, object]]:
     status = _end(child.pid, patience=0.0 if done else 0.5)
     sandbox.end_children()
     os.close(child.receiver)
+    shutil.rmtree(child.folder, ignore_errors=True)
     with os.fdopen(child.log, "rb") as log:
         yield {"event": "ended", "reason": ended or _how_it_ended(status, log)}
 
@@ -183,7 +200,13 @@ def _reporter(sender: int, token: str) -> Callable[[dict[str, object]], None]:
 
 def _reported(line: bytes, token: str) -> dict[str, object] | None:
     """A line of a job's process, or None if it is not one that its reporter wrote."""
-    return ast.literal_eval(line[len(token) :].decode()) if line.startswith(token.encode()) else None
+    if not line.startswith(token.encode()):
+        return None
+    try:  # an answer may have found the reporter, and say with it what it likes
+        found = ast.literal_eval(line[len(token) :].decode())
+        return found if {key: type(value) for key, value in found.items()} == LINES[found["event"]] else None
+    except Exception:
+        return None
 
 
 def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -> None:
@@ -196,8 +219,8 @@ def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -
             if fd > 2 and fd != sender:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.close(fd)
-        if job.enclosed:
-            _enclose(Path.cwd())
+        if job.walls:
+            _keep_to(Path.cwd(), job.walls)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -210,21 +233,46 @@ def _be_the_child(job: Job, task: Callable, sender: int, log: int, token: str) -
         os._exit(0)
 
 
-def _enclose(folder: Path) -> None:
-    """Leave this process nothing to write to but `folder`; what was compiled before can be used, and not changed."""
+def _keep_to(folder: Path, walls: tuple[str, ...]) -> None:
+    """Have this process write to `folder` alone; what was compiled before can be used, and not changed."""
     before = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve()
-    sandbox.enclose(folder)
+    if sandbox.NAMESPACES in walls:
+        sandbox.enclose(folder, root=sandbox.USER in walls)
     build = folder / "build"
     for library in before.glob("*/*.so"):
         link = build / library.relative_to(before)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(library)
-    os.environ |= {"TMPDIR": str(folder), "SIX_ENGINES_BUILD": str(build)}
+    os.environ |= {"TMPDIR": str(folder), "HOME": str(folder), "SIX_ENGINES_BUILD": str(build)}
     tempfile.tempdir = None  # it was chosen before
 
 
-def _judge(job: Job, send: Callable[[dict[str, object]], None]) -> None:
-    run(job, [Recorder(job, send)], ("-q", "-s", "--tb=short"))
+class Leaver:
+    """Has pytest leave root's rights when the tests are collected, which others may not read, and before one runs."""
+
+    def __init__(self, user: int) -> None:
+        self._user = user
+
+    def pytest_collection_finish(self) -> None:
+        sandbox.become_nobody(Path.cwd(), self._user)
+
+
+def _judge(job: Job, send: Callable[[dict[str, object]], None], user: int) -> None:
+    leaver = []
+    if sandbox.USER in job.walls:
+        job, leaver = replace(job, work=str(_copied(job))), [Leaver(user)]
+    run(job, [Recorder(job, send), *leaver], ("-q", "-s", "--tb=short"))
+
+
+def _copied(job: Job) -> Path:
+    """A copy of the learner's files, where every user may read them."""
+    work = Path("work").resolve()
+    for exercise in job.lab.exercises:
+        file, copy = (exercise.copy_in(folder) for folder in (Path(job.work), work))
+        if file.is_file() and not file.is_symlink():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return work
 
 
 def _collect(job: Job, send: Callable[[dict[str, object]], None]) -> None:
@@ -264,22 +312,23 @@ def _how_it_ended(status: int, log: BinaryIO) -> str:
     return first_line(lines[-1]) if lines[-1] else ""
 
 
-def main(file: str) -> None:
-    """Judge the jobs in a JSON file; the standard input has one line per job, its nonce."""
+def main() -> None:
+    """Judge the jobs in the standard input's first line, as JSON; it has one more line per job, its nonce."""
     sandbox.guard()
-    jobs = [Job(**job | {"tests": tuple(job["tests"])}) for job in json.loads(Path(file).read_bytes())]
-    nonces = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
+    lines = io.FileIO(sys.stdin.fileno(), closefd=False)  # without a buffer: what is not read yet is in no fork
+    jobs = [Job(**job | {key: tuple(job[key]) for key in ("tests", "walls")}) for job in json.loads(lines.readline())]
     # Imported once, before the forks. Nothing is computed: a fork does not have its parent's threads.
     for letter in sorted({job.lab.letter for job in jobs}):
         for name in dict.fromkeys(e.module for e in all_exercises() if e.lab == letter and e.is_python):
             if not name.startswith("labs"):
-                importlib.import_module(name)
-        importlib.import_module(f"labs.tests.test_lab_{letter}")
+                no_triton.import_module(name)
+        no_triton.import_module(f"labs.tests.test_lab_{letter}")
+    user = sandbox.nobody()
     gc.freeze()  # what is here already need not be looked at, and so not copied, in any fork
     for job in jobs:
         tests = [name for cls, name in _collected(job.lab.letter, job.tests) if cls in job.classes]
-        child = start(job, _judge)
-        nonce = nonces.readline().decode().strip()
+        child = start(job, partial(_judge, user=user))
+        nonce = lines.readline().decode().strip()
         for line in chain([{"event": "expected", "tests": tests}], supervise(child)):
             print(json.dumps(line | {"job": job.key, "nonce": nonce}), flush=True)
 

@@ -3,8 +3,9 @@
 Linux has three that need no privilege. A process that cannot be dumped has a memory and descriptors that others of the
 same user cannot open (`guard`). A subreaper inherits the orphans of its children, so that it can end a daemon which has
 left its process group (`end_children`). And namespaces give a process its own list of processes, its own network and
-its own view of the file system (`enclose`); see user_namespaces(7) and mount_setattr(2). Elsewhere `guard` and
-`end_children` do nothing, and `why_not` says that there is no `enclose`.
+its own view of the file system (`enclose`); see user_namespaces(7) and mount_setattr(2). Root has a fourth: to let an
+answer run as a user who owns nothing (`become_nobody`), as in a container whose profile refuses namespaces. Elsewhere
+`guard` and `end_children` do nothing, and `walls` and `why_not` say what there is.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -31,6 +34,10 @@ SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
 CAPABILITY_VERSION = 0x20080522
 PATIENCE = 30.0  # seconds in which processes that were killed have ended
 SCRATCH = "size=1g"  # of the folder that an enclosed process may write to
+NOBODIES = range(20_000, 60_000)  # numbers of users who own no file and no process, within what rootless containers map
+PROCESSES = 1000  # that such a user may have, threads included
+# What a process may be kept apart by: namespaces of its own, a user of its own.
+NAMESPACES, USER = "namespaces", "user"
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -94,20 +101,24 @@ def _children() -> list[int]:
     return found
 
 
-def enclose(folder: Path) -> None:
+def enclose(folder: Path, root: bool = False) -> None:
     """Go on in a process that sees no other one, has no network, and can write to `folder` alone.
 
     The folder and /dev/shm become empty ones in memory, and the current folder is `folder`. Two processes stay behind:
     this one, which waits for the first of the new namespace, and that one, which waits for the one that goes on, so
     that signals mean to it what they mean elsewhere. Both end as it does, with 128 more than a signal's number.
 
+    Args:
+        root: this process is root's, and stays it until `become_nobody`.
+
     Raises:
         OSError: the system does not let this user have namespaces.
     """
     user, group = os.getuid(), os.getgid()
     _prctl(DUMPABLE, 1)  # else the maps below are root's
-    _call("unshare", NEW_USER | NEW_MOUNTS | NEW_PIDS | NEW_NETWORK | NEW_IPC)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+    _call("unshare", (0 if root else NEW_USER) | NEW_MOUNTS | NEW_PIDS | NEW_NETWORK | NEW_IPC)
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in [] if root else maps.items():
         Path("/proc/self", name).write_text(text)
     hide()
     _go_on_in_a_fork()
@@ -120,6 +131,8 @@ def enclose(folder: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
         fcntl.ioctl(ours, SET_FLAGS, struct.pack("16sH14x", b"lo", UP_AND_RUNNING))
     _go_on_in_a_fork()
+    if root:
+        return
     _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
 
@@ -137,8 +150,61 @@ def _go_on_in_a_fork() -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
+def nobody() -> int:
+    """The number of a user that no other process has."""
+    return NOBODIES[os.getpid() % len(NOBODIES)]
+
+
+def become_nobody(folder: Path, user: int) -> None:
+    """Go on, from root, as a user who owns nothing but `folder` and can signal nobody else's processes.
+
+    Raises:
+        OSError: this process is not root's, or not with all of root's capabilities.
+    """
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    die_with_parent()  # the change of the user has ended that
+    _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+
+
+def walls() -> tuple[str, ...]:
+    """What this machine lets an answer be kept apart by: `NAMESPACES`, `USER`, both, or nothing."""
+    found = tuple(wall for wall, attempt in ATTEMPTS.items() if not _error_of(attempt))
+    return found if len(found) < 2 or not _error_of(_try_both) else (NAMESPACES,)  # root, but with few of its rights
+
+
 def why_not() -> str:
-    """Why a process cannot be enclosed here; "" if it can."""
+    """Why an answer cannot be kept apart here; "" if it can."""
+    if not LINUX:
+        return f"{sys.platform} has none"
+    errors = {wall: _error_of(attempt) for wall, attempt in ATTEMPTS.items()}
+    return "; ".join(f"{wall}: {error}" for wall, error in errors.items()) if all(errors.values()) else ""
+
+
+def _try_nobody(folder: Path) -> None:
+    """Become one, and look whether Python and this repository can be read then."""
+    if os.getuid():
+        raise PermissionError(1, "only root can change it")
+    become_nobody(folder, nobody())
+    for file in (sys.executable, os.__file__, __file__):
+        Path(file).read_bytes()
+
+
+def _try_both(folder: Path) -> None:
+    user = nobody()
+    enclose(folder, root=True)
+    become_nobody(folder, user)
+
+
+ATTEMPTS: dict[str, Callable[[Path], None]] = {NAMESPACES: enclose, USER: _try_nobody}
+
+
+def _error_of(attempt: Callable[[Path], None]) -> str:
+    """What an attempt raises in a process of its own; "" if nothing."""
     if not LINUX:
         return f"{sys.platform} has none"
     with tempfile.TemporaryDirectory() as folder:
@@ -147,9 +213,9 @@ def why_not() -> str:
         if child == 0:
             os.close(reader)
             try:
-                enclose(Path(folder))
+                attempt(Path(folder))
             except OSError as error:
-                os.write(writer, error.strerror.encode())
+                os.write(writer, f"{error.strerror}{f': {error.filename}' if error.filename else ''}".encode())
             finally:
                 os._exit(0)
         os.close(writer)

@@ -2,10 +2,11 @@
 
     python -m labs.starter d            (make lab-d)
     python -m labs.starter d --force    (make lab-d FORCE=1): begin again; what was there is kept aside
-    python -m labs.starter --show       whose code `LAB=1` would run; with p, `LAB=slow`
+    python -m labs.starter --show       whose code `LAB=1` would run; with g, `LAB=g`
 
 The copy is in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
-package of the same name, and every later stage runs on top of it.
+package of the same name, and every later stage runs on top of it. With `LAB=g` only lab G's copies are there, so that
+another lab which is not done yet is the reference's.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 
 
 RUNS = {  # how to run a lab that is no stage
-    "g": "serve LAB=1",
-    "h": "serve LAB=1 ENGINE=beyond.quantization:LLM",
-    "i": "serve LAB=1 ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
-    "j": "serve LAB=1 ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
-    "p": "stage-f LAB=slow",
+    "g": "serve LAB=g",
+    "h": "serve LAB=h ENGINE=beyond.quantization:LLM",
+    "i": "serve LAB=i ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
+    "j": "serve LAB=j ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
+    "p": "stage-f LAB=p",
 }
 
 
@@ -68,9 +69,8 @@ def write_starter(
             shutil.copytree(source, target, ignore=IGNORED)
         else:
             shutil.copyfile(source, target)
-    for package in {parent for folder in lab.folders for parent in Path(folder).parents}:  # `beyond`, of beyond/serving
-        if (ROOT / package / "__init__.py").is_file():
-            shutil.copyfile(ROOT / package / "__init__.py", work / package / "__init__.py")
+    for file in _files_above(lab):
+        shutil.copyfile(ROOT / file, work / file)
     for exercise in missing:
         file = exercise.copy_in(work)
         file.write_text(exercise.starter_text(file.read_text(encoding="utf-8")), encoding="utf-8")
@@ -85,6 +85,26 @@ def link_models(work: Path) -> None:
         models.unlink()  # a submission brings the link of the machine where it was written
     if not models.exists():
         models.symlink_to(ROOT / "models", target_is_directory=True)
+
+
+def _files_above(lab: Lab) -> set[Path]:
+    """What makes packages of the folders around the lab's: `beyond/__init__.py`, of beyond/serving."""
+    above = {parent / "__init__.py" for folder in lab.folders for parent in Path(folder).parents}
+    return {file for file in above if (ROOT / file).is_file()}
+
+
+def link_one(lab: Lab, work: Path = WORK) -> Path:
+    """Make a folder of links to the copies of this lab alone, as far as they are there; returns it."""
+    view = work / ".only" / lab.letter
+    shutil.rmtree(view, ignore_errors=True)
+    view.mkdir(parents=True)
+    for path in [*lab.folders, *map(str, _files_above(lab))]:
+        copy = lab.copy_of(path, work).absolute()
+        if copy.exists():
+            (view / path).parent.mkdir(exist_ok=True)
+            (view / path).symlink_to(copy)
+    link_models(view)
+    return view
 
 
 def learners_packages(work: Path) -> list[str]:
@@ -105,7 +125,7 @@ def next_steps(lab: Lab) -> str:
     lines += [
         f"make grade-{letter}                 the whole table; every exercise fails at first",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
-        f"make {RUNS.get(letter, f'stage-{letter} LAB=1'):20}    run your engine on the tutor",
+        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    run your engine on the tutor",
     ]
     return "\n".join(lines)
 
@@ -117,11 +137,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="say which stages are the learner's")
     args = parser.parse_args(argv)
     if args.show:
-        folder = load_labs()[args.lab].prefix if args.lab else ""
-        packages = learners_packages(WORK / folder)
+        packages = learners_packages(link_one(load_labs()[args.lab]) if args.lab else WORK)
         if not packages:
             print(
-                f"error: LAB={folder or 1}, but there is no stage of yours in labs/work/{folder}; "
+                f"error: LAB={args.lab or 1}, but there is no stage of yours in labs/work; "
                 f"`make lab-{args.lab or 'd'}` makes one",
                 file=sys.stderr,
             )

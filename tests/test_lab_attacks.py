@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from labs import batch, bodies, grade, sandbox
-from labs.exercises import exercise_of, load_labs
+from labs.exercises import ROOT, exercise_of, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.report import Mark
 from tests.test_labs import ATTACKS as BODIES
@@ -62,9 +63,9 @@ def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
     assert honest.state == "passed", honest
 
 
-def judged_without_audit(key: str, work: Path, enclosed: bool = False) -> Mark:
+def judged_without_audit(key: str, work: Path, walls: tuple[str, ...] = ()) -> Mark:
     mark = Mark(key, "", 10, partial=True)
-    enter(grade.judge([replace(job_for(key, work, [PUBLIC_TESTS], enclosed=enclosed), audited=False)])[0], mark)
+    enter(grade.judge([replace(job_for(key, work, [PUBLIC_TESTS], walls=walls), audited=False)])[0], mark)
     return mark
 
 
@@ -102,60 +103,109 @@ def test_a_judges_processes_end_with_their_grader_however_it_ends():
         assert ended, "nobody can write there any more"
 
 
-# ---- in a sandbox -------------------------------------------------------------------------------------------------
+# ---- behind a wall ------------------------------------------------------------------------------------------------
 
-WHY_NOT = sandbox.why_not()
-needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=f"no namespaces: {WHY_NOT}")
-TRIES = """
-import os, socket, subprocess
-subprocess.Popen(["sleep", "54321"], start_new_session=True)
-tries = [
-    lambda: open("OUTSIDE", "w"),
-    lambda: os.unlink("WORK/stage_a_naive/chat.py"),
-    lambda: socket.create_connection(("127.0.0.1", PORT), 5),
-    lambda: os.kill(PID, 0),
-    lambda: os.readlink("/proc/PID/fd/1"),
-    lambda: open("mine", "w"),
+WHY_NOT, HERE = sandbox.why_not(), sandbox.walls()
+NAMESPACES, USER = (sandbox.NAMESPACES,), (sandbox.USER,)
+needs_a_wall = pytest.mark.skipif(bool(WHY_NOT), reason=f"no wall: {WHY_NOT}")
+behind_each_wall = pytest.mark.parametrize(
+    "walls",
+    [
+        pytest.param(
+            walls, marks=pytest.mark.skipif(not {*walls} <= {*HERE}, reason=f"here: {HERE}"), id="+".join(walls)
+        )
+        for walls in (NAMESPACES, USER, NAMESPACES + USER)
+    ],
+)
+# What an answer tries: its name, the code, and how it ends behind namespaces, and as another user.
+TRIES = [
+    ("write beside the submission", "open('OUTSIDE', 'w')", "OSError", "PermissionError"),
+    ("write into the grader's checkout", "open('ROOT/labs/grade.py', 'a')", "OSError", "PermissionError"),
+    ("delete the submission", "shutil.rmtree('WORK')", "OSError", "PermissionError"),
+    ("delete by the shell", "subprocess.run('rm -rf WORK', shell=True, check=True)", *["CalledProcessError"] * 2),
+    ("use the network", "socket.create_connection(('127.0.0.1', PORT), 5)", "ConnectionRefusedError", "done"),
+    ("signal the grader", "os.kill(PID, 0)", "ProcessLookupError", "PermissionError"),
+    ("signal the judge", "os.kill(os.getppid(), 0)", "done", "PermissionError"),  # namespaces: their own first process
+    ("open the judge's output", "os.readlink('/proc/PID/fd/1')", "PermissionError", "PermissionError"),
+    ("be root again", "os.setuid(0)", "done", "PermissionError"),  # namespaces: the user is who it was
+    ("mount", "subprocess.run(['mount', '-t', 'tmpfs', 'x', '.'], check=True)", *["CalledProcessError"] * 2),
+    ("write to its folder", "open('mine', 'w')", "done", "done"),
 ]
+ATTEMPT = """
+import os, shutil, socket, subprocess
+subprocess.Popen(["sleep", "54321"], start_new_session=True)
 said = []
-for attempt in tries:
+for attempt in TRIES:
     try:
-        attempt()
+        exec(attempt)
         said.append("done")
-    except OSError as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         said.append(type(error).__name__)
-raise RuntimeError(f"{said}, {set(os.listdir()) - {'build'}}")
+raise RuntimeError(repr(said))
 """
 
 
-@needs_namespaces
-def test_a_sandboxed_answer_reaches_no_file_no_network_and_no_process_and_leaves_none(tmp_path):
+@behind_each_wall
+def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(walls, tmp_path):
+    work = tmp_path / "work"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        body = TRIES.replace("OUTSIDE", str(tmp_path / "outside")).replace("WORK", str(tmp_path / "work"))
-        body = body.replace("PORT", str(server.getsockname()[1])).replace("PID", str(os.getpid()))
-        mark = judged_without_audit("A.1", submission(tmp_path / "work", "a", chatml=body), enclosed=True)
-    refused = "['OSError', 'OSError', 'ConnectionRefusedError', 'ProcessLookupError', 'PermissionError', 'done']"
-    assert mark.reason.startswith(f"RuntimeError: {refused}, {{'mine'}}"), mark
+        known = {"OUTSIDE": tmp_path / "outside", "ROOT": ROOT, "WORK": work, "PID": os.getpid()}
+        body = ATTEMPT.replace("TRIES", repr([code for _, code, *_ in TRIES]))
+        for name, value in (known | {"PORT": server.getsockname()[1]}).items():
+            body = body.replace(name, str(value))
+        mark = judged_without_audit("A.1", submission(work, "a", chatml=body), walls)
+    expected = {what: behind if walls == NAMESPACES else other for what, _, behind, other in TRIES}
+    if len(walls) == 2:
+        expected |= {what: behind for what, _, behind, _ in TRIES if what in ("use the network", "signal the grader")}
+        expected |= {"signal the judge": "PermissionError"}
+    got = ast.literal_eval(mark.reason.removeprefix("RuntimeError: ").partition(" (")[0])
+    assert dict(zip(expected, got, strict=True)) == expected, mark
+    assert (work / "stage_a_naive" / "chat.py").exists()
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert b"sleep\x0054321\x00" not in commands
 
 
-@needs_namespaces
-def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(tmp_path):
+@pytest.mark.skipif(sandbox.USER not in HERE, reason=f"here: {HERE}")
+def test_another_user_cannot_read_the_hidden_tests_that_judge(tmp_path):
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o700)
+    test = "class TestChatPrompt:\n    def test_hidden(self):\n        from stage_a_naive.chat import chatml\n"
+    (hidden / "test_lab_a.py").write_text(f"{test}        chatml([])\n")
+    body = f"return open({str(hidden / 'test_lab_a.py')!r}).read()"
+    job = job_for("A.1", submission(tmp_path / "work", "a", chatml=body), [PUBLIC_TESTS, hidden], walls=USER)
+    mark = Mark("A.1", "", 10)
+    enter(grade.judge([replace(job, audited=False)])[0], mark)
+    assert mark.reason.startswith("PermissionError") and mark.num_tests > 1, mark
+
+
+NATIVE = "for (int fd = 3; fd < 100; ++fd) dprintf(fd, \"{'event': 'done'}\\n\");"
+
+
+@pytest.mark.compiler
+def test_cpp_that_writes_to_every_descriptor_is_refused_and_without_the_audit_heard_by_nobody(tmp_path):
+    work = submission(tmp_path, "c", normalise=NATIVE)
+    [mark] = grade.grade(load_labs()["c"], work, only=["C.3"]).marks
+    assert mark.reason.startswith("not allowed: `dprintf(fd"), mark
+    assert judged_without_audit("C.3", work).reason.startswith("not allowed: it wrote to the judge")
+
+
+@behind_each_wall
+def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(walls, tmp_path):
     ends = {"os.abort()": "SIGABRT", "os.kill(os.getpid(), 9)": "SIGKILL", "os.kill(os.getppid(), 9)": ""}
     jobs = []
     for number, end in enumerate(ends):
         work = submission(tmp_path / str(number), "a", chatml=f"import os\n{end}\nreturn ''")
-        jobs.append(replace(job_for("A.1", work, [PUBLIC_TESTS], enclosed=True), audited=False))
+        jobs.append(replace(job_for("A.1", work, [PUBLIC_TESTS], walls=walls), audited=False))
     marks = [Mark("A.1", "", 10) for _ in jobs]
     for mark, lines in zip(marks, grade.judge(jobs), strict=True):
         enter(lines, mark)
     taken_down = [f"it took the process down ({name}) in test_one_message" for name in ("SIGABRT", "SIGKILL")]
     assert [mark.reason for mark in marks[:2]] == taken_down
-    assert marks[2].reason.startswith("expected "), "nobody can kill the first process of a namespace from in it"
+    unharmed = ("expected ", "PermissionError: ")  # it was no signal, or was refused one
+    assert marks[2].reason.startswith(unharmed), "its parent is out of its reach"
 
 
-@needs_namespaces
+@needs_a_wall
 def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
     work = submission(tmp_path / "work", "a")
     assert grade.main(["a", "--work", str(work), "--sandbox"]) == 0
@@ -167,7 +217,7 @@ def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, inter
     monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
     work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
     assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
-    assert "--sandbox needs namespaces (no such luck); grade without it" in capsys.readouterr().err
+    assert "--sandbox cannot be had here (no such luck); grade without it" in capsys.readouterr().err
     interpreter("import sys; sys.exit(f'error: started with {sys.argv[1:]}')")
     assert batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")]) == 0
     assert "answers run without a sandbox (no such luck)" in capsys.readouterr().err

@@ -61,21 +61,38 @@ def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(clo
     )
 
 
-@pytest.mark.parametrize(
-    ("letter", "words", "yours"),
-    [
-        ("g", [], "beyond/serving"),
-        ("p", ["p"], "stage_b_decode_step, stage_d_paged, stage_e_batching, stage_f_graph_tp"),
-    ],
-)
-def test_whose_code_runs_is_said(letter, words, yours, clone):
+SLOW = "stage_b_decode_step, stage_d_paged, stage_e_batching, stage_f_graph_tp"
+
+
+@pytest.mark.parametrize(("letter", "word", "yours"), [("g", "g", "beyond/serving"), ("p", "p", SLOW), ("e", "", "")])
+def test_whose_code_runs_is_said(letter, word, yours, clone):
     shutil.rmtree(clone / "labs" / "work", ignore_errors=True)
-    assert f"`make lab-{letter if words else 'd'}` makes one" in labs(clone, "starter", "--show", *words, status=2)[1]
+    labs(clone, "starter", "a")  # of another lab, not done
+    said = f"`make lab-{letter}` makes one"
+    assert not word or said in labs(clone, "starter", "--show", word, status=2)[1]
     labs(clone, "starter", letter)
     for cache in ("beyond/__pycache__", "stage_a_naive/__pycache__"):  # as it is after a run
-        (clone / "labs" / "work" / cache).mkdir(parents=True)
-    said = labs(clone, "starter", "--show", *words)[1]
-    assert said == f"[lab] yours: {yours}; every other stage is the reference\n"
+        (clone / "labs" / "work" / cache).mkdir(parents=True, exist_ok=True)
+    said = labs(clone, "starter", "--show", *[word] * bool(word))[1]
+    assert said == f"[lab] yours: {yours or 'stage_a_naive, stage_e_batching'}; every other stage is the reference\n"
+
+
+WHERE = (
+    "import beyond.serving, stage_e_batching, beyond.speculation; print(*(m.__path__[0] for m in "
+    "(beyond.serving, stage_e_batching, beyond.speculation)), sep='\\n')"
+)
+
+
+def test_with_one_labs_letter_the_other_labs_are_the_references(clone):
+    shutil.rmtree(clone / "labs" / "work", ignore_errors=True)
+    for letter in "eg":
+        labs(clone, "starter", letter)
+    assert "every other stage is the reference" in labs(clone, "starter", "--show", "g")[1]
+    work = clone / "labs" / "work"
+    for path, ours in (((work / ".only" / "g", clone), [True, False, False]), ((work, clone), [True, True, False])):
+        environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ":".join(map(str, path))}
+        found = run(clone, "env", *(f"{k}={v}" for k, v in environment.items()), sys.executable, "-c", WHERE)[0]
+        assert [str(work) in line for line in found.splitlines()] == ours
 
 
 def test_a_hint_says_how_many_are_left(clone):

@@ -211,13 +211,15 @@ class TestScheduleDecodes:
             arrive(step)
         step = decodes(scheduler)
         assert (step.num_decodes, step.starts, step.num_tokens, step.samples) == (2, [2, 2], [1, 1], [True, True]), (
-            "num_decodes, starts, num_tokens, samples of a step of two"
+            "num_decodes, starts, num_tokens and samples of a step that runs two sequences, each with 2 tokens computed"
         )
         assert [sequence.num_computed_tokens for sequence in step.sequences] == [3, 3], (
-            "what runs is computed: one token more"
+            "num_computed_tokens of each scheduled sequence is one more than its start"
         )
         others = [sequence for sequence in scheduler.decoding if sequence not in step.sequences]
-        assert [sequence.num_computed_tokens for sequence in others] == [2, 2], "they did not run"
+        assert [sequence.num_computed_tokens for sequence in others] == [2, 2], (
+            "num_computed_tokens of a sequence that was not scheduled stays as it was"
+        )
 
     def test_a_block_that_is_full_is_followed_by_another(self):
         scheduler = scheduler_of(1, 2, block_size=2)
