@@ -53,7 +53,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         if results and hasattr(module, "draw"):
             drawn |= {root / file: picture for file, picture in module.draw(results).items()}
     changed, pictures = {}, {path: picture.png for path, picture in drawn.items() if picture}
-    numbers = Numbers(root / "benchmarks" / "numbers.toml", files, bodies)
+    numbers = Numbers(root / "benchmarks" / "numbers.toml", files + load_all(root / "benchmarks" / "history"), bodies)
     for page in [*readmes(root), *programs(root)]:
         before = text = page.read_text(encoding="utf-8")
         if page.suffix == ".md":
@@ -73,9 +73,11 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
 
 
 def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
-    """Refuse what is not a table: one commit, clean, at least three repeats; today's work."""
+    """Refuse what is not a table (one commit, clean, three repeats, today's work), and what no code makes again."""
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
-    problems |= {(f["file"],): mixture([f]) or few_repeats(f) for f in files if f["kind"] in ("soak", *micro.names())}
+    for file in (f for f in files if f["kind"] not in ("engines", "elsewhere")):
+        unknown = file["kind"] not in ("soak", *micro.names()) and f"no code measures {file['kind']!r}: a history"
+        problems[file["file"],] = unknown or mixture([file]) or few_repeats(file)
     for names, problem in problems.items():
         if problem:
             raise ResultsError(f"{', '.join(names)}: not one table: {problem}")

@@ -29,6 +29,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
+HISTORY = ROOT / "benchmarks" / "history"  # measured by code that is not in the tree: evidence, and not results
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
 
