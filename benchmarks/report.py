@@ -17,10 +17,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import excerpts, micro, tables
+from benchmarks import excerpts, micro, render, tables
 from benchmarks.groups import Group, group_results
 from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
+from benchmarks.pictures.picture import pictures as pictures_of
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
@@ -44,15 +45,15 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     groups = group_results(files)
     refuse(files, groups)
     plain, plots = [group for group in groups if not group.study], root / "benchmarks" / "plots"
-    drawn = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
-    drawn |= {plots / f"{g.slug}-roof.png": draw_roofline(g) for g in plain[:1]}  # the one that stage A's lesson shows
+    drawn = {plots / f"{group.slug}.svg": plot_rates(group) for group in plain}
+    drawn |= {plots / f"{g.slug}-roof.svg": draw_roofline(g) for g in plain[:1]}  # the one that stage A's lesson shows
     bodies = tables.engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
-        bodies |= module.table(results) if results else {}
-        if results and hasattr(module, "draw"):
-            drawn |= {root / file: picture for file, picture in module.draw(results).items()}
-    changed, pictures = {}, {path: picture.png for path, picture in drawn.items() if picture}
+        bodies |= render.tables(module, results) if results else {}
+        made = pictures_of(module, results) | (module.draw(results) if results and hasattr(module, "draw") else {})
+        drawn |= {root / file: picture for file, picture in made.items()}
+    changed, pictures = {}, {path: picture.svg for path, picture in drawn.items() if picture}
     numbers = Numbers(root / "benchmarks" / "numbers.toml", files + load_all(root / "benchmarks" / "history"), bodies)
     for page in [*readmes(root), *programs(root)]:
         before = text = page.read_text(encoding="utf-8")
@@ -63,9 +64,9 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         if text != before:
             changed[page] = text.encode()
     numbers.refuse_unused()
-    for path, png in pictures.items():
-        if not (path.is_file() and (check or path.read_bytes() == png)):
-            changed[path] = png
+    for path, drawing in pictures.items():
+        if not (path.is_file() and (check or path.read_bytes() == drawing)):
+            changed[path] = drawing
     for path, content in changed.items() if not check else ():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

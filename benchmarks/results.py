@@ -93,7 +93,7 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
     if not commit:
         return None, None
     # What measuring writes changes nothing about what was measured.
-    return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.png"))
+    return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.svg"))
 
 
 def _output(*command: str) -> str:

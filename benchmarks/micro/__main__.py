@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import micro
 from benchmarks.engines import read_option
+from benchmarks.render import tables
 from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
 from benchmarks.timing import measure_ceilings
 from stage_a_naive.entrypoints.interrupts import run_command
@@ -66,11 +67,12 @@ def run(args: argparse.Namespace) -> Path:
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
     paths = [args.output or LOCAL / f"{args.name}.json"]
-    paths += [RESULTS / f"{args.name}-{args.publish}.json"] if args.publish else []
+    name = "-".join(filter(None, [args.name, result.get("part"), args.publish]))
+    paths += [RESULTS / f"{name}.json"] if args.publish else []
     for path in paths:
         write(result, path)
     if result["environment"]["commit"]:
-        print("\n".join(line for lines in module.table([result]).values() for line in lines))
+        print("\n".join(line for lines in tables(module, [result]).values() for line in lines))
     return paths[-1]
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
-from benchmarks.micro import caption, device_name, with_engine
+from benchmarks.micro import device_name, with_engine
 from benchmarks.pictures.picture import Picture
 from benchmarks.pictures.spans import draw_gaps, draw_parts
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
-from benchmarks.text import markdown
+from benchmarks.render import Record
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import LLM as StageE
@@ -209,26 +209,43 @@ def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording
     return found
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Where the microseconds of stage F's steps go."""
-    recordings = {r.name: r for r in from_rows(results[0]["rows"])}
-    own = {name.removeprefix("stage F, "): r for name, r in recordings.items() if name.startswith("stage F, ")}
-    accounts = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
-    below = caption(results[0], f"{results[0]['model']}, µs, recorded by PyTorch's profiler, which slows the CPU down")
-    heads = {"stage F, graphs only": "stage D's layers in a graph", "stage F": "megakernel"}
-    between = {head: between_steps(recordings[name]) for name, head in heads.items() if name in recordings}
-    return {
-        "step-account": [*columns("part of the step", accounts, "**whole step**", "{:.0f}", "**{:.0f}**"), "", below],
-        "between-steps": [*columns("µs between two steps", between, "together", "{:.1f}", "{:.1f}"), "", below],
-    }
+TABLES = """
+[step-account]
+rows = "accounts"
+corner = "part of the step"
+line = "{part}"
+column = "{name}"
+cell = "{cell}"
+note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
+
+[between-steps]
+rows = "gaps"
+corner = "µs between two steps"
+line = "{part}"
+column = "{name}"
+cell = "{cell}"
+note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
+"""
 
 
-def columns(head: str, found: Mapping[str, dict[str, float]], total: str, form: str, total_form: str) -> list[str]:
-    """A table with a column for each name and a line for each part that any of them has, and their sum."""
+def by_part(found: Mapping[str, dict[str, float]], total: str, form: str, total_form: str) -> list[Record]:
+    """A record for each part of each column, and one for its sum."""
     parts = dict.fromkeys(part for column in found.values() for part, micros in column.items() if micros)
-    body = [[part, *(form.format(column[part]) for column in found.values())] for part in parts]
-    body.append([total, *(total_form.format(sum(column.values())) for column in found.values())])
-    return markdown([head, *found], body)
+    rows = [{"part": p, "name": n, "cell": form.format(of[p])} for p in parts for n, of in found.items()]
+    return rows + [{"part": total, "name": n, "cell": total_form.format(sum(of.values()))} for n, of in found.items()]
+
+
+def accounts(result: dict) -> list[Record]:
+    """Where the microseconds of stage F's steps go."""
+    own = {r.name.removeprefix("stage F, "): r for r in from_rows(result["rows"]) if r.name.startswith("stage F, ")}
+    found = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
+    return by_part(found, "**whole step**", "{:.0f}", "**{:.0f}**")
+
+
+def gaps(result: dict) -> list[Record]:
+    heads = {"stage F, graphs only": "stage D's layers in a graph", "stage F": "megakernel"}
+    found = {heads[r.name]: between_steps(r) for r in from_rows(result["rows"]) if r.name in heads}
+    return by_part(found, "together", "{:.1f}", "{:.1f}")
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
@@ -237,16 +254,16 @@ def draw(results: list[dict]) -> dict[str, Picture]:
     decodes = [recordings[name] for name in ("stage E: kernel by kernel", "stage F, graphs only", "stage F")]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
-    found = {"stage_f_graph_tp/decode.png": draw_gaps(decodes, device, title=title)}
+    found = {"stage_f_graph_tp/decode.svg": draw_gaps(decodes, device, title=title)}
 
     eager = next(name for name in recordings if name.startswith("stage F, eager prefill"))
     prefills = [recordings[eager], recordings[eager.replace(", eager prefill", "")]]
     title = "The same kernels, launched one by one and from a graph; grey is idle"
-    found["stage_f_graph_tp/prefill.png"] = draw_gaps(prefills, device, "prefill", title)
+    found["stage_f_graph_tp/prefill.svg"] = draw_gaps(prefills, device, "prefill", title)
 
     accounts = {text: account(recordings[name]) for name, text in DRAWN.items()}
     groups = {text: {name: sum(map(of.get, own)) for name, own in GROUPS.items()} for text, of in accounts.items()}
     axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
     title = "Fusion removes the small kernels between the matrix products, and the gaps"
-    found["stage_f_graph_tp/kernels/parts.png"] = draw_parts(groups, axis, title)
+    found["stage_f_graph_tp/kernels/parts.svg"] = draw_parts(groups, axis, title)
     return found

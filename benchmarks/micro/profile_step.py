@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.micro import caption, one_thread
-from benchmarks.text import markdown
+from benchmarks.micro import one_thread
 from stage_d_paged import LLM, SamplingParams
 
 STEPS, PROMPT, SHOWN, REPEATS = 8, 128, 8, 3
@@ -43,13 +42,22 @@ def record(llm: LLM) -> dict:
     return {"step_us": steps.cpu_time_total / STEPS, "rows": rows}
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    result = results[0]
-    rows, step = result["rows"], result["step_us"]
-    shown = [(f"`{r['name']}`", f"{r['calls']:.0f}", r["self_us"]) for r in rows[:SHOWN]]
-    rest = rows[SHOWN:]
+TABLES = """
+[decode-profile]
+rows = "operators"
+corner = "operator"
+line = "{line}"
+columns."calls per step" = "{calls}"
+columns."own time per step, µs" = "{us:.0f}"
+columns.share = "{us / step_us:.0%}"
+note = "{step_us:.0f} µs per step under the profiler"
+"""
+
+
+def operators(result: dict) -> list[dict]:
+    """The operators that take most, all others, and what is no operator."""
+    rows, rest = result["rows"], result["rows"][SHOWN:]
+    shown = [(f"`{row['name']}`", f"{row['calls']:.0f}", row["self_us"]) for row in rows[:SHOWN]]
     shown.append((f"{len(rest)} others", f"{sum(r['calls'] for r in rest):.0f}", sum(r["self_us"] for r in rest)))
-    shown.append(("Python between operators", "", step - sum(r["self_us"] for r in rows)))
-    body = [[name, calls, f"{micros:.0f}", f"{micros / step:.0%}"] for name, calls, micros in shown]
-    lines = markdown(["operator", "calls per step", "own time per step, µs", "share"], body)
-    return {"decode-profile": [*lines, "", caption(result, f"{step:.0f} µs per step under the profiler")]}
+    shown.append(("Python between operators", "", result["step_us"] - sum(r["self_us"] for r in rows)))
+    return [dict(zip(("line", "calls", "us"), own, strict=True)) for own in shown]

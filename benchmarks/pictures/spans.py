@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_bars, finish, new_panel
+from benchmarks.pictures.picture import BLUE, FAINT, GREY, PALETTE, Picture, draw_bars, finish, new_panel
 from benchmarks.recording import Recording
 from benchmarks.text import number
 
@@ -39,10 +39,16 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
     scale, unit = (1e3, "ms") if longest > 2000 else (1, "µs")
     counted = f"{recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)}"
     label = f"{unit}; {counted} on {device}, under the profiler, which slows the CPU down"
-    figure, axes = new_panel(10, 0.9 * len(recordings) + 1.1, label, title=title, grid="")
+    figure, axes = new_panel(8.4, 0.9 * len(recordings) + 1.1, label, title=title, grid="")
     for lane, r in enumerate(recordings):
-        axes.broken_barh([(0, r.whole / scale)], (lane - 0.33, 0.66), facecolor="#eeeeee", linewidth=0)
-        spans = [(s.start / scale, s.length / scale) for s in r.spans]
+        axes.broken_barh([(0, r.whole / scale)], (lane - 0.33, 0.66), facecolor=FAINT, linewidth=0)
+        spans: list[list[float]] = []  # what is nearer than can be seen is one mark
+        for span in r.spans:
+            if spans and span.start - sum(spans[-1]) < longest / 4000:
+                spans[-1][1] = max(spans[-1][1], span.start + span.length - spans[-1][0])
+            else:
+                spans.append([span.start, span.length])
+        spans = [[start / scale, length / scale] for start, length in spans]
         axes.broken_barh(spans, (lane - 0.33, 0.66), facecolor=BLUE, linewidth=0)
         text = (
             f"{r.name}: {len(r.spans) / r.steps:.0f} per {what}, {r.whole / r.steps / scale:.3g} {unit} per {what}, "
@@ -59,7 +65,7 @@ def draw_parts(steps: Mapping[str, Mapping[str, float]], axis: str, title: str) 
     """A bar per step on one time axis, {name: {part: µs}}; the last part is idle time."""
     stacks = {name: {part: micros / 1e3 for part, micros in found.items()} for name, found in steps.items()}
     totals = [(sum(found.values()), list(found.values())[-1]) for found in stacks.values()]
-    return draw_stacks(stacks, [f"{number(t)} ms, {idle / t:.0%} idle" for t, idle in totals], axis, "#EEEEEE", title)
+    return draw_stacks(stacks, [f"{number(t)} ms, {idle / t:.0%} idle" for t, idle in totals], axis, FAINT, title)
 
 
 def draw_stacks(
@@ -67,7 +73,7 @@ def draw_stacks(
 ) -> Picture:
     """A bar per name, its parts one after another; `last` is the colour of the last part."""
     [parts] = {tuple(found) for found in stacks.values()}  # the same in each, in one order
-    figure, axes = new_panel(10, 0.5 * len(stacks) + 1.8, axis, grid="x")
+    figure, axes = new_panel(8.4, 0.5 * len(stacks) + 1.8, axis, grid="x")
     colours = (*PALETTE[: len(parts) - 1], last)
     bars = [(p, [found[p] for found in stacks.values()], c) for p, c in zip(parts, colours, strict=True)]
     draw_bars(axes, list(stacks), bars, texts, room=1.25, edgecolor="#888888", linewidth=0.4, height=0.6)
