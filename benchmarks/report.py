@@ -14,11 +14,11 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import excerpts, micro, render, tables
-from benchmarks.groups import Group, group_results
+from benchmarks.groups import Group, group_results, two_values
 from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
 from benchmarks.pictures.picture import pictures as pictures_of
@@ -73,12 +73,14 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     return list(changed)
 
 
-def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
+def refuse(files: Sequence[dict], groups: Sequence[Group]) -> None:
     """Refuse what is not a table (one commit, clean, three repeats, today's work), and what no code makes again."""
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
     for file in (f for f in files if f["kind"] not in ("engines", "elsewhere")):
         unknown = file["kind"] not in ("soak", *micro.names()) and f"no code measures {file['kind']!r}: a history"
         problems[file["file"],] = unknown or mixture([file]) or few_repeats(file)
+    if two := two_values(groups):
+        raise ResultsError(f"two values for one figure: {two}")
     for names, problem in problems.items():
         if problem:
             raise ResultsError(f"{', '.join(names)}: not one table: {problem}")

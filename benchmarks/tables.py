@@ -209,4 +209,5 @@ def caption(group: Group) -> list[str]:
     """The heading of a group and what it was measured with."""
     where = group.own[-1]["environment"]
     made = f"Commit `{where['commit'][:10]}`, {where['date'][:10]}, torch {where['versions']['torch']}."
+    made = f"{made} {group.why_apart}".rstrip()
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", made, ""]

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from measured import ENVIRONMENT, is_drawn
 
 from benchmarks import results
-from benchmarks.groups import group_results
+from benchmarks.groups import WHY_APART, group_results
 from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import ResultsError, load
-from benchmarks.tables import Column, front_table, notes, stage_table, study_table
+from benchmarks.tables import Column, caption, front_table, notes, stage_table, study_table
 from benchmarks.text import against_floor, number
 from benchmarks.words import WORDS
 from benchmarks.workloads import make_workload, workload_names
@@ -188,6 +188,18 @@ def test_a_table_is_one_clean_commit_and_three_repeats_of_todays_work(tree):
     assert "the work of 'single' is not today's" in refusal(tree, broken("workloads/single/hash", "0" * 64))
     study = {"kind": "step_cost", "environment": ENVIRONMENT, "rows": [{"samples": [1.0] * n} for n in (2, 3)]}
     assert "1 rows with fewer than 3 samples" in refusal(tree, study)
+
+
+def test_a_figure_has_one_value_unless_a_caption_says_why(tree, monkeypatch):
+    study = payload(pace=0.02)
+    study["options"]["study"] = "quantization"
+    message = refusal(tree, payload(), study)
+    assert "two values for one figure: prefill_ms of single is " in message and "(quantization: A)" in message
+    why = "Measured on another day."
+    monkeypatch.setitem(WHY_APART, "quantization", why)
+    write_report(tree)
+    [group] = [group for group in groups(payload(), study) if group.study]
+    assert caption(group)[2].endswith(f"torch 9.9. {why}")
 
 
 def test_files_of_one_commit_are_one_table_with_the_samples_of_all():
