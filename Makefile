@@ -137,8 +137,8 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says how many minutes are left
-	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
+bench: $(READY) ## the stages on two workloads at CPU size, into benchmarks/local/: five minutes on two cores
+	@$(RUN) -m benchmarks.run --size cpu --quick $(ARGS)
 
 bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute
 	@$(PY) -m benchmarks.check $(ARGS)

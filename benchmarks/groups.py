@@ -57,8 +57,9 @@ class Group:
             for row in file["rows"]:
                 before = found.get((row["engine"], row["workload"]), {})
                 samples = [{**sample, "file": file["file"]} for sample in row.get("samples", [])]
-                startups = before.get("startup_seconds", []) + row.get("startup_seconds", [])
-                merged = {"samples": before.get("samples", []) + samples, "startup_seconds": startups}
+                merged = {"samples": before.get("samples", []) + samples}
+                for key in ("startup_seconds", "peak_megabytes"):  # of whole processes
+                    merged[key] = before.get(key, []) + row.get(key, [])
                 if visits := [visit for visit in (before.get("first_visit"), row.get("first_visit")) if visit]:
                     merged["first_visit"] = max(visits, key=lambda visit: visit["tpot_ms"])
                 found[row["engine"], row["workload"]] = before | row | merged
@@ -82,7 +83,7 @@ class Group:
         row = self.rows.get((engine, workload), {})
         if figure == "launches":
             return [row["launches"]["launches"]] if row.get("launches") else []
-        # The start-up is one of the whole row.
+        # Start-up and memory are those of the whole row.
         return row.get(figure) or [sample[figure] for sample in row.get("samples", []) if figure in sample]
 
     @property

@@ -52,6 +52,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         (["nothing"], "there is no study 'nothing'; there are: all_reduce"),
         (["block_waste", "sise=cpu"], "block_waste has the options size, and not sise"),
         (["block_waste", "size"], "not of the form name=value"),
+        (["no_cache", "repeats=0"], "repeats=0: a count is at least 1"),
         pytest.param(["mlp"], "mlp needs an NVIDIA GPU", marks=WITHOUT_GPU),
     ],
 )

@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> Path:
     for name, value in options.items():  # an option that may have several values has a tuple for its default
         if isinstance(known[name].default, tuple) and not isinstance(value, tuple):
             options[name] = tuple(value.split(",")) if isinstance(value, str) else (value,)
+    for name, value in options.items():
+        if any(type(count) is int and count < 1 for count in (value if isinstance(value, tuple) else [value])):
+            raise ValueError(f"{name}={value}: a count is at least 1")
     if getattr(module, "NEEDS_GPU", False) and not torch.cuda.is_available():
         raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")
     if args.publish and (commit_of_tree()[0] is None or commit_of_tree()[1]):
