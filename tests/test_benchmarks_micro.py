@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import re
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from benchmarks.pictures.picture import pictures
 from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
 from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.render import tables
-from benchmarks.results import of_kind
+from benchmarks.results import ROOT, of_kind
 from benchmarks.workloads import Call
 from stage_f_graph_tp import LLM
 
@@ -69,6 +70,21 @@ def test_the_mlp_on_a_cpu_is_measured_by_rows(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "| rows | qwen2-tiny, float32 | qwen2-tiny, bfloat16 |" in lines
     assert sum(line.count(" ×") for line in lines) == 14
+
+
+def test_the_study_of_the_guide_is_one_short_file_that_measures_tabulates_and_draws():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    [source] = re.findall(
+        r"<!-- tested: this study runs in tests/test_benchmarks_micro.py -->\n```python\n(.*?)```", guide, re.S
+    )
+    assert len(source.splitlines()) <= 60
+    study = ModuleType("softmax")
+    exec(source, vars(study))
+    result = {"kind": "softmax", "environment": ENVIRONMENT} | study.measure(repeats=3)
+    lines = tables(study, [result])["softmax"]
+    assert lines[0] == "| numbers in a row | µs | GB/s read and written |" and len(lines) == 8
+    assert lines[-2].endswith("float32, 64 rows; medians of 3. `python -m benchmarks.micro softmax`.")
+    assert is_drawn(pictures(study, [result]), "stage_e_batching/figures/softmax.svg")
 
 
 def test_a_study_writes_its_file_and_prints_its_table(tmp_path, capsys):
