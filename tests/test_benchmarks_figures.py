@@ -13,8 +13,8 @@ from measured import ON_GPU, is_drawn
 
 from benchmarks.micro import coalescing, no_cache, waterfall
 from benchmarks.pictures.picture import pictures
-from benchmarks.recording import Span
 from benchmarks.render import tables
+from benchmarks.trace import Span
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]

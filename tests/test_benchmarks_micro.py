@@ -17,19 +17,18 @@ from benchmarks.micro import (
     attention,
     batching,
     block_waste,
-    kernel_spans,
     layers,
     quantized,
     scheduling,
     step_cost,
 )
+from benchmarks.micro import trace as kernels
 from benchmarks.micro.__main__ import main
-from benchmarks.micro.kernel_spans import record_engine
+from benchmarks.micro.trace import record_engine
 from benchmarks.pictures.picture import pictures
-from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
-from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.render import tables
 from benchmarks.results import ROOT, of_kind
+from benchmarks.trace import Recording, Span, draw_gaps, draw_kinds, from_rows, kind_of, record, to_rows
 from benchmarks.workloads import Call
 from stage_f_graph_tp import LLM
 
@@ -231,7 +230,7 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart():
     # Each takes 3 µs, 10 µs after the one before; attention begins while the QKV product runs, and waits for it.
     spans = [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]
     spans[3] = Span(names[3], 21.0, 12.0)
-    found = kernel_spans.account(Recording("two steps", 2, spans))
+    found = kernels.account(Recording("two steps", 2, spans))
     assert sum(found.values()) == pytest.approx((93 - 0) / 2)
     assert found["QKV"] == found["output"] == found["gate-up"] == found["down"] == found["LM head"] == 1.5
     assert found["attention"] == 5.0  # from 23 to 33
@@ -243,7 +242,7 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart():
 def test_stage_cs_operator_counts_as_the_mlp_and_a_flip_as_rotation():
     names = ["Memcpy HtoD", "nvjet_qkv", "index_elementwise_kernel<flip_kernel_impl>", "decode_kernel", "nvjet_output"]
     names += ["void six_engines::(anonymous namespace)::fused_kernel<__nv_bfloat16, 8>", "nvjet_lm_head"]
-    found = kernel_spans.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
+    found = kernels.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
     for part in ("QKV", "norm, rotation, SiLU", "attention", "output", "gate-up", "LM head", "copies"):
         assert found[part] == 3.0, part
 
@@ -260,12 +259,12 @@ def test_what_lies_between_two_steps_is_told_by_kind():
     ]
     spans = [Span(name, start + 100.0 * i, length) for i in range(3) for name, start, length in step]
     spans[0] = Span("Memcpy HtoD", 0.0, 1.0)  # the CPU was late
-    found = kernel_spans.between_steps(Recording("three steps", 3, spans))
+    found = kernels.between_steps(Recording("three steps", 3, spans))
     assert found == {"kernels": 4.0, "copies": 4.0, "idle": 22.5}
 
 
 def test_every_part_of_a_step_is_in_one_group_of_the_figure():
-    assert sorted(part for parts in kernel_spans.GROUPS.values() for part in parts) == sorted(kernel_spans.PARTS)
+    assert sorted(part for parts in kernels.GROUPS.values() for part in parts) == sorted(kernels.PARTS)
 
 
 def soaked(resident: int = 500 << 20, allocated: int = 1 << 20, used_blocks: int = 0, different: int = 0) -> Tally:

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.engines import select
 from benchmarks.micro import with_engine
-from benchmarks.recording import Span, record
+from benchmarks.trace import Span, record
 from stage_a_naive.sampling import SamplingParams
 
 ENGINES = ("A", "B", "B compiled[sdpa=True]", "C", "C compiled[sdpa=True]")

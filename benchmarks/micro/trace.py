@@ -1,6 +1,11 @@
-"""What runs in a decode step, and when: every kernel with its start and its length, and the gaps between them (GPU).
+"""What runs in a decode step, and when, by a profiler's trace: kernels and the gaps between them, or operators.
 
-A gap is time in which the hardware that multiplies is idle. What is recorded, and how, is said in `recording.py`.
+    python -m benchmarks.micro trace part=kernels      # stages E and F on a GPU; ranks=2,4: on several
+    python -m benchmarks.micro trace part=operators    # stage D on one thread of a CPU
+
+A gap is time in which the hardware that multiplies is idle; `benchmarks/trace.py` says what is recorded. An operator's
+own time leaves out the operators that it calls; what a step takes beside its operators is Python. Recording makes each
+operator slower, so there shares mean more than microseconds.
 """
 
 from __future__ import annotations
@@ -10,17 +15,19 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
-from benchmarks.micro import device_name, with_engine
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.micro import device_name, one_thread, with_engine
 from benchmarks.pictures.picture import Picture
-from benchmarks.pictures.spans import draw_gaps, draw_parts
-from benchmarks.recording import Recording, Span, from_rows, record, to_rows
 from benchmarks.render import Record
+from benchmarks.trace import Recording, Span, draw_gaps, from_rows, record, to_rows
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged import LLM as StageD
 from stage_e_batching import LLM as StageE
 from stage_f_graph_tp import LLM as StageF
 
-NEEDS_GPU = True
 STEPS, REQUESTS, PROMPTS = 4, (1, 32, 256), (128, 1024)  # steps of a recording; requests at once; tokens
 
 
@@ -176,12 +183,20 @@ ENGINES = (
 )
 
 
-def measure(model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> dict:
-    """Decode steps and prefills of the engines.
+def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> dict:
+    """Kernels of decode steps and prefills, or operators of decode steps.
 
     Args:
+        part: kernels or operators.
         ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
+
+    Raises:
+        ValueError: there is no such part, or no GPU that it needs.
     """
+    if part == "operators":
+        return {"part": part} | profile_operators()
+    if part != "kernels" or not torch.cuda.is_available():
+        raise ValueError(f"trace has the parts operators and, on an NVIDIA GPU, kernels; got part={part}")
     recordings = []
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     for name, engine, switches, kinds in (*ENGINES, *several):
@@ -196,7 +211,7 @@ def measure(model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> 
             enable_prefix_caching=False,
             **switches,
         )
-    return {"model": model, "rows": to_rows(recordings)}
+    return {"part": part, "model": model, "rows": to_rows(recordings)}
 
 
 def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording]:
@@ -209,8 +224,42 @@ def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording
     return found
 
 
+PROFILED_STEPS, PROMPT, SHOWN, REPEATS = 8, 128, 8, 3  # of the part `operators`
+
+
+@one_thread()
+def profile_operators() -> dict:
+    """The tutor's operators by their own time, one request past its prompt; of several recordings the fastest."""
+    llm = StageD("tutor", device="cpu")
+    llm.add_request(list(range(1, PROMPT + 1)), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+    for _ in range(PROFILED_STEPS):
+        llm.step()
+    return min((profiled(llm) for _ in range(REPEATS)), key=lambda found: found["step_us"])
+
+
+def profiled(llm: StageD) -> dict:
+    """A few decode steps under the profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            with torch.profiler.record_function("step"):
+                llm.step()
+    averages = sorted(profiler.key_averages(), key=lambda average: -average.self_cpu_time_total)
+    [steps] = [a for a in averages if a.key == "step"]
+    rows = [
+        {
+            "name": a.key.removeprefix("aten::"),
+            "calls": a.count / PROFILED_STEPS,
+            "self_us": a.self_cpu_time_total / PROFILED_STEPS,
+        }
+        for a in averages
+        if a.key.startswith(("aten::", "six_engines::"))
+    ]
+    return {"step_us": steps.cpu_time_total / PROFILED_STEPS, "rows": rows}
+
+
 TABLES = """
 [step-account]
+part = "kernels"
 rows = "accounts"
 corner = "part of the step"
 line = "{part}"
@@ -219,12 +268,23 @@ cell = "{cell}"
 note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
 
 [between-steps]
+part = "kernels"
 rows = "gaps"
 corner = "µs between two steps"
 line = "{part}"
 column = "{name}"
 cell = "{cell}"
 note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
+
+[decode-profile]
+part = "operators"
+rows = "operators"
+corner = "operator"
+line = "{line}"
+columns."calls per step" = "{calls}"
+columns."own time per step, µs" = "{us:.0f}"
+columns.share = "{us / step_us:.0%}"
+note = "{step_us:.0f} µs per step under the profiler"
 """
 
 
@@ -248,22 +308,53 @@ def gaps(result: dict) -> list[Record]:
     return by_part(found, "together", "{:.1f}", "{:.1f}")
 
 
+def operators(result: dict) -> list[dict]:
+    """The operators that take most, all others, and what is no operator."""
+    rows, rest = result["rows"], result["rows"][SHOWN:]
+    shown = [(f"`{row['name']}`", f"{row['calls']:.0f}", row["self_us"]) for row in rows[:SHOWN]]
+    shown.append((f"{len(rest)} others", f"{sum(r['calls'] for r in rest):.0f}", sum(r["self_us"] for r in rest)))
+    shown.append(("Python between operators", "", result["step_us"] - sum(r["self_us"] for r in rows)))
+    return [dict(zip(("line", "calls", "us"), own, strict=True)) for own in shown]
+
+
+PICTURES = """
+["stage_f_graph_tp/kernels/parts.svg"]
+part = "kernels"
+rows = "groups"
+kind = "bars"
+title = "Fusion removes the small kernels between the matrix products, and the gaps"
+text = "the parts of a decode step of stage F, one after another"
+x = "ms per decode step; {model} on {device}, under the profiler"
+at = "{name}"
+value = "us / 1e3"
+label = "{group}"
+written = "{value:n} ms, {us / 1e3 / value:.0%} idle"
+colours = ["BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "FAINT"]
+height = 4.2
+"""
+
+
+def groups(result: dict) -> list[Record]:
+    """The parts of the steps that are drawn, as the figure groups them."""
+    accounts = {DRAWN[r.name]: account(r) for r in from_rows(result["rows"]) if r.name in DRAWN}
+    return [
+        {"name": name, "group": group, "us": sum(map(accounts[name].get, own))}
+        for name in DRAWN.values()
+        for group, own in GROUPS.items()
+    ]
+
+
 def draw(results: list[dict]) -> dict[str, Picture]:
-    """Decode steps of one request and the shortest recorded prompt on a time axis; the parts of steps from a graph."""
-    recordings, device = {r.name: r for r in from_rows(results[0]["rows"])}, device_name(results[0])
+    """Decode steps of one request, and the shortest recorded prompt, on a time axis."""
+    [result] = [result for result in results if result["part"] == "kernels"][:1]
+    recordings, device = {r.name: r for r in from_rows(result["rows"])}, device_name(result)
     decodes = [recordings[name] for name in ("stage E: kernel by kernel", "stage F, graphs only", "stage F")]
     steps = [recording.busy / recording.steps / 1e3 for recording in (decodes[0], decodes[-1])]
     title = "Kernels fill {:.1f} ms of a decode step in stage E and {:.1f} ms in stage F; grey is idle".format(*steps)
-    found = {"stage_f_graph_tp/decode.svg": draw_gaps(decodes, device, title=title)}
-
     eager = next(name for name in recordings if name.startswith("stage F, eager prefill"))
     prefills = [recordings[eager], recordings[eager.replace(", eager prefill", "")]]
-    title = "The same kernels, launched one by one and from a graph; grey is idle"
-    found["stage_f_graph_tp/prefill.svg"] = draw_gaps(prefills, device, "prefill", title)
-
-    accounts = {text: account(recordings[name]) for name, text in DRAWN.items()}
-    groups = {text: {name: sum(map(of.get, own)) for name, own in GROUPS.items()} for text, of in accounts.items()}
-    axis = f"ms per decode step; {results[0]['model']} on {device}, under the profiler"
-    title = "Fusion removes the small kernels between the matrix products, and the gaps"
-    found["stage_f_graph_tp/kernels/parts.svg"] = draw_parts(groups, axis, title)
-    return found
+    same = "The same kernels, launched one by one and from a graph; grey is idle"
+    return {
+        "stage_f_graph_tp/decode.svg": draw_gaps(decodes, device, title=title),
+        "stage_f_graph_tp/prefill.svg": draw_gaps(prefills, device, "prefill", same),
+    }
