@@ -51,6 +51,6 @@ colour = "ORANGE if block_size == MAX_MODEL_LEN else BLUE"
 
 
 TABLES = """
-[page-waste]
+[block-waste]
 below = "{workload}, all admitted together; counted by `python -m benchmarks.micro block_waste`."
 """
