@@ -141,9 +141,9 @@ serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-bench: $(READY) ## the shared benchmark at CPU size, into benchmarks/local/; says how many minutes are left
+bench: $(READY) ## the stages on two workloads at CPU size, into benchmarks/local/: five minutes on two cores
 	$(if $(LAB),@$(SAY_WHOSE))
-	@$(RUN) -m benchmarks.run --size cpu $(ARGS)
+	@$(RUN) -m benchmarks.run --size cpu --quick $(ARGS)
 
 bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute
 	@$(PY) -m benchmarks.check $(ARGS)

@@ -14,7 +14,13 @@ from functools import cached_property
 
 from benchmarks.engines import ENGINES, STUDIES
 from benchmarks.results import LEAST_REPEATS, mixture
+from benchmarks.text import number
 from benchmarks.workloads import SIZES, make_workload
+
+# Why a study's table has other values than the overview for the same engine, options, work, model and machine. Its
+# caption says so; without a reason `make report` refuses the second value.
+_OTHER_COMMIT = "Measured at another commit than the overview's table: compare rows of one table with one another."
+WHY_APART = dict.fromkeys(("stage-b", "stage-f", "stage-f-alone", "ranks"), _OTHER_COMMIT)
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Group:
             for row in file["rows"]:
                 before = found.get((row["engine"], row["workload"]), {})
                 samples = [{**sample, "file": file["file"]} for sample in row.get("samples", [])]
-                startups = before.get("startup_seconds", []) + row.get("startup_seconds", [])
-                merged = {"samples": before.get("samples", []) + samples, "startup_seconds": startups}
+                merged = {"samples": before.get("samples", []) + samples}
+                for key in ("startup_seconds", "peak_megabytes"):  # of whole processes
+                    merged[key] = before.get(key, []) + row.get(key, [])
                 if visits := [visit for visit in (before.get("first_visit"), row.get("first_visit")) if visit]:
                     merged["first_visit"] = max(visits, key=lambda visit: visit["tpot_ms"])
                 found[row["engine"], row["workload"]] = before | row | merged
@@ -76,8 +83,13 @@ class Group:
         row = self.rows.get((engine, workload), {})
         if figure == "launches":
             return [row["launches"]["launches"]] if row.get("launches") else []
-        # The start-up is one of the whole row.
+        # Start-up and memory are those of the whole row.
         return row.get(figure) or [sample[figure] for sample in row.get("samples", []) if figure in sample]
+
+    @property
+    def why_apart(self) -> str:
+        """Why its values differ from other tables'; empty where nothing says why."""
+        return WHY_APART.get(self.study, "")
 
     def median(self, engine: str, workload: str, figure: str) -> float | None:
         values = self.values(engine, workload, figure)
@@ -112,3 +124,22 @@ def group_results(files: Iterable[dict]) -> list[Group]:
             keys.setdefault(key, []).append(payload)
     groups = [group for key, found in keys.items() if (group := Group(*key, tuple(found))).own]
     return sorted(groups, key=lambda g: (-SIZES.index(g.size), g.device, g.model, g.study))
+
+
+def two_values(groups: Iterable[Group]) -> str:
+    """A figure of one engine, options, work, model and machine with two values, and no caption that says why."""
+    known: dict[tuple, tuple[str, str]] = {}
+    for group in (group for group in groups if not group.why_apart):
+        for (engine, name), row in group.rows.items():
+            options = tuple(sorted((key, str(value)) for key, value in row.get("options", {}).items()))
+            work = group.workloads.get(name, {}).get("hash")
+            for figure in dict.fromkeys(
+                f for sample in row["samples"] for f, v in sample.items() if isinstance(v, float)
+            ):
+                key = row.get("package"), options, work, group.model, group.device, group.dtype, figure
+                value, where = number(group.median(engine, name, figure)), f"{group.study or 'overview'}: {engine}"
+                other, elsewhere = known.setdefault(key, (value, where))
+                if other != value and engine not in group.elsewhere:
+                    found = f"{figure} of {name} is {other} ({elsewhere}) and {value} ({where})"
+                    return f"{found}; groups.py's WHY_APART may say why"
+    return ""

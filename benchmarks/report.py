@@ -14,13 +14,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import excerpts, micro, tables
-from benchmarks.groups import Group, group_results
+from benchmarks import excerpts, micro, render, tables
+from benchmarks.groups import Group, group_results, two_values
 from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
+from benchmarks.pictures.picture import pictures as pictures_of
 from benchmarks.pictures.rates import draw_roofline, plot_rates
 from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
 from benchmarks.text import markdown
@@ -44,16 +45,16 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     groups = group_results(files)
     refuse(files, groups)
     plain, plots = [group for group in groups if not group.study], root / "benchmarks" / "plots"
-    drawn = {plots / f"{group.slug}.png": plot_rates(group) for group in plain}
-    drawn |= {plots / f"{g.slug}-roof.png": draw_roofline(g) for g in plain[:1]}  # the one that stage A's lesson shows
+    drawn = {plots / f"{group.slug}.svg": plot_rates(group) for group in plain}
+    drawn |= {plots / f"{g.slug}-roof.svg": draw_roofline(g) for g in plain[:1]}  # the one that stage A's lesson shows
     bodies = tables.engine_tables(groups) | soak_tables([file for file in files if file["kind"] == "soak"])
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
-        bodies |= module.table(results) if results else {}
-        if results and hasattr(module, "draw"):
-            drawn |= {root / file: picture for file, picture in module.draw(results).items()}
-    changed, pictures = {}, {path: picture.png for path, picture in drawn.items() if picture}
-    numbers = Numbers(root / "benchmarks" / "numbers.toml", files, bodies)
+        bodies |= render.tables(module, results) if results else {}
+        made = pictures_of(module, results) | (module.draw(results) if results and hasattr(module, "draw") else {})
+        drawn |= {root / file: picture for file, picture in made.items()}
+    changed, pictures = {}, {path: picture.svg for path, picture in drawn.items() if picture}
+    numbers = Numbers(root / "benchmarks" / "numbers.toml", files + load_all(root / "benchmarks" / "history"), bodies)
     for page in [*readmes(root), *programs(root)]:
         before = text = page.read_text(encoding="utf-8")
         if page.suffix == ".md":
@@ -63,19 +64,23 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         if text != before:
             changed[page] = text.encode()
     numbers.refuse_unused()
-    for path, png in pictures.items():
-        if not (path.is_file() and (check or path.read_bytes() == png)):
-            changed[path] = png
+    for path, drawing in pictures.items():
+        if not (path.is_file() and (check or path.read_bytes() == drawing)):
+            changed[path] = drawing
     for path, content in changed.items() if not check else ():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return list(changed)
 
 
-def refuse(files: Iterable[dict], groups: Iterable[Group]) -> None:
-    """Refuse what is not a table: one commit, clean, at least three repeats; today's work."""
+def refuse(files: Sequence[dict], groups: Sequence[Group]) -> None:
+    """Refuse what is not a table (one commit, clean, three repeats, today's work), and what no code makes again."""
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
-    problems |= {(f["file"],): mixture([f]) or few_repeats(f) for f in files if f["kind"] in ("soak", *micro.names())}
+    for file in (f for f in files if f["kind"] not in ("engines", "elsewhere")):
+        unknown = file["kind"] not in ("soak", *micro.names()) and f"no code measures {file['kind']!r}: a history"
+        problems[file["file"],] = unknown or mixture([file]) or few_repeats(file)
+    if two := two_values(groups):
+        raise ResultsError(f"two values for one figure: {two}")
     for names, problem in problems.items():
         if problem:
             raise ResultsError(f"{', '.join(names)}: not one table: {problem}")

@@ -29,6 +29,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
+HISTORY = ROOT / "benchmarks" / "history"  # measured by code that is not in the tree: evidence, and not results
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
 
@@ -92,7 +93,7 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
     if not commit:
         return None, None
     # What measuring writes changes nothing about what was measured.
-    return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.png"))
+    return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.svg"))
 
 
 def _output(*command: str) -> str:

@@ -14,7 +14,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -34,6 +34,7 @@ from stage_a_naive.entrypoints.interrupts import run_command
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
 ROUND_SECONDS = {"cpu": 1.0, "gpu": 3.0, "tiny": 0.0}  # no further round of a workload begins after this long
 CPU_BATCH = 16  # requests that run together at CPU size: fewer than `mixed` has, so that some wait, as on a small GPU
+QUICK_WORKLOADS = ("single", "mixed")  # those of the front page
 SHORTEST_MODEL_LEN = 4096  # the engines' default
 
 
@@ -48,9 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", default=[], help=engines, **several)
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
     some = f"of {', '.join(workloads)} (default: all but those that sample as chats do)"
-    usual = [name for name in workloads if not name.startswith("chat")]
-    parser.add_argument("--workloads", default=usual, choices=workloads, help=some, **several)
-    parser.add_argument("--repeats", type=int, default=3, help="fresh processes per engine (default: %(default)s)")
+    parser.add_argument("--workloads", choices=workloads, help=some, **several)
+    quick = "stages A to F on two workloads, one process each: five minutes on two cores"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--repeats", type=int, help="fresh processes per engine (default: 3, or 1 with --quick)")
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto | float32 | float16 | bfloat16 (default: %(default)s)")
     parser.add_argument("--parity-model", default="tutor", help="whose answers are compared first")
@@ -88,6 +90,15 @@ def main(argv: list[str] | None = None) -> int:
     return status or int(measurement.has_failed)
 
 
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """What was not asked for, by whether a quick answer was."""
+    usual = [name for name in workload_names() if not name.startswith("chat")]
+    args.workloads = args.workloads or (list(QUICK_WORKLOADS) if args.quick else usual)
+    args.repeats = args.repeats if args.repeats is not None else 1 if args.quick else 3
+    args.engines = args.engines or (list("ABCDEF") if args.quick and not args.study else [])
+    return args
+
+
 def show(measurement: Measurement) -> None:
     """Print the table of what was measured, and where every sample is."""
     [group] = group_results([measurement.payload() | {"file": measurement.path.name}])
@@ -110,7 +121,9 @@ class Measurement:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.started, self.model = args, time.monotonic(), args.model or MODELS[args.size]
+        self.args, self.started, self.model = with_defaults(args), time.monotonic(), args.model or MODELS[args.size]
+        if args.repeats < 1 or args.max_seconds <= 0:
+            raise ValueError(f"--repeats {args.repeats}, --max-seconds {args.max_seconds:g}: at least 1, and above 0")
         commit, dirty = commit_of_tree() if args.publish else (None, None)
         if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
             raise ValueError(
@@ -142,10 +155,10 @@ class Measurement:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
-    def job(self, kind: str, **more: object) -> dict:
-        """Run a job of `worker.py` on this device."""
+    def job(self, kind: str, heard: Callable[[dict], None] = lambda found: None, **more: object) -> dict:
+        """Run a job of `worker.py` on this device; `heard` is told what it has found so far."""
         timeout = 100 + 5 * self.args.max_seconds
-        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout)
+        return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout, heard)
 
     def look(self) -> None:
         """Look at the machine and pass the parity gate: every engine must give the tokens that the reference gives.
@@ -162,7 +175,7 @@ class Measurement:
         refused = {e.name: ("not_run", need) for e in self.engines if (need := e.unmet_need(count))}
         todo = [REFERENCE, *(e for e in self.engines if e.name not in refused and e.name != REFERENCE.name)]
         while todo:
-            found = self.job("look", engines=list(map(asdict, todo)), model=self.args.parity_model)
+            found = self.job("look", self._answered, engines=list(map(asdict, todo)), model=self.args.parity_model)
             answers |= found.pop("answers", {})
             self.found = found | self.found
             if REFERENCE.name not in answers:
@@ -185,6 +198,11 @@ class Measurement:
             f"{ceilings['matmul_operations_per_s'] / 1e12:.2f} TFLOP/s in {self.found['dtype']}; equal answers: "
             f"{', '.join(self.equal) or 'none'}"
         )
+
+    def _answered(self, found: dict) -> None:
+        """Say which engine has answered, as each of them does."""
+        if names := list(found.get("answers", {})):
+            self.say(f"    {names[-1]} has answered")
 
     def time_all(self) -> None:
         """Every repeat of every engine in a process of its own; what there is is written after each of them."""
@@ -226,7 +244,8 @@ class Measurement:
             for key, value in measured.items():  # the first visit and the launches are those of the first repeat
                 row.setdefault(key, value)
             row.setdefault("samples", []).extend(samples)
-            row.setdefault("startup_seconds", []).extend(filter(None, [found.get("startup_seconds")]))
+            for key in ("startup_seconds", "peak_megabytes"):  # of the whole process
+                row.setdefault(key, []).extend(filter(None, [found.get(key)]))
             last = {key: round(value, 3) for key, value in list(samples[-1].items())[1:4]} if samples else measured
             self.say(f"    {engine.name}, {name}: {', '.join(f'{key} {value}' for key, value in last.items())}")
 

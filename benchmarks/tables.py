@@ -47,6 +47,7 @@ class Column:
 
 
 START = Column("start-up, s", "single", "startup_seconds")
+MEMORY = Column("peak memory, MB", "single", "peak_megabytes")
 STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
 LAUNCHES = Column("kernel launches per step", "single", "launches")
@@ -85,6 +86,7 @@ def overview(group: Group) -> list[str]:
     """The table that compares the engines at a glance."""
     ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
+    columns += [MEMORY] if any(MEMORY.median(group, engine) for engine in group.engines) else []
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
     return table(group, group.engines, columns)
 
@@ -209,4 +211,5 @@ def caption(group: Group) -> list[str]:
     """The heading of a group and what it was measured with."""
     where = group.own[-1]["environment"]
     made = f"Commit `{where['commit'][:10]}`, {where['date'][:10]}, torch {where['versions']['torch']}."
+    made = f"{made} {group.why_apart}".rstrip()
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", made, ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def number(value: float | None) -> str:
@@ -41,23 +41,9 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str
     return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
 
 
-def grid(corner: str, cells: Mapping[tuple, object], columns: Iterable = ()) -> list[str]:
-    """A table of the cells of (line, column), a dash where there is none.
-
-    Args:
-        corner: head of the first column, which names the lines.
-        columns: the others, in order (default: as they come); a dictionary where their heads are other words.
-    """
-    columns = columns or list(dict.fromkeys(column for _, column in cells))
-    heads = columns.values() if isinstance(columns, Mapping) else columns
-    lines = dict.fromkeys(line for line, _ in cells)
-    body = [[line, *(cells.get((line, column), "–") for column in columns)] for line in lines]
-    return markdown([corner, *map(str, heads)], body)
-
-
-def sections(tables: Mapping[str, Sequence[str]]) -> list[str]:
-    """Tables under one another, each below its heading."""
-    return [line for heading, table in tables.items() for line in (heading, "", *table, "")]
+def counted(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def times(factor: float) -> str:

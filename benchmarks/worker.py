@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from benchmarks.engines import Engine
 
 LOG_LINES = 12  # of a failed process's last words
+LOOK_SECONDS = 0.2  # how often a process's file is looked at
+PARENT = "BENCH_PARENT"  # environment variable: the end of a pipe that its parent holds
 
 
-def run_job(job: Mapping[str, object], timeout: float) -> dict:
-    """Do a job in a process of its own, and end it within a limit, whatever happens to it.
+def run_job(job: Mapping[str, object], timeout: float, heard: Callable[[dict], None] = lambda found: None) -> dict:
+    """Do a job in a process of its own, and end it within a limit, whatever happens to it or to this process.
+
+    Args:
+        heard: is told what the process has found so far, each time that there is more.
 
     Returns:
         What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
@@ -35,22 +42,62 @@ def run_job(job: Mapping[str, object], timeout: float) -> dict:
         folder, file = Path(name), Path(name, "result.json")
         (folder / "job.json").write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
         command = [sys.executable, "-m", "benchmarks.worker", name]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        ear, mouth = os.pipe()  # this process alone holds the other end: when it ends, however, the worker knows
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", PARENT: str(ear)}
         with open(folder / "log.txt", "wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+            streams = {"stdout": log, "stderr": log}
+            process = subprocess.Popen(command, **streams, start_new_session=True, env=environment, pass_fds=[ear])
         try:
-            how = f"the process ended with exit status {process.wait(timeout)}"
-        except subprocess.TimeoutExpired:
-            how = "the process took too long and was stopped"
+            status = wait(process, timeout, file, heard)
+            ended = f"ended with exit status {status}" if status is not None else "took too long and was stopped"
+            how = f"the process {ended}"
         finally:
             with suppress(ProcessLookupError):  # it leads a group of its own: all that it started ends with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            os.close(ear)
+            os.close(mouth)
         result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if not result.get("complete"):
             lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
             result["error"] = "\n".join([how + (f"; its last words: {lines[-1]}" if lines else ""), *lines])
         return result
+
+
+def wait(process: subprocess.Popen, timeout: float, file: Path, heard: Callable[[dict], None]) -> int | None:
+    """Wait for a process and tell what it writes into its file; returns its exit status, None after the time limit."""
+    end, seen = time.monotonic() + timeout, 0
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        if file.is_file() and (changed := file.stat().st_mtime_ns) != seen:
+            seen = changed
+            heard(json.loads(file.read_text(encoding="utf-8")))
+        if time.monotonic() >= end:
+            return None
+
+
+def end_with_parent() -> None:
+    """End this process and all that it has started when the one that asked for it has ended, by whatever signal."""
+    os.read(int(os.environ[PARENT]), 1)  # nothing is ever written: it returns when the other end is closed
+    os.killpg(0, signal.SIGKILL)
+
+
+def write(file: Path, found: dict) -> None:
+    """Write a file at once: somebody may be reading it."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(found), encoding="utf-8")
+    new.replace(file)
+
+
+def peak_megabytes(device: str) -> float:
+    """The most memory that this process has used: of the GPU where it computes there, else of the host."""
+    import torch  # the engine has imported it
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 def time_workloads(job: dict) -> Iterator[dict]:
@@ -68,12 +115,14 @@ def time_workloads(job: dict) -> Iterator[dict]:
         except Exception as error:  # one workload's failure must not cost the others
             traceback.print_exc()
             result["workloads"][name] = {"error": f"{type(error).__name__}: {error}"}
+        result["peak_megabytes"] = peak_megabytes(job["device"])
         yield result
     close(llm)
 
 
 def main(folder: Path) -> None:
     """Do the job in the folder, and write there what is known so far, each time that there is more."""
+    Thread(target=end_with_parent, daemon=True).start()
     job, file, result = json.loads((folder / "job.json").read_text(encoding="utf-8")), folder / "result.json", {}
     if job["kind"] == "timing":
         results = time_workloads(job)
@@ -82,8 +131,8 @@ def main(folder: Path) -> None:
 
         results = look(job)
     for result in results:
-        file.write_text(json.dumps(result), encoding="utf-8")
-    file.write_text(json.dumps({**result, "complete": True}), encoding="utf-8")
+        write(file, result)
+    write(file, {**result, "complete": True})
 
 
 if __name__ == "__main__":

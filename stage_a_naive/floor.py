@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch
 from transformers import PretrainedConfig
 
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
+
+BANDWIDTH_DAYS = 7  # a bandwidth that is older is measured again: machines, and what else they do, change
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,22 @@ def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the copy bandwidth of this machine's device, measured once and kept in `cache_file()` if it can be."""
+    """Return the copy bandwidth of this machine's device, which `cache_file()` keeps for `BANDWIDTH_DAYS` if it can."""
     file = cache_file()
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{platform.node()}, {torch.get_num_threads()} threads"
-    if name not in known:
-        known[name] = measure_copy_bandwidth(device)
+    kept = known.get(name)
+    if not isinstance(kept, dict) or not 0 <= time.time() - kept["measured"] < BANDWIDTH_DAYS * 86400:
+        known[name] = {"bytes_per_s": measure_copy_bandwidth(device), "measured": time.time()}
         with suppress(OSError):  # where nothing can be kept, it is measured every time
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_name(f"{file.name}.{os.getpid()}")
             unfinished.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
             unfinished.replace(file)  # at once: another process may be reading it
-    return known[name]
+    return known[name]["bytes_per_s"]
 
 
 def cache_file() -> Path:

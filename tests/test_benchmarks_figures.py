@@ -12,8 +12,9 @@ import pytest
 from measured import ON_GPU, is_drawn
 
 from benchmarks.micro import coalescing, no_cache, waterfall
-from benchmarks.micro.coalescing import naive_read, sectors, warp_read
-from benchmarks.recording import Span
+from benchmarks.pictures.picture import pictures
+from benchmarks.render import tables
+from benchmarks.trace import Span
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
@@ -96,13 +97,8 @@ def test_figures_are_drawn_and_tables_written_from_the_file_alone():
         (no_cache, cached, "a step is the fastest of 1 runs"),
         (no_cache, cached, "3 tokens after a prompt of 4: 0.01 s without a cache, 0.00 s with it."),
     ):
-        assert is_drawn(module.draw([result]))
-        assert any(cell in line for lines in module.table([result]).values() for line in lines)
-
-
-def test_a_read_is_delivered_in_whole_sectors():
-    assert sectors([(0, 30, 4)]) == {(0, 0), (0, 32)}
-    assert len(sectors(naive_read())) == 32 and len(sectors(warp_read())) == 16
+        assert is_drawn(pictures(module, [result]) or module.draw([result]))
+        assert any(cell in line for lines in tables(module, [result]).values() for line in lines)
 
 
 def test_the_answer_without_a_cache_is_measured_step_by_step():

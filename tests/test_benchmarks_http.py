@@ -19,6 +19,8 @@ from serving import running
 import stage_e_batching
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import batching, http_cost, ttft_rate
+from benchmarks.pictures.picture import pictures
+from benchmarks.render import tables
 from benchmarks.serve import make_prompts
 
 ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 32}
@@ -142,15 +144,15 @@ def test_ratios_of_the_cost_are_taken_within_a_repeat():
     result = {"kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e"}
     result |= {"streams": 64, "input_len": 8, "output_len": 8}
     result["rows"] = [{"way": way, "tokens_per_s": found} for way, found in rates.items()]
-    lines = http_cost.table([result])["http-cost"]
-    assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) | – |", "| HTTP | 100 | 0.80 (0.50–0.80) | – |"]
+    lines = tables(http_cost, [result])["http-cost"]
+    assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) |", "| HTTP | 100 | 0.80 (0.50–0.80) |"]
     assert "64 requests at once, 8 in, 8 out" in lines[-2]
-    again = http_cost.table([result | {"rounds": 3}])["http-cost"]
+    again = tables(http_cost, [result | {"rounds": 3}])["http-cost"]
     assert "64 streams of 3 requests each, 8 in, 4–8 out" in again[-2]
-    both = http_cost.table([result | {"rounds": 3}, result])["http-cost"]
+    both = tables(http_cost, [result | {"rounds": 3}, result])["http-cost"]
     assert both == lines + again, "requests at once come first"
-    drawn = http_cost.draw([result | {"rounds": 3, "rows": []}, result])
-    assert is_drawn(drawn, "beyond/serving/figures/http_cost.png")
+    drawn = pictures(http_cost, [result | {"rounds": 3, "rows": []}, result])
+    assert is_drawn(drawn, "beyond/serving/figures/http_cost.svg")
 
 
 def times_of(*engines: tuple[str, float, float]) -> list[dict]:
@@ -166,11 +168,13 @@ def test_the_times_of_all_repeats_make_one_percentile():
     result = {"kind": "ttft_rate", "environment": ENVIRONMENT, "model": "tutor", "slots": 8, "requests": 2}
     result |= {"input_len": 8, "longest": 8, "capacity": 10.0}
     static = result | {"rows": times_of(("E", 5.0, 1), ("static", 5.0, 3))}
-    assert ttft_rate.table([static])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
+    assert tables(ttft_rate, [static])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
     assert "3.0 to 3.0 × as long" in ttft_rate.title(static)
     faster = result | {"rows": times_of(("E", 5.0, 1), ("F", 5.0, 0.25))}
     assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(faster)
     at_8 = times_of(("E", 8.0, 1), ("F", 8.0, 0.5))
     assert "is 2.0 to 4.0 × as long" in ttft_rate.title(result | {"rows": faster["rows"] + at_8})
-    figures = [f"beyond/serving/figures/ttft_rate{which}.png" for which in ("", "_f")]
-    assert is_drawn(ttft_rate.draw([static]), figures[0]) and is_drawn(ttft_rate.draw([faster, static]), *figures)
+    figures = [f"beyond/serving/figures/ttft_rate{which}.svg" for which in ("", "_f")]
+    assert is_drawn(pictures(ttft_rate, [static]), figures[0]) and is_drawn(
+        pictures(ttft_rate, [faster, static]), *figures
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import re
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,19 +17,18 @@ from benchmarks.micro import (
     attention,
     batching,
     block_waste,
-    kernel_spans,
     layers,
-    quantized_bytes,
-    quantized_step,
+    quantized,
     scheduling,
     step_cost,
 )
+from benchmarks.micro import trace as kernels
 from benchmarks.micro.__main__ import main
-from benchmarks.micro.kernel_spans import record_engine
-from benchmarks.pictures.spans import draw_gaps, draw_kinds, kind_of
-from benchmarks.recording import Recording, Span, from_rows, record, to_rows
-from benchmarks.results import of_kind
-from benchmarks.text import grid
+from benchmarks.micro.trace import record_engine
+from benchmarks.pictures.picture import pictures
+from benchmarks.render import tables
+from benchmarks.results import ROOT, of_kind
+from benchmarks.trace import Recording, Span, draw_gaps, draw_kinds, from_rows, kind_of, record, to_rows
 from benchmarks.workloads import Call
 from stage_f_graph_tp import LLM
 
@@ -38,7 +38,7 @@ def test_every_study_has_what_the_report_asks_for():
     markers = []
     for name in micro.names():
         module = micro.study(name)
-        markers += module.table(of_kind(name))
+        markers += tables(module, of_kind(name))
         assert callable(module.measure) and module.__doc__
     assert len(set(markers)) == len(markers) > len(micro.names())
 
@@ -52,6 +52,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         (["nothing"], "there is no study 'nothing'; there are: all_reduce"),
         (["block_waste", "sise=cpu"], "block_waste has the options size, and not sise"),
         (["block_waste", "size"], "not of the form name=value"),
+        (["no_cache", "repeats=0"], "repeats=0: a count is at least 1"),
         pytest.param(["mlp"], "mlp needs an NVIDIA GPU", marks=WITHOUT_GPU),
     ],
 )
@@ -70,14 +71,29 @@ def test_the_mlp_on_a_cpu_is_measured_by_rows(tmp_path, capsys):
     assert sum(line.count(" ×") for line in lines) == 14
 
 
+def test_the_study_of_the_guide_is_one_short_file_that_measures_tabulates_and_draws():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    [source] = re.findall(
+        r"<!-- tested: this study runs in tests/test_benchmarks_micro.py -->\n```python\n(.*?)```", guide, re.S
+    )
+    assert len(source.splitlines()) <= 60
+    study = ModuleType("softmax")
+    exec(source, vars(study))
+    result = {"kind": "softmax", "environment": ENVIRONMENT} | study.measure(repeats=3)
+    lines = tables(study, [result])["softmax"]
+    assert lines[0] == "| numbers in a row | µs | GB/s read and written |" and len(lines) == 8
+    assert lines[-2].endswith("float32, 64 rows; medians of 3. `python -m benchmarks.micro softmax`.")
+    assert is_drawn(pictures(study, [result]), "stage_e_batching/figures/softmax.svg")
+
+
 def test_a_study_writes_its_file_and_prints_its_table(tmp_path, capsys):
     assert main(["block_waste", "size=cpu", "--output", str(tmp_path / "waste.json")]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["kind"] == "block_waste" and result["options"] == {"size": "cpu"} and result["environment"]["commit"]
-    waste = block_waste.named_waste(result)
-    assert 0 < waste["16"] < waste["64"] < waste["4096 (contiguous)"] < 1
+    waste = [1 - row["tokens"] / row["slots"] for row in result["rows"]]
+    assert 0 < waste[0] < waste[1] < waste[-1] < 1
     assert result["workload"] in capsys.readouterr().out
-    assert is_drawn(block_waste.draw([result]))
+    assert is_drawn(pictures(block_waste, [result]))
 
 
 @pytest.mark.parametrize(("word", "expected"), [("ranks=2", (2,)), ("ranks=2,4", (2, 4)), ("ranks=a,b", ("a", "b"))])
@@ -85,7 +101,7 @@ def test_an_option_of_several_values_takes_one_or_several(word, expected, tmp_pa
     def measure(ranks: tuple[object, ...] = (1,)) -> dict:
         return {"rows": [{"ranks": list(ranks)}]}
 
-    study = SimpleNamespace(measure=measure, table=lambda results: {"x": []})
+    study = SimpleNamespace(measure=measure, TABLES="")
     monkeypatch.setattr(micro, "study", lambda name: study)
     assert main(["x", word, "--output", str(tmp_path / "x.json")]) == 0
     [row] = json.loads((tmp_path / "x.json").read_text())["rows"]
@@ -109,13 +125,6 @@ def test_a_study_on_one_thread_gives_the_others_back():
     torch.set_num_threads(before)
 
 
-def test_a_grid_has_its_columns_in_the_order_and_the_words_that_are_asked_for():
-    cells = {("x", 2): "b", ("x", 1): "a", ("y", 1): "c"}
-    assert grid("", cells)[2:] == ["| x | b | a |", "| y | – | c |"]
-    named = grid("line", cells, {1: "one", 2: "two"})
-    assert named == ["| line | one | two |", "|---|---:|---:|", "| x | a | b |", "| y | c | – |"]
-
-
 def test_slots_held_grow_with_the_block_up_to_the_contiguous_reservation():
     assert [block_waste.slots_held([5, 9], block_size) for block_size in (1, 4, 16)] == [14, 20, 32]
 
@@ -136,7 +145,7 @@ def test_attention_shows_times_their_floor_and_a_dash_where_nothing_was_measured
         {"case": prefill.name, "backend": "flash", "samples": [prefill.operations / 2e14]},
     ]
     result = {"kind": "attention", "environment": ON_GPU, "ceilings": CEILINGS, "rows": rows}
-    lines = attention.table([result])["attention-table"]
+    lines = tables(attention, [result])["attention-table"]
     [of_decode], [of_prefill] = ([line for line in lines if f"| {case.name} |" in line] for case in (decode, prefill))
     assert of_decode.count("–") == 1 and of_decode.endswith("2.0 × | – |")
     assert of_prefill.count("–") == 1 and of_prefill.endswith("3.0 × |") and "`reference`" not in lines[0]
@@ -160,11 +169,11 @@ def test_the_fastest_kind_of_layers_stands_out():
     kinds = list(layers.KINDS)
     rows = [row(kind, 1, (10 - n) * 1e-6) for n, kind in enumerate(kinds)] + [row(kinds[1], 2, 7e-6)]
     result = {"kind": "layers", "environment": ON_GPU, "ceilings": CEILINGS, "rows": rows}
-    text = "\n".join(layers.table([result])["layer-kernels"])
+    text = "\n".join(tables(layers, [result])["layer-kernels"])
     slowest_first = [f"{10 - n}" for n in range(len(kinds) - 1)]
     assert f"| 1 | {' | '.join(slowest_first)} | **{11 - len(kinds)}** |" in text
     assert f"| 2 | – | **7** | {' | '.join('–' * (len(kinds) - 2))} |" in text
-    assert is_drawn(layers.draw([result]))
+    assert is_drawn(pictures(layers, [result]))
 
 
 def test_the_cost_of_a_step_is_measured():
@@ -221,7 +230,7 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart():
     # Each takes 3 µs, 10 µs after the one before; attention begins while the QKV product runs, and waits for it.
     spans = [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]
     spans[3] = Span(names[3], 21.0, 12.0)
-    found = kernel_spans.account(Recording("two steps", 2, spans))
+    found = kernels.account(Recording("two steps", 2, spans))
     assert sum(found.values()) == pytest.approx((93 - 0) / 2)
     assert found["QKV"] == found["output"] == found["gate-up"] == found["down"] == found["LM head"] == 1.5
     assert found["attention"] == 5.0  # from 23 to 33
@@ -233,7 +242,7 @@ def test_the_account_of_a_step_adds_up_and_tells_products_apart():
 def test_stage_cs_operator_counts_as_the_mlp_and_a_flip_as_rotation():
     names = ["Memcpy HtoD", "nvjet_qkv", "index_elementwise_kernel<flip_kernel_impl>", "decode_kernel", "nvjet_output"]
     names += ["void six_engines::(anonymous namespace)::fused_kernel<__nv_bfloat16, 8>", "nvjet_lm_head"]
-    found = kernel_spans.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
+    found = kernels.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
     for part in ("QKV", "norm, rotation, SiLU", "attention", "output", "gate-up", "LM head", "copies"):
         assert found[part] == 3.0, part
 
@@ -250,12 +259,12 @@ def test_what_lies_between_two_steps_is_told_by_kind():
     ]
     spans = [Span(name, start + 100.0 * i, length) for i in range(3) for name, start, length in step]
     spans[0] = Span("Memcpy HtoD", 0.0, 1.0)  # the CPU was late
-    found = kernel_spans.between_steps(Recording("three steps", 3, spans))
+    found = kernels.between_steps(Recording("three steps", 3, spans))
     assert found == {"kernels": 4.0, "copies": 4.0, "idle": 22.5}
 
 
 def test_every_part_of_a_step_is_in_one_group_of_the_figure():
-    assert sorted(part for parts in kernel_spans.GROUPS.values() for part in parts) == sorted(kernel_spans.PARTS)
+    assert sorted(part for parts in kernels.GROUPS.values() for part in parts) == sorted(kernels.PARTS)
 
 
 def soaked(resident: int = 500 << 20, allocated: int = 1 << 20, used_blocks: int = 0, different: int = 0) -> Tally:
@@ -299,24 +308,24 @@ def test_a_row_of_batching_counts_the_steps_and_rows_of_the_model():
     row = {"engine": "E", "steps": 5, "computed_rows": 8, "samples": [2.0, 1.0, 4.0]}
     rows = [row | {"temperature": temperature} for temperature in batching.TEMPERATURES]
     result = {"kind": "batching", "environment": ENVIRONMENT, "model": "m", "slots": 1, "workload": "w", "tokens": 10}
-    assert "| E | 5 | 8 | 5.00 | 5.00 |" in batching.table([result | {"rows": rows}])["batching"]
+    assert "| E | 5 | 8 | 5.00 | 5.00 |" in tables(batching, [result | {"rows": rows}])["batching"]
 
 
 def test_sequences_that_fit_are_counted_from_the_bytes_of_a_loaded_engine():
     options = {"quantization": "int8", "kv_cache_dtype": "int8"}
-    shapes = quantized_bytes.load_shapes("random:qwen2-tiny", options)
+    shapes = quantized.load_shapes("random:qwen2-tiny", options)
     llm = beyond.quantization.LLM("random:qwen2-tiny", device="cpu", dtype="bfloat16", num_kvcache_blocks=1, **options)
-    weights = quantized_bytes.weight_bytes(shapes)
-    assert weights == quantized_bytes.weight_bytes(llm.runtime)
+    weights = quantized.weight_bytes(shapes)
+    assert weights == quantized.weight_bytes(llm.runtime)
     assert shapes.bytes_per_token == llm.runtime.bytes_per_token
-    three = weights + 3 * quantized_bytes.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
-    fits = [quantized_bytes.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
+    three = weights + 3 * quantized.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
+    fits = [quantized.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
     assert fits == [3, 2, 0]
 
 
 def test_a_step_in_8_bits_is_shown_with_the_floor_of_its_own_bytes():
     row = {"model": "m", "weight_bytes": 3 * 10**9, "kv_bytes": 10**9}  # a floor of 1 ms
     rows = [row | {"kind": "int8 + head", "rows": 1, "samples": [2e-3, 3e-3, 9e-3]}]
-    result = {"kind": "quantized_step", "rows": rows, "environment": ON_GPU, "ceilings": CEILINGS}
-    tables = quantized_step.table([result])
-    assert [line for line in tables["quantized-step"] if "3.000" in line] == ["| m, 1 | – | – | 3.000 (3.00 ×) | – |"]
+    result = {"kind": "quantized", "part": "step", "rows": rows, "environment": ON_GPU, "ceilings": CEILINGS}
+    lines = tables(quantized, [result])["quantized-step"]
+    assert [line for line in lines if "3.000" in line] == ["| m, 1 | 3.000 (3.00 ×) |"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import pytest
 import torch
 from measured import CEILINGS, ENVIRONMENT
 
-from benchmarks import results, run
+from benchmarks import results, run, worker
 from benchmarks.engines import ENGINES, STUDIES, installed_engines, select
 from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
 from benchmarks.peers import TransformersEngine
@@ -190,6 +192,42 @@ def test_what_a_process_has_started_ends_with_it(tmp_path, monkeypatch):
     os.close(reader)
 
 
+SLEEPER = """
+import time
+class LLM:
+    def __init__(self, *given, **options):
+        self.file = open({!r}, "w")
+        print("x", end="", file=self.file, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_runner_that_a_signal_ends_leaves_no_process(number, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "sleeper.py").write_text(SLEEPER.format(str(pipe)))
+    engine = {"name": "x", "factory": "sleeper:LLM", "package": "sleeper"}
+    job = {"kind": "timing", "engine": engine, "model": "", "device": "cpu", "dtype": "", "max_model_len": 1}
+    program = f"from benchmarks.worker import run_job\nrun_job({job}, 600)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    runner = subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=ROOT)
+    assert wait_for([reader], [], [], 120)[0] and os.read(reader, 1) == b"x", "the worker has begun"
+    runner.send_signal(number)
+    runner.wait(60)
+    assert wait_for([reader], [], [], 60)[0] and os.read(reader, 1) == b"", "the worker holds its end of the pipe"
+    os.close(reader)
+
+
+def test_what_a_process_finds_is_heard_while_it_works(tmp_path):
+    program = "import sys, time; open(sys.argv[1], 'w').write('{\"answers\": 1}'); time.sleep(1)"
+    file, heard = tmp_path / "result.json", []
+    process = subprocess.Popen([sys.executable, "-c", program, str(file)])
+    assert worker.wait(process, 60, file, lambda found: heard.append((found, process.poll()))) == 0
+    assert heard == [({"answers": 1}, None)]
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 TINY = ["--size", "tiny", "--model", "random:qwen2-tiny", "--parity-model", "random:qwen2-tiny", "--device", "cpu"]
@@ -213,11 +251,13 @@ class Jobs:
         self.asked: list[dict] = []
         self.differently: Callable[[dict], dict] = lambda job: {}
 
-    def __call__(self, job: dict, timeout: float) -> dict:
+    def __call__(self, job: dict, timeout: float, heard: Callable[[dict], None]) -> dict:
         self.asked.append(job)
         answers = {engine["name"]: [[1]] for engine in job.get("engines", ())}
         workloads = {name: {"samples": [SAMPLE]} for name in job.get("workloads", ())}
-        found = {"answers": answers} if job["kind"] == "look" else {"startup_seconds": 2.5, "workloads": workloads}
+        whole = {"startup_seconds": 2.5, "peak_megabytes": 321.0}  # of a process
+        found = {"answers": answers} if job["kind"] == "look" else whole | {"workloads": workloads}
+        heard(found)
         return MACHINE | found | self.differently(job)
 
 
@@ -231,7 +271,7 @@ def jobs(monkeypatch):
 def measuring(tmp_path: Path, *engines: str, **options: object) -> Measurement:
     """A measurement whose engines have passed the parity gate."""
     args = {"size": "tiny", "model": "tutor", "workloads": ["single"], "repeats": 2, "max_seconds": 30.0}
-    args |= {"parity_model": "tutor", "device": "cpu", "dtype": "auto", "study": None, "publish": None}
+    args |= {"quick": False, "parity_model": "tutor", "device": "cpu", "dtype": "auto", "study": None, "publish": None}
     found = Measurement(Namespace(**args | options, engines=engines, output=tmp_path / "out.json"))
     found.found, found.equal = dict(MACHINE), list(engines)
     return found
@@ -266,8 +306,10 @@ def test_ctrl_c_shows_what_was_measured_and_changes_nothing_that_is_committed(tm
     assert run.main([*TINY, "--engines", "A", "E", "--workloads", "single", "--output", str(output)]) == 130
     shown = capsys.readouterr()
     assert "interrupted" in shown.err and "process 2 of 6, about 0 min left" in shown.out
+    assert "E has answered" in shown.out, "a line while engines are compared"
     [row] = [line for line in shown.out.splitlines() if line.startswith("A  ")]
-    assert row.split()[:3] == ["A", "2.50", "1.25"]
+    assert row.split()[:3] == ["A", "2.50", "1.25"] and row.split()[-1] == "321"
+    assert "peak memory, MB" in shown.out
     assert [row["engine"] for row in json.loads(output.read_text())["rows"]] == ["A"]
 
 
@@ -314,6 +356,8 @@ def test_rows_of_a_study_can_be_measured_by_themselves():
         ("--model random:nothing --engines A", "abc", "no preset 'nothing'"),
         ("--publish mine --engines A", "abc-dirty", "--publish needs a clean commit"),
         ("--publish mine --engines A", "", "--publish needs a clean commit"),  # nor is there git
+        ("--engines A --repeats 0", "abc", "--repeats 0, --max-seconds 60: at least 1, and above 0"),
+        ("--engines A --max-seconds 0", "abc", "--repeats 3, --max-seconds 0: at least 1"),
         ("--publish mine --engines A --repeats 2", "abc", "3 repeats, and size cpu or gpu"),
         ("--publish mine --engines A --size tiny", "abc", "3 repeats, and size cpu or gpu"),
     ],

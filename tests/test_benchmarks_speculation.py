@@ -10,7 +10,9 @@ from measured import CEILINGS, ON_GPU, is_drawn
 
 from benchmarks.micro import _scripted, speculation
 from benchmarks.micro._scripted import ScriptedLLM, ScriptedModelLLM
+from benchmarks.pictures.picture import pictures
 from benchmarks.pictures.speculation import draw_tokens, record_steps
+from benchmarks.render import tables
 from beyond.speculation import LLM
 from stage_a_naive.sampling import SamplingParams
 
@@ -78,18 +80,18 @@ def result_of(step_seconds: dict[int, float], plain: float) -> dict:
 def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
     result = result_of({1: 1.5e-3, 64: 3e-3}, plain=1e-3)
     assert speculation.break_even(result, 4) == pytest.approx({1: 0.5, 64: 2.0})
-    tables = speculation.table([result])
-    assert set(tables) == {"speculation", "speculation-text", "speculation-floor", "speculation-pair"}
-    assert any(line.startswith("| 64 | 1.00 | 0.75 |") for line in tables["speculation"])
-    assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in tables["speculation"])
-    assert any("takes 0.21 ms per token with look-up and 0.2 without (+5.0 %)" in row for row in tables["speculation"])
-    assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in tables["speculation-text"]
-    assert is_drawn(speculation.draw([result]), "beyond/speculation/break_even.png")
+    found = tables(speculation, [result])
+    assert set(found) == {"speculation", "speculation-text", "speculation-floor", "speculation-pair"}
+    assert any(line.startswith("| 64 | 1.00 | 0.75 |") for line in found["speculation"])
+    assert any("at most 2.0 %" in line and "at most 1.0 %" in line for line in found["speculation"])
+    assert any("takes 0.21 ms per token with look-up and 0.2 without (+5.0 %)" in row for row in found["speculation"])
+    assert "| look-up, asked again | 90 | 20 | 4.50 | 70 of 80 |" in found["speculation-text"]
+    assert is_drawn(pictures(speculation, [result]), "beyond/speculation/break_even.svg")
 
 
 def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
     result = result_of({1: 1e-3}, plain=1e-3)
-    assert speculation.table([result])["speculation-pair"] == []
+    assert tables(speculation, [result])["speculation-pair"] == []
     rows = [
         {"rate": rate, "samples": [seconds] * 3, "tokens_per_step": tokens}
         for rate, seconds, tokens in ((None, 2e-3, 1.0), (speculation.RATE, 1e-3, 4.0), (speculation.HALF, 1.5e-3, 2.5))
@@ -97,7 +99,7 @@ def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
     slower = [row | {"samples": [1.2 * seconds for seconds in row["samples"]]} if row["rate"] else row for row in rows]
     drafts = {"ngram": {"rows": rows}, "model": {"rows": slower}}
     result["pair"] = {"model": "random:large", "draft_model": "random:small", "drafts": drafts}
-    lines = speculation.table([result])["speculation-pair"]
+    lines = tables(speculation, [result])["speculation-pair"]
     assert "| look-up | 4.00 | 2.00 / 1.00 / 1.50 | 1.0 |" in lines
     assert "| small | 4.80 | 2.00 / 1.20 / 1.80 | 1.4 |" in lines
 

@@ -63,7 +63,7 @@ def page_of(root: Path, numbers: dict[str, str], page: str, rows: list[dict] = R
     where = {"device": {"name": "GPU"}, "date": "2026-01-01", "versions": {"torch": "2"}, "commit": "a" * 40}
     payload = {"kind": "other", "environment": where | {"dirty": False}, "options": {}, "rows": rows}
     for file, text in {
-        "benchmarks/results/a-gpu-1.json": json.dumps(payload),
+        "benchmarks/history/a-gpu-1.json": json.dumps(payload),
         "benchmarks/numbers.toml": "[f]\n" + "".join(f"{name} = '{value}'\n" for name, value in numbers.items()),
         "stage_a_naive/README.md": page,
     }.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,6 +100,15 @@ def test_the_bandwidth_is_measured_once_per_device(rates: list[float], more_thre
     more_threads()
     assert copy_bandwidth(CPU) == 6e9
     assert rates == [] and len(json.loads(cache_file().read_text())) == 2
+
+
+def test_a_bandwidth_that_is_old_or_of_no_known_age_is_measured_again(rates: list[float]) -> None:
+    rates += [5e9, 6e9, 7e9]
+    assert copy_bandwidth(CPU) == 5e9
+    for kept, expected in (({"bytes_per_s": 5e9, "measured": time.time() - 8 * 86400}, 6e9), (5e9, 7e9)):
+        [name] = json.loads(cache_file().read_text())
+        cache_file().write_text(json.dumps({name: kept}))
+        assert copy_bandwidth(CPU) == copy_bandwidth(CPU) == expected
 
 
 def test_a_file_of_bandwidths_that_is_half_written_is_read_by_nobody(

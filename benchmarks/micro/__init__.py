@@ -4,9 +4,9 @@
     python -m benchmarks.micro mlp model=qwen3-0.6b       # measure, into benchmarks/local/, and print the table
     python -m benchmarks.micro mlp --publish h200         # also into benchmarks/results/mlp-h200.json
 
-A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `table(results)`,
-which returns the lines for each of its markers in lessons. A module with `NEEDS_GPU` measures on an NVIDIA GPU alone;
-one with `draw(results)` has pictures, by their path. Files of a GPU hold the device's ceilings.
+A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `TABLES`, which says
+for each of its markers in lessons what the table is (`render.py`). A module with `NEEDS_GPU` measures on an NVIDIA GPU
+alone; one with `draw(results)` has pictures, by their path. Files of a GPU hold the device's ceilings.
 """
 
 from __future__ import annotations
@@ -74,13 +74,3 @@ def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: o
 
 def device_name(result: dict) -> str:
     return result["environment"]["device"]["name"]
-
-
-def caption(result: dict, *more: str) -> str:
-    """One line below a table: what it was measured with."""
-    where = result["environment"]
-    device, versions = where["device"], where["versions"]
-    found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]
-    found += [f"commit {where['commit'][:10]}{' with changes' if where['dirty'] else ''}", where["date"][:10]]
-    text = "; ".join([", ".join([device["name"], *found]), *more])
-    return f"{text}. `python -m benchmarks.micro {result['kind']}`."

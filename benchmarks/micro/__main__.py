@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import micro
 from benchmarks.engines import read_option
+from benchmarks.render import tables
 from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
 from benchmarks.timing import measure_ceilings
 from stage_a_naive.entrypoints.interrupts import run_command
@@ -56,6 +57,9 @@ def run(args: argparse.Namespace) -> Path:
     for name, value in options.items():  # an option that may have several values has a tuple for its default
         if isinstance(known[name].default, tuple) and not isinstance(value, tuple):
             options[name] = tuple(value.split(",")) if isinstance(value, str) else (value,)
+    for name, value in options.items():
+        if any(type(count) is int and count < 1 for count in (value if isinstance(value, tuple) else [value])):
+            raise ValueError(f"{name}={value}: a count is at least 1")
     if getattr(module, "NEEDS_GPU", False) and not torch.cuda.is_available():
         raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")
     if args.publish and (commit_of_tree()[0] is None or commit_of_tree()[1]):
@@ -66,11 +70,12 @@ def run(args: argparse.Namespace) -> Path:
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
     paths = [args.output or LOCAL / f"{args.name}.json"]
-    paths += [RESULTS / f"{args.name}-{args.publish}.json"] if args.publish else []
+    name = "-".join(filter(None, [args.name, result.get("part"), args.publish]))
+    paths += [RESULTS / f"{name}.json"] if args.publish else []
     for path in paths:
         write(result, path)
     if result["environment"]["commit"]:
-        print("\n".join(line for lines in module.table([result]).values() for line in lines))
+        print("\n".join(line for lines in tables(module, [result]).values() for line in lines))
     return paths[-1]
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from benchmarks.micro import caption
-from benchmarks.text import grid, medians
 from benchmarks.timing import graph_seconds
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
@@ -85,16 +83,20 @@ def _measure_products(rows: int, group: RankGroup, config: PretrainedConfig, dev
     return found
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """For each model: a line per number of ranks and implementation, a column per number of rows; then the products."""
-    lines = []
-    for result in results:
-        lines += [f"**{result['model']}**", ""]
-        for key, corner in ("library", "ranks, by"), ("product", "ranks, product of `down`"):
-            found = medians([row for row in result["rows"] if key in row], "ranks", key, "rows")
-            names = {False: "ours", True: "NCCL"}
-            cells = {(f"{n}, {names.get(how, how)}", rows): f"{1e6 * t:.1f}" for (n, how, rows), t in found.items()}
-            heads = {rows: f"{rows} row{'s' * (rows > 1)}, µs" for rows in sorted({rows for *_, rows in found})}
-            lines += [*grid(corner, cells, heads), ""] if cells else []
-        lines += [caption(result), ""]
-    return {"all-reduce": lines[:-1]}
+TABLES = """
+[[all-reduce]]
+corner = "ranks, by"
+heading = "**{model}**"
+line = "{ranks}, {'NCCL' if library else 'ours'}"
+column = "{counted(rows, 'row')}, µs"
+cell = "{us:.1f}"
+where = "'library' in row"
+
+[[all-reduce]]
+corner = "ranks, product of `down`"
+line = "{ranks}, {product}"
+column = "{counted(rows, 'row')}, µs"
+cell = "{us:.1f}"
+where = "'product' in row"
+each = true
+"""

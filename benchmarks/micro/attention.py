@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.micro import caption, timed
-from benchmarks.text import grid, medians, number, times
+from benchmarks.micro import timed
+from benchmarks.render import Record, records
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 
@@ -119,16 +119,19 @@ def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> li
     return arguments
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """The floor of every case, and the time of every backend that was measured."""
-    result, cells = results[0], {}
-    found = medians([row for row in result["rows"] if row.get("preferred", True)], "case", "backend")
-    for case in CASES.values():
-        floor = case.floor(result["ceilings"])
-        cells[case.name, "floor"] = number(1e6 * floor)
-        for backend in BACKENDS:
-            if seconds := found.get((case.name, backend)):
-                cells[case.name, backend] = f"{number(1e6 * seconds)}, {times(seconds / floor)}"
-    measured = [backend for backend in BACKENDS if backend in {backend for _, backend in found}]
-    heads = {"floor": "floor, µs"} | {backend: f"`{backend}`, µs, × the floor" for backend in measured}
-    return {"attention-table": [*grid("case", cells, heads), "", caption(result)]}
+TABLES = """
+[attention-table]
+rows = "in_order"
+corner = "case"
+line = "{case}"
+let.floor = "CASES[case].floor(ceilings)"
+columns."floor, µs" = "{1e6 * floor:n}"
+column = "`{backend}`, µs, × the floor"
+cell = "{us:n}, {seconds / floor:x}"
+"""
+
+
+def in_order(result: dict) -> list[Record]:
+    """The cases that the lesson shows, in its order."""
+    found = [row for row in records(result) if row["case"] in CASES and row.get("preferred", True)]
+    return sorted(found, key=lambda row: list(CASES).index(row["case"]))

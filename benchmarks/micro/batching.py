@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.micro import caption, one_thread
-from benchmarks.text import markdown, medians, number, times
+from benchmarks.micro import one_thread
 from benchmarks.workloads import Call, make_workload
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import LLM as StageD
@@ -19,7 +18,8 @@ from stage_e_batching import LLM as StageE
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 
-TEMPERATURES, HOW = (0.0, 0.6), ("greedy", "temperature 0.6")
+TEMPERATURES, HOW = (0.0, 0.6), {0.0: "greedy", 0.6: "temperature 0.6"}
+ABOVE = {"E, static admission": "D", "E": "E, static admission"}
 
 
 class StaticAdmission(Scheduler):
@@ -82,20 +82,15 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
     return {"seconds": seconds, "steps": len(steps), "computed_rows": sum(steps)}
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    lines = []
-    for result in results:
-        found, rows = medians(result["rows"], "engine", "temperature"), {row["engine"]: row for row in result["rows"]}
-        body = []
-        for before, (name, row) in zip([None, *rows], rows.items(), strict=False):
-            cells = [number(result["tokens"] / found[name, temperature]) for temperature in TEMPERATURES]
-            if before:
-                gains = [found[before, temperature] / found[name, temperature] for temperature in TEMPERATURES]
-                cells = [f"{rate}, {times(gain)}" for rate, gain in zip(cells, gains, strict=True)]
-            body.append([name, f"{row['steps']:,}", f"{row['computed_rows']:,}", *cells])
-        unit = "tokens/s of CPU time" if result["environment"]["device"]["type"] == "cpu" else "tokens/s"
-        heads = ["engine", "steps", "rows computed", *(f"{how}: {unit}, × the row above" for how in HOW)]
-        work = f"{result['model']}, {result['slots']} batch slots; {result['workload'].partition(', temp')[0]}"
-        repeats = f"medians of {len(result['rows'][0]['samples'])}"
-        lines += [*markdown(heads, body), "", caption(result, work, repeats), ""]
-    return {"batching": lines}
+TABLES = """
+[batching]
+corner = "engine"
+line = "{engine}"
+columns.steps = "{steps:,}"
+columns."rows computed" = "{computed_rows:,}"
+column = "{HOW[temperature]}: tokens/s{' of CPU time' * is_cpu}, × the row above"
+let.above = "at(temperature=temperature, engine=ABOVE.get(engine))"
+cell = "{tokens / seconds:n}{', ' + times(above['seconds'] / seconds) if above else ''}"
+note = "{model}, {slots} batch slots; {workload.partition(', temp')[0]}; medians of {len(result['rows'][0]['samples'])}"
+each = true
+"""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panel
 from benchmarks.workloads import make_workload
 
 BLOCK_SIZES = [16, 64, 256]
@@ -37,25 +36,21 @@ def measure(size: str = "gpu") -> dict:
     return {"workload": workload.description, "hash": workload.hash, "rows": rows}
 
 
-def named_waste(result: dict) -> dict[str, float]:
-    """Share of the held slots that is empty, by the block size in words."""
-    names = {MAX_MODEL_LEN: f"{MAX_MODEL_LEN} (contiguous)"}
-    return {names.get(r["block_size"], str(r["block_size"])): 1 - r["tokens"] / r["slots"] for r in result["rows"]}
+PICTURES = """
+["stage_d_paged/block_waste.svg"]
+kind = "columns"
+title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
+text = "the share of KV memory that is empty, by block size"
+x = "block size, tokens"
+y = "% of the held memory that is empty"
+at = "{block_size}{' (contiguous)' if block_size == MAX_MODEL_LEN else ''}"
+value = "100 * (1 - tokens / slots)"
+written = "{value:.1f} %"
+colour = "ORANGE if block_size == MAX_MODEL_LEN else BLUE"
+"""
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """How the picture was counted; its bars have their figures."""
-    below = "all admitted together; counted by `python -m benchmarks.micro block_waste`."
-    return {"page-waste": [f"{results[0]['workload']}, {below}"]}
-
-
-def draw(results: list[dict]) -> dict[str, Picture]:
-    waste = named_waste(results[0])
-    title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
-    figure, axes = new_panel(7, 3.2, "block size, tokens", "% of the held memory\nthat is empty", title)
-    names = [name.replace(" (", "\n(") for name in waste]
-    colours = [BLUE] * (len(waste) - 1) + [ORANGE]
-    bars = axes.bar(names, [100 * share for share in waste.values()], color=colours)
-    axes.bar_label(bars, fmt="%.1f %%", padding=2)
-    axes.set_ylim(0, 100)
-    return {"stage_d_paged/block_waste.png": finish(figure, "the share of KV memory that is empty, by block size")}
+TABLES = """
+[block-waste]
+below = "{workload}, all admitted together; counted by `python -m benchmarks.micro block_waste`."
+"""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption, timed
-from benchmarks.text import grid, markdown, medians, sections
+from benchmarks.micro import timed
+from benchmarks.render import Record, records
 from benchmarks.timing import graph_seconds
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
@@ -160,45 +160,58 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
     return (cost.weight_bytes + rows * context * cost.kv_bytes_per_token) / copy_bytes_per_s
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """The lesson's account of a step of one row, and in a file of its own all numbers of rows and contexts."""
-    result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
-    steps = medians([r for r in result["rows"] if r["what"] != "trace"], "model", "variant", "rows", "context")
-    floors = {model: floor_seconds(model, 1, CONTEXT, copy) for model, *_ in steps}
-    account = {("floor: the bytes at the speed of a copy", model): _micros(floor) for model, floor in floors.items()}
-    every = {f"**{model}**": [] for model in floors}
-    for (model, variant, rows, context), seconds in steps.items():
-        floor = floor_seconds(model, rows, context, copy)
-        if variant:
-            account[variant, model] = _micros(seconds)
-        else:
-            cells = rows, context, _micros(seconds), _micros(floor), f"{seconds / floor:.2f} ×"
-            every[f"**{model}**"].append(cells)
-    for model, floor in floors.items():
-        account["whole, × the floor", model] = f"{steps[model, 'whole', 1, CONTEXT] / floor:.2f} ×"
-    heads = ["rows", "context", "µs per step", "floor, µs", "× the floor"]
-    tables = {heading: markdown(heads, body) for heading, body in every.items()}
-    below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16; medians of {REPEATS} samples of {STEPS} steps")
-    return {
-        "decode-kernel": [*grid("µs per step", account), "", below],
-        "decode-kernel-all": [*sections(tables), below],
-        "decode-trace": [*trace_table(result, copy), "", caption(result, f"one row, context {CONTEXT}, bfloat16")],
-    }
+TABLES = """
+[decode-kernel]
+rows = "account"
+corner = "µs per step"
+line = "{line}"
+column = "{model}"
+cell = "{cell}"
+note = "{copies}, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
+
+[decode-kernel-all]
+where = "what == 'step'"
+section = "{model}"
+heading = "**{model}**"
+corner = "rows"
+line = "{rows}"
+let.floor = "floor_seconds(model, rows, context, ceilings['copy_bytes_per_s'])"
+columns.context = "{context}"
+columns."µs per step" = "{us:.0f}"
+columns."floor, µs" = "{1e6 * floor:.0f}"
+columns."× the floor" = "{seconds / floor:.2f} ×"
+note = "{copies}, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
+
+[decode-trace]
+rows = "phases"
+corner = "µs: median / p95 / slowest"
+line = "{line}"
+column = "{model}"
+cell = "{cell}"
+note = "one row, context {CONTEXT}, bfloat16"
+"""
 
 
-def _micros(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f}"
+def account(result: dict) -> list[Record]:
+    """The step of one row: its floor, whole and with parts left out, and how far the whole is from the floor."""
+    found, copy = [row for row in records(result) if row["what"] == "without"], result["ceilings"]["copy_bytes_per_s"]
+    whole = [row for row in found if row["variant"] == "whole"]
+    floors = {row["model"]: floor_seconds(row["model"], 1, CONTEXT, copy) for row in whole}
+    lines = [("floor: the bytes at the speed of a copy", m, f"{1e6 * floor:.0f}") for m, floor in floors.items()]
+    lines += [(row["variant"], row["model"], f"{row['us']:.0f}") for row in found]
+    lines += [("whole, × the floor", r["model"], f"{r['seconds'] / floors[r['model']]:.2f} ×") for r in whole]
+    return [dict(zip(("line", "model", "cell"), own, strict=True)) for own in lines]
 
 
-def trace_table(result: dict, copy: float) -> list[str]:
+def phases(result: dict) -> list[Record]:
     """The spread of every phase over the multiprocessors, floors, and how much of a step is between its marks."""
-    cells = {}
+    found, copy = [], result["ceilings"]["copy_bytes_per_s"]
     for row in (row for row in result["rows"] if row["what"] == "trace"):
-        model, cost = row["model"], ModelCost(preset_config(row["model"]), 2)
+        cost, kinds = ModelCost(preset_config(row["model"]), 2), ("median", "p95", "slowest")
         layers, head = cost.matmul_parameters
-        for name, of in row["phases"].items():
-            cells[name, model] = " / ".join(f"{1e6 * of[kind]:.2f}" for kind in ("median", "p95", "slowest"))
-        cells["floor of a layer's weights", model] = f"{2e6 * layers / cost.config.num_hidden_layers / copy:.2f}"
-        cells["floor of the LM head's weights", model] = f"{2e6 * head / copy:.2f}"
-        cells["between the marks", model] = f"{row['explained']:.1%} of {1e6 * row['seconds']:.0f}"
-    return grid("µs: median / p95 / slowest", cells)
+        cells = {name: " / ".join(f"{1e6 * of[kind]:.2f}" for kind in kinds) for name, of in row["phases"].items()}
+        cells["floor of a layer's weights"] = f"{2e6 * layers / cost.config.num_hidden_layers / copy:.2f}"
+        cells["floor of the LM head's weights"] = f"{2e6 * head / copy:.2f}"
+        cells["between the marks"] = f"{row['explained']:.1%} of {1e6 * row['seconds']:.0f}"
+        found += [{"model": row["model"], "line": line, "cell": cell} for line, cell in cells.items()]
+    return found

@@ -27,10 +27,9 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 from benchmarks.local_server import LocalServer, local_server
-from benchmarks.micro import caption, device_name, one_thread
-from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, draw_bars, finish, new_panel
+from benchmarks.micro import one_thread
+from benchmarks.pictures.picture import BLUE, GREY, ORANGE
 from benchmarks.serve import Answer, make_prompts, offer
-from benchmarks.text import markdown, number
 from beyond.serving.__main__ import STAGES
 from beyond.serving.engine_process import load_class
 from stage_a_naive.contract.params import SamplingParams
@@ -177,50 +176,53 @@ async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[A
     return found
 
 
+TABLES = """
+[http-cost]
+files = "sorted(results, key=lambda one: one.get('rounds', 1))"
+each = true
+corner = "the same answers from"
+line = "{way}"
+let.rate = "median(tokens_per_s)"
+let.shares = "shares_of(result)[way]"
+columns."output tokens/s{' of CPU time' * is_cpu}" = "{rate:n}"
+columns."share of `generate`'s rate (range)" = "{share(way, shares)}"
+columns."all first tokens after, ms" = "{median(first_tokens_ms or None):n}"
+note = "{work(result)}"
+"""
+
+
 def shares_of(result: dict) -> dict[str, list[float]]:
     """Of each way, what it has of `generate`'s rate in every repeat."""
     rates = {row["way"]: row["tokens_per_s"] for row in result["rows"]}
     return {way: [a / b for a, b in zip(own, rates["generate"], strict=True)] for way, own in rates.items()}
 
 
-def unit(result: dict, seconds: str, of_cpu: str) -> str:
-    return seconds + of_cpu * (result["environment"]["device"]["type"] == "cpu")
+def share(way: str, shares: list[float]) -> str:
+    return "1" if way == "generate" else f"{statistics.median(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})"
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    lines = []
-    for result in sorted(results, key=lambda one: one.get("rounds", 1)):
-        body = []
-        for row, ratios in zip(result["rows"], shares_of(result).values(), strict=True):
-            shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-            rate = number(statistics.median(row["tokens_per_s"]))
-            begun = number(statistics.median(row["first_tokens_ms"])) if row.get("first_tokens_ms") else "–"
-            body.append([row["way"], rate, shown if row["way"] != "generate" else "1", begun])
-        rate = unit(result, "output tokens/s", " of CPU time")
-        heads = ["the same answers from", rate, "share of `generate`'s rate (range)", "all first tokens after, ms"]
-        streams, out, rounds = result["streams"], result["output_len"], result.get("rounds", 1)
-        load = f"{streams} requests at once, {result['input_len']} in, {out} out"
-        if rounds > 1:
-            load = f"{streams} streams of {rounds} requests each, {result['input_len']} in, {out // 2}–{out} out"
-        work = f"{result['model']}, stage {result['stage'].upper()}; {load}; "
-        work += f"medians of {len(ratios)}, ratios within a repeat"
-        if busy := [share for row in result["rows"] for share in row.get("reading", ())]:
-            work += f"; no reader computed for more than {max(busy):.0%} of the time"
-        lines += [*markdown(heads, body), "", caption(result, work), ""]
-    return {"http-cost": lines}
+def work(result: dict) -> str:
+    out, rounds = result["output_len"], result.get("rounds", 1)
+    load = f"requests at once, {result['input_len']} in, {out} out"
+    if rounds > 1:
+        load = f"streams of {rounds} requests each, {result['input_len']} in, {out // 2}–{out} out"
+    text = f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} {load}; "
+    text += f"medians of {len(result['rows'][0]['tokens_per_s'])}, ratios within a repeat"
+    if busy := [share for row in result["rows"] for share in row.get("reading", ())]:
+        text += f"; no reader computed for more than {max(busy):.0%} of the time"
+    return text
 
 
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """A bar per way, for requests at once, on the newest results of a GPU, if there are any."""
-    results = [one for one in results if one.get("rounds", 1) == 1]
-    result = next((one for one in results if one["environment"]["device"]["type"] == "cuda"), results[0])
-    rates = {row["way"]: statistics.median(row["tokens_per_s"]) for row in result["rows"]}
-    axis = unit(result, "output tokens per second", " of the engine's CPU time")
-    title = (
-        f"Over HTTP the engine reaches {statistics.median(shares_of(result)['HTTP']):.0%} of its offline throughput\n"
-        f"({device_name(result)})"
-    )
-    figure, axes = new_panel(8, 2.6, f"{axis}, {result['streams']} requests at once", title=title, grid="x")
-    names, colours = zip(*(WAYS[way] for way in rates), strict=True)
-    draw_bars(axes, names, [(None, list(rates.values()), colours)], list(map(number, rates.values())), room=1.12)
-    return {"beyond/serving/figures/http_cost.png": finish(figure, "output tokens per second, offline and over HTTP")}
+PICTURES = """
+["beyond/serving/figures/http_cost.svg"]
+files = "sorted((r for r in results if r.get('rounds', 1) == 1), key=lambda r: 'ceilings' not in r)"  # a GPU's first
+kind = "bars"
+title = "Over HTTP the engine reaches {median(shares_of(result)['HTTP']):.0%} of its offline throughput ({device})"
+text = "output tokens per second, offline and over HTTP"
+x = "output tokens per second{' of CPU time' * is_cpu}, {streams} requests at once"
+at = "{WAYS[way][0]}"
+value = "median(tokens_per_s)"
+written = "{value:n}"
+colour = "WAYS[way][1]"
+height = 2.8
+"""

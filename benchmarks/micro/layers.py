@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.micro import caption, device_name, timed
+from benchmarks.micro import timed
 from benchmarks.micro.decode_step import floor_seconds, launch_of, make_model, step_arguments, step_by_layers
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, PINK, Picture, draw_lines, finish, new_panel
-from benchmarks.text import grid, medians, sections
+from benchmarks.render import Record, records
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
 from stage_d_paged.attention import pick_backend
@@ -36,8 +35,6 @@ KINDS = {  # by their names in the files of results
     "five": "skinny GEMM",
     "one": "persistent megakernel",
 }
-COLUMNS = KINDS | {"floor": "floor"}
-DRAWN = ("stage D", "nine", "five", "one", "floor")
 
 
 @torch.inference_mode()
@@ -74,49 +71,42 @@ def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
     return step_by_layers(model, arguments, cache, LONGEST)
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """One line per model and number of rows, the fastest kind in bold."""
-    result, copy = results[0], results[0]["ceilings"]["copy_bytes_per_s"]
-    models = dict.fromkeys(row["model"] for row in result["rows"])
-    tables = {f"**{name}**, µs per step": model_table(result, name) for name in models}
-    samples = f"medians of {REPEATS} samples of {REPLAYS} replays"
-    below = caption(result, f"copies {copy / 1e12:.2f} TB/s, bfloat16, context {CONTEXT}; {samples}")
-    return {"layer-kernels": [*sections(tables), below]}
+TABLES = """
+[layer-kernels]
+section = "{model}"
+heading = "**{model}**, µs per step"
+corner = "rows"
+line = "{rows}"
+let.fastest = "us == min(at['us'] for at in every if (at['model'], at['rows']) == (model, rows))"
+column = "{KINDS[kind]}"
+order = "KINDS.values()"
+cell = "{'**' * fastest}{us:.0f}{'**' * fastest}"
+after.floor = "{1e6 * floor_seconds(model, rows, CONTEXT, ceilings['copy_bytes_per_s']):.0f}"
+note = "{copies}, bfloat16, context {CONTEXT}; medians of {REPEATS} samples of {REPLAYS} replays"
+"""
 
 
-def micros(result: dict, model: str) -> dict[tuple[int, str], float]:
-    """(rows, kind) -> µs per step; the floor is a kind too."""
-    found = medians([row for row in result["rows"] if row["model"] == model], "rows", "kind")
-    copy = result["ceilings"]["copy_bytes_per_s"]
-    found |= {(rows, "floor"): floor_seconds(model, rows, CONTEXT, copy) for rows, _ in found}
-    return {key: 1e6 * seconds for key, seconds in found.items()}
+PICTURES = """
+["stage_f_graph_tp/kernels/layers.svg"]
+rows = "with_floors"
+where = "model == MODELS[0] and kind in DRAWN"
+title = "The fewer rows, the fewer launches a step should have"
+text = "the time of a decode step over its rows, by the kind of its layers"
+x = "rows (one token per request); {MODELS[0]} on {device}"
+y = "µs per decode step"
+at = "rows"
+value = "us"
+label = "{DRAWN[kind]}"
+colours = ["ORANGE", "GREEN", "BLUE", "PINK", "black"]
+looks = ["s-", "^-", "o-", "D-", "--"]
+height = 4.2
+"""
+DRAWN = {kind: name for kind, name in KINDS.items() if kind != "operator"} | {"floor": "floor"}
 
 
-def model_table(result: dict, model: str) -> list[str]:
-    """µs per step by number of rows; a column per kind of layers, the fastest in bold."""
-    found = micros(result, model)
-    cells = {key: f"{time:.0f}" for key, time in found.items()}
-    for rows in {rows for rows, _ in found}:
-        fastest = min((key for key in found if key[0] == rows and key[1] != "floor"), key=found.get)
-        cells[fastest] = f"**{cells[fastest]}**"
-    return grid("rows", cells, COLUMNS)
-
-
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """The time of a step over the rows, a line per kind of layers of the lesson, and the floor."""
-    result, name = results[0], results[0]["rows"][0]["model"]
-    found, device = micros(result, name), device_name(result)
-    figure, axes = new_panel(10, 4, f"rows (one token per request); {name} on {device}", "µs per decode step")
-    figure.suptitle("The fewer rows, the fewer launches a step should have", fontsize=12)
-    colours = (ORANGE, GREEN, BLUE, PINK, "black")
-    draw_lines(
-        axes,
-        [
-            (COLUMNS[kind], {rows: time for (rows, own), time in found.items() if own == kind}, colour, look)
-            for kind, colour, look in zip(DRAWN, colours, ("s-", "^-", "o-", "D-", "--"), strict=True)
-        ],
-    )
-    axes.set_ylim(0)
-    axes.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    text = "the time of a decode step over its rows, by the kind of its layers"
-    return {"stage_f_graph_tp/kernels/layers.png": finish(figure, text)}
+def with_floors(result: dict) -> list[Record]:
+    """The kinds of layers, the fastest lines last, and the floor, which is a kind too."""
+    found, copy = records(result), result["ceilings"]["copy_bytes_per_s"]
+    counts = {(row["model"], row["rows"]) for row in found}
+    floors = [(model, rows, 1e6 * floor_seconds(model, rows, CONTEXT, copy)) for model, rows in sorted(counts)]
+    return found + [{"model": model, "rows": rows, "kind": "floor", "us": us} for model, rows, us in floors]

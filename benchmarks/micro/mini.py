@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.micro import caption, timed
-from benchmarks.text import markdown, medians, number
+from benchmarks.micro import timed
 from stage_c_fused_mlp.extension import plan
 from stage_f_graph_tp.megakernel import mini
 
@@ -32,14 +31,13 @@ def measure(repeats: int = 5) -> dict:
     return {"floor": floor, "rows": [timed(samples[version], version=version) for version in VERSIONS]}
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    lines = []
-    for result in results:
-        found = medians(result["rows"], "version")
-        body = [
-            [f"{version}: {text}", number(1e6 * found[version,]), f"{found[version,] / result['floor']:.2f} ×"]
-            for version, text in VERSIONS.items()
-        ]
-        heads = ["version", "µs per layer", f"× the floor of {1e6 * result['floor']:.2f} µs"]
-        lines += [*markdown(heads, body), "", caption(result, "24 layers, one row, bfloat16")]
-    return {"mini": lines}
+TABLES = """
+[mini]
+corner = "version"
+line = "{version}: {VERSIONS[version]}"
+columns."µs per layer" = "{us:n}"
+column = "× the floor of {1e6 * floor:.2f} µs"
+cell = "{seconds / floor:.2f} ×"
+note = "24 layers, one row, bfloat16"
+each = true
+"""

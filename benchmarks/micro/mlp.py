@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.micro import caption, device_name, timed
+from benchmarks.micro import timed
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Line, Picture, draw_lines, finish, new_panel
-from benchmarks.text import grid, medians, number
+from benchmarks.text import medians
 from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators
@@ -69,36 +69,47 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
     return [seconds / len(layers) for seconds in graph_seconds([forward], repeats, replays)]
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Time per layer by number of rows and kernel variant."""
-    result, model = results[0], results[0]["rows"][0]["model"]
-    hidden, inter, _, num_bytes = sizes(model)
-    copy = result["ceilings"]["copy_bytes_per_s"]
-    floor = num_bytes / copy
-    shown = [row for row in result["rows"] if row["model"] == model and row["rows"] in SHOWN_ROWS]
-    found = medians(shown, "rows", "variant")
-    cells = {key: f"{seconds * 1e6:.1f}, {number(seconds / floor)} ×" for key, seconds in found.items()}
-    lines = grid("rows", cells, {key: f"{name}: µs, × floor" for key, name in VARIANTS.items()})
-    size = f"hidden {hidden}, intermediate {inter}; {num_bytes / 1e6:.1f} MB per layer, floor {floor * 1e6:.1f} µs"
-    note = (
-        f"µs per layer and × the floor, at the copy bandwidth measured in the same run ({copy / 1e12:.2f} TB/s); "
-        f"bfloat16, one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples"
-    )
-    return {"kernel-table": [f"**{model}**: {size}", "", *lines, "", caption(result, note)]}
+TABLES = """
+[kernel-table]
+where = "rows in SHOWN_ROWS and model == result['rows'][0]['model']"
+let.size = "sizes(model)"
+let.floor = "size[-1] / ceilings['copy_bytes_per_s']"
+heading = '''**{model}**: hidden {size[0]}, intermediate {size[1]}; {size[-1] / 1e6:.1f} MB per layer, \
+floor {1e6 * floor:.1f} µs'''
+corner = "rows"
+line = "{rows}"
+column = "{VARIANTS[variant]}: µs, × floor"
+order = "[f'{name}: µs, × floor' for name in VARIANTS.values()]"
+cell = "{us:.1f}, {seconds / floor:n} ×"
+note = '''µs per layer and × the floor, at the copy bandwidth measured in the same run ({copy:.2f} TB/s); bfloat16, \
+one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples'''
+"""
 
 
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """Time against rows, with the floor; the naive kernel is far above the picture."""
-    result, model = results[0], results[0]["rows"][0]["model"]
+PICTURES = """
+["stage_c_fused_mlp/kernels.svg"]  # the naive kernel is far above the picture
+where = "variant in ('library', 'warp', 'fused') and model == result['rows'][0]['model']"
+title = '''Up to {fastest_up_to(result)} rows the fused kernel is faster than the unfused chain \
+({result['rows'][0]['model']}, {device})'''
+text = "the time of the MLP block over its rows, next to the time of reading its weights"
+x = "rows (tokens in the step)"
+y = "µs per layer"
+at = "rows"
+value = "us"
+label = "{VARIANTS[variant]}"
+colours = ["ORANGE", "GREEN", "BLUE"]
+looks = ["s-", "^-", "o-"]
+limit = "1e6 * sizes(result['rows'][0]['model'])[-1] / result['ceilings']['copy_bytes_per_s']"
+limit_label = "floor, the weights read once: {limit:.2g} µs"
+top = "7e6 * sizes(result['rows'][0]['model'])[-1] / result['ceilings']['copy_bytes_per_s']"
+"""
+
+
+def fastest_up_to(result: dict) -> int:
+    """The most rows with which the fused kernel is faster than the library's chain, of the first model."""
+    model = result["rows"][0]["model"]
     found = medians([row for row in result["rows"] if row["model"] == model], "variant", "rows")
-    lines = [
-        (VARIANTS[name], {rows: 1e6 * time for (own, rows), time in found.items() if own == name}, colour, look)
-        for name, colour, look in (("library", ORANGE, "s-"), ("warp", GREEN, "^-"), ("fused", BLUE, "o-"))
-    ]
-    faster = max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
-    title = f"Up to {faster} rows the fused kernel is faster than the unfused chain ({model}, {device_name(result)})"
-    floor = 1e6 * sizes(model)[-1] / result["ceilings"]["copy_bytes_per_s"]
-    return {"stage_c_fused_mlp/kernels.png": draw_times(lines, floor, "µs", title, top=7 * floor)}
+    return max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
 
 
 def draw_block(

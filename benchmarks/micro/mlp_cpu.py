@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.micro import caption, one_thread, timed
+from benchmarks.micro import one_thread, timed
 from benchmarks.micro.mlp import EPS, random_layer
-from benchmarks.text import grid
 from stage_a_naive.checkpoints.presets import preset_config
-from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators
+from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators  # noqa: F401 (in a table)
 
 MODELS = ("qwen2-tiny", "qwen2.5-0.5b", "qwen3-0.6b")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,16 +77,14 @@ def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, 
     return samples
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """The operator's time over PyTorch's, one line per number of rows."""
-    least = {(r["rows"], r["model"], r["dtype"], r["way"]): min(r["samples"]) for r in results[0]["rows"]}
-    cells = {
-        (rows, f"{model}, {dtype}"): f"{seconds / least[rows, model, dtype, 'pytorch']:.2f} ×"
-        for (rows, model, dtype, way), seconds in least.items()
-        if way == "operator"
-    }
-    note = (
-        "the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of "
-        f"{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows"
-    )
-    return {"cpu-table": [*grid("rows", cells), "", caption(results[0], note)]}
+TABLES = """
+[cpu-table]
+where = "way == 'operator'"
+let.pytorch = "at(rows=rows, model=model, dtype=dtype, way='pytorch')['samples']"
+corner = "rows"
+line = "{rows}"
+column = "{model}, {dtype}"
+cell = "{min(samples) / min(pytorch):.2f} ×"
+note = '''the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of \
+{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows'''
+"""

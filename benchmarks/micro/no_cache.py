@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from matplotlib.ticker import LogLocator
 
-from benchmarks.micro import caption
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.contract.outputs import synchronized_time
@@ -58,18 +57,16 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
     return ids, times
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """The sums of the picture's legend, and how they were measured."""
-    [times] = results[0]["rows"]
-    without, cached = (f"{sum(times[way]):.2f} s" for way in ("recomputed", "cached"))
-    answer = f"{len(times['cached'])} tokens after a prompt of {times['prompt_tokens']}"
-    repeats = f"a step is the fastest of {results[0]['repeats']} runs"
-    measured = caption(results[0], results[0]["model"], repeats)
-    return {"no-cache": [f"{answer}: {without} without a cache, {cached} with it.", "", measured]}
+TABLES = """
+[no-cache]
+heading = '''{len(cached)} tokens after a prompt of {prompt_tokens}: {sum(recomputed):.2f} s without a cache, \
+{sum(cached):.2f} s with it.'''
+note = "{model}; a step is the fastest of {repeats} runs"
+"""
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
-    return {"stage_a_naive/no_cache.png": draw_recompute(*results[0]["rows"])}
+    return {"stage_a_naive/no_cache.svg": draw_recompute(*results[0]["rows"])}
 
 
 def draw_recompute(times: dict) -> Picture:

@@ -14,19 +14,18 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from benchmarks.micro import caption, with_engine
-from benchmarks.pictures.picture import PALETTE, Picture, finish, new_figure
-from benchmarks.text import markdown
+from benchmarks.micro import with_engine
+from benchmarks.pictures.picture import ON_DARK, PALETTE, Picture, finish, new_figure
 from beyond.scale_out import LLM, two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.unit_stages import counted_spans
 from stage_a_naive.sampling import SamplingParams
 
 STAGES, SAMPLES = 2, 3
+COUNTED = {"decode": (1, STAGES), "prefill": (1, 4, 8)}  # batches or chunks that the lesson shows
 BYTES = "bytes per decoded token:"
 SHOWN = 12.5  # units of time in the picture
 LOADS = {"one request": 1, "32 requests": 32}
@@ -133,32 +132,42 @@ def sent_by_both() -> int:
     return int(numbers[0]) + int(numbers[8])  # received and transmitted bytes
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Idle shares; speeds; bytes."""
-    found: dict[str, list[str]] = {"idle": [], "stages-speed": [], "bytes-sent": []}
+TABLES = """
+[[idle]]
+files = "results[:1]"
+where = "study == 'counted' and batches in COUNTED[work]"
+corner = "work"
+line = "{work}"
+columns."batches or chunks" = "{batches}"
+columns.theory = "{theory:.1%}"
+columns.counted = "{idle:.1%}"
 
-    def add(marker: str, heads: list[str], body: list[list], below: str = "") -> None:
-        if body:
-            found[marker] += [*markdown(heads, body), "", *([below, ""] if below else [])]
+[[idle]]
+where = "study == 'measured'"
+corner = "batches in flight"
+line = "{batches}"
+columns."idle, theory" = "{theory:.0%}"
+columns."idle, measured" = "{seconds:.0%}"
+note = "{model}"
+each = true
 
-    def of(result: dict, study: str) -> list[dict]:
-        return [row for row in result["rows"] if row["study"] == study]
+[stages-speed]
+where = "study == 'speed'"
+corner = "tokens/s"
+line = "{layout}"
+column = "{load}"
+cell = "{seconds:,.0f}"
+note = "{model}"
+each = true
 
-    shown = {"decode": (1, STAGES), "prefill": (1, 4, 8)}
-    counted = [row for row in of(results[0], "counted") if row["batches"] in shown[row["work"]]]
-    body = [[row["work"], row["batches"], f"{row['theory']:.1%}", f"{row['idle']:.1%}"] for row in counted]
-    add("idle", ["work", "batches or chunks", "theory", "counted"], body)
-    for result in results:
-        below = caption(result, result["model"])
-        body = [[r["batches"], f"{r['theory']:.0%}", f"{median(r['samples']):.0%}"] for r in of(result, "measured")]
-        add("idle", ["batches in flight", "idle, theory", "idle, measured"], body, below)
-        speeds = {(r["layout"], r["load"]): f"{median(r['samples']):,.0f}" for r in of(result, "speed")}
-        body = [[layout, *(speeds[layout, load] for load in LOADS)] for layout in LAYOUTS if speeds]
-        add("stages-speed", ["tokens/s", *LOADS], body, below)
-        body = [[r["layout"], f"{r['bytes']:,.0f}"] for r in of(result, "bytes")]
-        heads = ["two hosts", "bytes between them per decoded token"]
-        add("bytes-sent", heads, body, caption(result, result["model"], "float32"))
-    return found
+[bytes-sent]
+where = "study == 'bytes'"
+corner = "two hosts"
+line = "{layout}"
+columns."bytes between them per decoded token" = "{bytes:,.0f}"
+note = "{model}; float32"
+each = true
+"""
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
@@ -172,14 +181,14 @@ def draw(results: list[dict]) -> dict[str, Picture]:
         ),
     }
     title = "As many batches as stages keep all stages busy"
-    figure = new_figure(9, 1.75 * len(panels) + 0.4)
+    figure = new_figure(8.4, 1.75 * len(panels) + 0.4)
     for axes, (label, stages) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):
         spans = [(stage, span) for stage, own in enumerate(stages) for span in own if span["start"] < SHOWN]
         for stage, span in spans:
             width, colour = min(span["end"], SHOWN) - span["start"], PALETTE[span["batch"] % 4]
             axes.barh(stage, width, 0.84, left=span["start"], color=colour, edgecolor="white", linewidth=1)
             if width > 0.6:
-                look = {"ha": "center", "va": "center", "color": "white", "fontsize": 9}
+                look = {"ha": "center", "va": "center", "color": ON_DARK, "fontsize": 9}
                 axes.text(span["start"] + width / 2, stage, f"{span['step']}", **look)
         axes.set_yticks(range(len(stages)), [f"stage {stage}" for stage in range(len(stages))])
         axes.set(xlim=(0, SHOWN), ylim=(len(stages) - 0.5, -0.5))
@@ -187,7 +196,7 @@ def draw(results: list[dict]) -> dict[str, Picture]:
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
     figure.suptitle(title, fontsize=12)
-    return {"beyond/scale_out/stages.png": finish(figure, title)}
+    return {"beyond/scale_out/stages.svg": finish(figure, title)}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.micro import caption, timed, with_engine
-from benchmarks.text import grid, markdown, medians
+from benchmarks.micro import timed, with_engine
 from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
@@ -67,16 +66,22 @@ def launch_costs() -> dict[str, float]:
     }
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Milliseconds by length, a pair of columns per model; and the cost of a launch."""
-    cells = {}
-    for result in results:
-        for (tokens, graphs), seconds in medians(result["rows"], "tokens", "graphs").items():
-            column = f"{result['model'].removeprefix('random:')}, {'graphs' if graphs else 'eager'}, ms"
-            cells[f"{tokens:,}", column] = f"{1e3 * seconds:.2f}"
-    launches = [[name, f"{1e6 * seconds:.2f}"] for name, seconds in results[0]["launches"].items()]
-    note = caption(results[0], f"medians of {REPEATS}")
-    return {
-        "prefill": [*grid("tokens of the prompt", cells), "", note],
-        "launches": [*markdown(["launched from", "CPU time per kernel, µs"], launches), "", caption(results[0])],
-    }
+TABLES = """
+[prefill]
+files = "[results[0] | {'rows': [{'model': one['model']} | row for one in results for row in one['rows']]}]"
+corner = "tokens of the prompt"
+line = "{tokens:,}"
+column = "{short(model)}, {'graphs' if graphs else 'eager'}, ms"
+cell = "{ms:.2f}"
+note = "medians of {REPEATS}"
+
+[launches]
+rows = "launchers"
+corner = "launched from"
+line = "{name}"
+columns."CPU time per kernel, µs" = "{1e6 * seconds:.2f}"
+"""
+
+
+def launchers(result: dict) -> list[dict]:
+    return [{"name": name, "seconds": seconds} for name, seconds in result["launches"].items()]

@@ -13,8 +13,7 @@ from random import Random
 
 import torch
 
-from benchmarks.micro import caption, with_engine
-from benchmarks.text import markdown, medians, number, times
+from benchmarks.micro import with_engine
 from benchmarks.timing import call_seconds
 from benchmarks.workloads import CHAT, make_workload
 from stage_a_naive.contract.params import SamplingParams
@@ -97,25 +96,18 @@ def random_prompts(seed: int, requests: int) -> list[list[int]]:
     return [[random.randint(0, 4000) for _ in range(512)] for _ in range(requests)]
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    lines = []
-    for result in results:
-        for engine in sorted({row["engine"] for row in result["rows"]}):
-            rows = [row for row in result["rows"] if row["engine"] == engine]
-            widths = [n for n in dict.fromkeys(row["requests"] for row in rows) if n != "mixed"]
-            found = medians(rows, "logits", "kind", "requests")
-            tokens = next(row["tokens"] for row in rows if "tokens" in row)
-            for logits in dict.fromkeys(row["logits"] for row in rows):
-                body = []
-                for kind in KINDS:
-                    cells = []
-                    for width in widths:
-                        step, base = found.get((logits, kind, width)), found[logits, "greedy", width]
-                        factor = f", {times(step / base)}" if step and kind != "greedy" else ""
-                        cells.append(f"{number(1e3 * step)}{factor}" if step else "")
-                    load = found.get((logits, kind, "mixed"))
-                    body.append([kind, *cells, number(tokens / load) if load else ""])
-                heads = [f"{logits} logits: ms per step, × greedy", *(f"{n} request{'s' * (n > 1)}" for n in widths)]
-                lines += [*markdown([*heads, "`mixed`: tokens/s"], body), ""]
-            lines += [caption(result, f"stage {engine}, {result['model']}"), ""]
-    return {"chat:table": lines}
+TABLES = """
+["chat:table"]
+where = "requests != 'mixed'"
+section = "{logits}"
+corner = "{logits} logits: ms per step, × greedy"
+line = "{kind}"
+column = "{counted(requests, 'request')}"
+let.greedy = "at(logits=logits, kind='greedy', requests=requests)['seconds']"
+cell = "{ms:n}{'' if kind == 'greedy' else ', ' + times(seconds / greedy)}"
+let.load = "at(logits=logits, kind=kind, requests='mixed') if kind in LOADED else None"
+after."`mixed`: tokens/s" = "{load['tokens'] / load['seconds']:n}"
+missing = ""
+note = "stage {result['rows'][0]['engine']}, {model}"
+each = true
+"""

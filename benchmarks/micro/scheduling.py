@@ -15,7 +15,6 @@ from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import null_calls
 from benchmarks.pictures import timeline
 from benchmarks.pictures.picture import Picture
-from benchmarks.text import markdown, times
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching import scheduler as rules
@@ -102,28 +101,23 @@ def measure() -> dict:
     }
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    rows = results[0]["rows"]
-    body = [
-        [
-            r["rule"],
-            r["preemptions"],
-            f"{r['recomputed']:,}",
-            f"{r['recomputed'] / r['useful']:.0%}",
-            f"{r['steps']}, {times(r['steps'] / rows[0]['steps'])}",
-        ]
-        for r in rows
-    ]
-    heads = ["admission", "preemptions", "tokens computed again", "share of the useful tokens"]
-    heads.append("steps, × the first row")
-    work = "16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs"
-    return {"preemption": [*markdown(heads, body), "", f"{work}. `python -m benchmarks.micro scheduling`."]}
+TABLES = """
+[preemption]
+corner = "admission"
+line = "{rule}"
+columns.preemptions = "{preemptions}"
+columns."tokens computed again" = "{recomputed:,}"
+columns."share of the useful tokens" = "{recomputed / useful:.0%}"
+columns."steps, × the first row" = "{steps}, {steps / result['rows'][0]['steps']:x}"
+below = '''16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs. \
+`python -m benchmarks.micro scheduling`.'''
+"""
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
     """The timelines: counted anew, as they need every step."""
     found = {"timeline": draw_chunks(True), "timeline_whole": draw_chunks(False), "static": draw_static()}
-    return {f"stage_e_batching/{name}.png": own for name, own in (found | {"watermark": draw_watermark()}).items()}
+    return {f"stage_e_batching/{name}.svg": own for name, own in (found | {"watermark": draw_watermark()}).items()}
 
 
 def draw_chunks(chunked: bool) -> Picture:

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import caption, device_name, with_engine
+from benchmarks.micro import with_engine
 from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, take_turns
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, SKY, Picture, finish, new_panels
-from benchmarks.text import markdown, medians, number
+from benchmarks.render import Record
+from benchmarks.text import medians, number
 from beyond.speculation import LLM
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_a_naive.checkpoints.tutor import read_faq
@@ -165,97 +165,132 @@ def most_extra(result: dict, way: str, before: str) -> float:
     return max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Time per token by number of requests and length of the drafts, and what the tutor's own text gains."""
-    result, found, lengths = results[0], medians_of(results[0]), drafts_of(results[0])
-    heads = ["running requests", "stage F, ms per token", *(f"{k} drafted" for k in lengths)]
-    body = []
-    for batch in break_even(result, lengths[0]):
-        times = [found["plain", lengths[0], batch], *(found["accepted", k, batch] for k in lengths)]
-        body.append([batch, *(number(1e3 * seconds) for seconds in times)])
-    model = result["model"].removeprefix("random:")
-    note = f"{model}, prompts of {PROMPT}, {result['tokens']} tokens; medians of {result['repeats']}"
+TABLES = """
+[speculation]
+rows = "by_load"
+corner = "running requests"
+line = "{batch}"
+columns."stage F, ms per token" = "{plain:n}"
+column = "{draft} drafted"
+cell = "{ms:n}"
+behind = "{cost(result)}"
+note = '''{short(model)}, prompts of {PROMPT}, {tokens} tokens; medians of {repeats}; \
+{100 * rate:.0f} % of the drafted tokens are called right'''
+
+[speculation-text]
+rows = "texts"
+corner = "drafts from"
+line = "{NAMES[speculation]}, asked {asked}"
+columns.tokens = "{num_generated_tokens}"
+columns.steps = "{num_steps}"
+columns."tokens per step" = "{num_generated_tokens / num_steps:.2f}"
+columns."drafted tokens right" = "{num_accepted_tokens} of {num_draft_tokens}"
+note = "the tutor, {texts(result)[0]['requests']} questions, one request at a time"
+
+[speculation-floor]
+rows = "floors"
+corner = "rows in a step"
+line = "{rows}"
+columns."ms to read the weights once" = "{read:n}"
+columns."ms to multiply them" = "{multiply * rows:n}"
+note = "counted, at this device's measured ceilings"
+
+[speculation-pair]
+rows = "pairs"
+corner = "drafts from"
+line = "{by}"
+columns."ms per step with 4 drafted" = "{1e3 * step:n}"
+columns."ms per token without / 83 % right / 50 %" = "{' / '.join(number(1e3 * s) for s in (plain, *others))}"
+columns."right to break even" = "{step / plain - 1:.1f}"
+note = '''{short(pair['model'])}, one request, a prompt of {PROMPT}, {tokens} tokens; \
+medians of {repeats}'''
+"""
+
+
+def by_load(result: dict) -> list[Record]:
+    """Time per token by number of requests: without drafts, and with drafts of each length."""
+    found, lengths = medians_of(result), drafts_of(result)
+    return [
+        {"batch": n, "plain": 1e3 * found["plain", lengths[0], n], "draft": k, "ms": 1e3 * found["accepted", k, n]}
+        for n in break_even(result, lengths[0])
+        for k in lengths
+    ]
+
+
+def texts(result: dict) -> list[Record]:
+    return result["text"]
+
+
+def cost(result: dict) -> str:
+    """What drafts cost where they gain nothing."""
     off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
-    cost = (
+    return (
         f"On text that repeats nothing, looking costs at most {most_extra(result, 'looking', 'plain, noisy'):.1f} % of "
         f"the time per token; with drafts that are always wrong, at most {most_extra(result, 'wrong', 'plain'):.1f} %. "
         f"The tutor, asked once, takes {number(looking)} ms per token with look-up and {number(off)} without "
         f"({100 * (looking / off - 1):+.1f} %)."
     )
-    text = [
-        [
-            f"{NAMES[row['speculation']]}, asked {row['asked']}",
-            row["num_generated_tokens"],
-            row["num_steps"],
-            f"{row['num_generated_tokens'] / row['num_steps']:.2f}",
-            f"{row['num_accepted_tokens']} of {row['num_draft_tokens']}",
-        ]
-        for row in result["text"]
-    ]
-    return {
-        "speculation": [
-            *markdown(heads, body),
-            "",
-            cost,
-            "",
-            caption(result, f"{note}; {100 * result['rate']:.0f} % of the drafted tokens are called right"),
-        ],
-        "speculation-text": [
-            *markdown(["drafts from", "tokens", "steps", "tokens per step", "drafted tokens right"], text),
-            "",
-            caption(result, f"the tutor, {result['text'][0]['requests']} questions, one request at a time"),
-        ],
-        "speculation-floor": floor_table(result) if "ceilings" in result else [],
-        "speculation-pair": pair_table(result, **result["pair"]) if "pair" in result else [],
-    }
 
 
-def floor_table(result: dict) -> list[str]:
+def floors(result: dict) -> list[Record]:
     """By rows: how long reading the weights takes, and how long multiplying them does, at this device's ceilings."""
+    if "ceilings" not in result:
+        return []
     cost, ceilings = ModelCost(preset_config(result["model"].removeprefix("random:")), 2), result["ceilings"]
     read = 1e3 * cost.weight_bytes / ceilings["copy_bytes_per_s"]
-    body = [
-        [rows, number(read), number(1e3 * 2 * sum(cost.matmul_parameters) * rows / ceilings["matmul_operations_per_s"])]
-        for rows in (1, 5, 9, 64, 256, 512)
-    ]
-    heads = ["rows in a step", "ms to read the weights once", "ms to multiply them"]
-    return [*markdown(heads, body), "", caption(result, "counted, at this device's measured ceilings")]
+    multiply = 2e3 * sum(cost.matmul_parameters) / ceilings["matmul_operations_per_s"]
+    return [{"rows": rows, "read": read, "multiply": multiply} for rows in (1, 5, 9, 64, 256, 512)]
 
 
-def pair_table(result: dict, model: str, draft_model: str, drafts: dict[str, dict]) -> list[str]:
+def pairs(result: dict) -> list[Record]:
     """What looked-up drafts and a small model's cost and gain at one request of a larger model."""
-    body, names = [], {"ngram": "look-up", "model": draft_model.removeprefix("random:")}
-    for kind, found in drafts.items():
+    rows, pair = [], result.get("pair", {"drafts": {}})
+    for kind, found in pair["drafts"].items():
         plain, *others = (statistics.median(row["samples"]) for row in found["rows"])
+        name = "look-up" if kind == "ngram" else pair["draft_model"].removeprefix("random:")
         step = others[0] * found["rows"][1]["tokens_per_step"]
-        per_token = " / ".join(number(1e3 * seconds) for seconds in (plain, *others))
-        body.append([names[kind], number(1e3 * step), per_token, f"{step / plain - 1:.1f}"])
-    rates = f"without / {100 * RATE:.0f} % right / {100 * HALF:.0f} %"
-    heads = ["drafts from", f"ms per step with {DRAFTED} drafted", f"ms per token {rates}", "right to break even"]
-    note = f"{model.removeprefix('random:')}, one request, a prompt of {PROMPT}, {result['tokens']} tokens"
-    return [*markdown(heads, body), "", caption(result, f"{note}; medians of {result['repeats']}")]
+        rows.append({"by": name, "plain": plain, "others": others, "step": step})
+    return rows
 
 
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """Left: time per token against stage F's. Right: the drafted tokens that must be right."""
-    result = results[0]
-    device = device_name(result)
-    figure, (gain, need) = new_panels(
-        9,
-        3.6,
-        {"xlabel": "running requests", "ylabel": f"× stage F's speed, {100 * result['rate']:.0f} % right"},
-        {"xlabel": "running requests", "ylabel": "drafted tokens that must be right"},
-        title=f"What drafts gain, and how many must be right ({device})",
-    )
+PICTURES = """
+[["beyond/speculation/break_even.svg"]]
+rows = "gains"
+title = "{headline(result)}"
+text = "gain and break-even of speculative decoding by batch size"
+x = "running requests"
+y = "× stage F's speed, {100 * rate:.0f} % right"
+at = "batch"
+value = "gain"
+label = "{draft} drafted"
+limit = "1"
+limit_label = "no gain"
+
+[["beyond/speculation/break_even.svg"]]
+rows = "gains"
+x = "running requests"
+y = "drafted tokens that must be right"
+at = "batch"
+value = "need"
+label = "{draft} drafted"
+"""
+
+
+def gains(result: dict) -> list[Record]:
+    """How many times stage F's speed drafts give, and how many of a draft's tokens must be right, by requests."""
     found = medians_of(result)
-    for k, colour in zip(drafts_of(result), (SKY, BLUE, GREEN, ORANGE), strict=False):
-        even = break_even(result, k)
-        gains = [found["plain", k, batch] / found["accepted", k, batch] for batch in even]
-        for axes, values in ((gain, gains), (need, list(even.values()))):
-            axes.plot(list(map(str, even)), values, "o-", color=colour, label=f"{k} drafted")
-    gain.axhline(1, color="black", linestyle="--", linewidth=1)
-    for axes in (gain, need):
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=9)
-    text = "gain and break-even of speculative decoding by batch size"
-    return {"beyond/speculation/break_even.png": finish(figure, text, dpi=100)}
+    return [
+        {"draft": k, "batch": n, "gain": found["plain", k, n] / found["accepted", k, n], "need": need}
+        for k in drafts_of(result)
+        for n, need in break_even(result, k).items()
+    ]
+
+
+def headline(result: dict) -> str:
+    """What is to be seen: the gain of one request, and of the most."""
+    found = gains(result)
+    few, many = (
+        max(row["gain"] for row in found if row["batch"] == n) for n in (found[0]["batch"], found[-1]["batch"])
+    )
+    most, device = found[-1]["batch"], result["environment"]["device"]["name"]
+    return f"Drafts make one request {few:.1f} × as fast, and {most} requests {many:.1f} × ({device})"

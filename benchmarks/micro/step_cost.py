@@ -7,14 +7,11 @@ two steps of a GPU.
 
 from __future__ import annotations
 
-from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from benchmarks.micro import caption
-from benchmarks.text import markdown
 from benchmarks.timing import call_seconds
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Request
@@ -109,11 +106,11 @@ def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, objec
     return {"sequences": num_sequences, "samples": samples}
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """Microseconds per step by the number of running sequences, of the newest measurement."""
-    body = [
-        [row["sequences"], *(f"{1e6 * of(row['samples']):.0f}" for of in (median, min, max))]
-        for row in results[0]["rows"]
-    ]
-    heads = ["running sequences", "µs per step", "least", "most"]
-    return {"step-cost": [*markdown(heads, body), "", caption(results[0])]}
+TABLES = """
+[step-cost]
+corner = "running sequences"
+line = "{sequences}"
+columns."µs per step" = "{us:.0f}"
+columns.least = "{1e6 * min(samples):.0f}"
+columns.most = "{1e6 * max(samples):.0f}"
+"""

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 
 from benchmarks.local_server import local_server
-from benchmarks.micro import caption, device_name
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panel
 from benchmarks.serve import latencies, make_prompts, offer, percentile, schedule
-from benchmarks.text import grid, number
 
 ENGINES = {
     "E": ("--stage", "e"),
@@ -25,7 +21,6 @@ ENGINES = {
     "F": ("--stage", "f"),
 }
 NAMES = {"E": "E, continuous", "static": "E, static admission", "F": "F"}
-FIGURES = {"static": "beyond/serving/figures/ttft_rate.png", "F": "beyond/serving/figures/ttft_rate_f.png"}
 REPEATS = 3
 
 
@@ -101,22 +96,27 @@ def times(result: dict, figure: str) -> dict[tuple[float, str], list[float]]:
     return found
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    lines = []
-    for result in results:
-        heads = {name: f"{NAMES[name]}: TTFT p50 / p99, TPOT p50, ms" for name in engines_of(result)}
-        tpot, cells = times(result, "tpot_ms"), {}
-        for (rate, engine), ttft in times(result, "ttft_ms").items():
-            shown = statistics.median(ttft), percentile(ttft, 99), statistics.median(tpot[rate, engine])
-            cells[f"{number(rate)}, {rate / result['capacity']:.0%}", engine] = " / ".join(map(number, shown))
-        repeats = len({row["repeat"] for row in result["rows"]})
-        work = (
-            f"{result['model']}, {result['slots']} batch slots; {result['input_len']} in, 1–{result['longest']} out; "
-            f"{repeats} × {result['requests']} requests a cell"
-        )
-        corner = "requests/s, share of the most that E serves"
-        lines += [*grid(corner, cells, heads), "", caption(result, work), ""]
-    return {"ttft-rate": lines}
+TABLES = """
+[ttft-rate]
+rows = "waits"
+corner = "requests/s, share of the most that E serves"
+line = "{rate:n}, {rate / capacity:.0%}"
+column = "{NAMES[engine]}: TTFT p50 / p99, TPOT p50, ms"
+cell = "{median(ttft):n} / {percentile(ttft, 99):n} / {median(tpot):n}"
+let.repeats = "len({row['repeat'] for row in result['rows']})"
+note = '''{model}, {slots} batch slots; {input_len} in, 1–{longest} out; \
+{len(result['rows']) // len(waits(result))} × {requests} requests a cell'''
+each = true
+"""
+
+
+def waits(result: dict) -> list[dict]:
+    """The times of all requests of all repeats, by rate and engine."""
+    tpot = times(result, "tpot_ms")
+    return [
+        {"rate": rate, "engine": engine, "ttft": ttft, "tpot": tpot[rate, engine]}
+        for (rate, engine), ttft in times(result, "ttft_ms").items()
+    ]
 
 
 def engines_of(result: dict) -> list[str]:
@@ -124,26 +124,45 @@ def engines_of(result: dict) -> list[str]:
     return list(dict.fromkeys(row["engine"] for row in result["rows"]))
 
 
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """A figure for each engine that E was compared with, on the newest results."""
-    newest = {engines_of(result)[1]: result for result in reversed(results)}
-    return {FIGURES[other]: draw_one(result) for other, result in newest.items()}
+PICTURES = """
+["beyond/serving/figures/ttft_rate.svg"]
+files = "[r for r in results if r['rows'][1]['engine'] == 'static']"
+rows = "percentiles"
+title = "{title(result)} ({device})"
+text = "time to first token against request rate, by engine"
+x = "requests per second, arriving at random"
+y = "time to first token, ms"
+at = "rate"
+value = "ms"
+label = "{NAMES[engine]}, {share}"
+colours = ["BLUE", "BLUE", "ORANGE", "ORANGE"]
+looks = ["o-", "o:", "o-", "o:"]
+
+["beyond/serving/figures/ttft_rate_f.svg"]
+files = "[r for r in results if r['rows'][1]['engine'] == 'F']"
+rows = "percentiles"
+title = "{title(result)} ({device})"
+text = "time to first token against request rate, by engine"
+x = "requests per second, arriving at random"
+y = "time to first token, ms"
+at = "rate"
+value = "ms"
+label = "{NAMES[engine]}, {share}"
+colours = ["BLUE", "BLUE", "ORANGE", "ORANGE"]
+looks = ["o-", "o:", "o-", "o:"]
+"""
 
 
-def draw_one(result: dict) -> Picture:
-    """Lines of TTFT p99, and of its median, over the rate."""
-    found = times(result, "ttft_ms")
-    words = f"{title(result)}\n({device_name(result)})"
-    figure, axes = new_panel(8, 3.8, "requests per second, arriving at random", "time to first token, ms", words)
-    for engine, colour in zip(engines_of(result), (BLUE, ORANGE), strict=True):
-        for share, line in ((99, "o-"), (50, "o:")):
-            values = {rate: percentile(each, share) for (rate, own), each in found.items() if own == engine}
-            label = f"{NAMES[engine]}: {'p99' if share == 99 else 'median'}"
-            axes.plot(list(values), list(values.values()), line, color=colour, markersize=4, label=label)
-    axes.set_xlim(0)
-    axes.set_ylim(0)
-    axes.legend(frameon=False)
-    return finish(figure, "time to first token against request rate, by engine")
+def percentiles(result: dict) -> list[dict]:
+    """TTFT's p99 and its median, by engine and rate."""
+    found, engines = waits(result), engines_of(result)
+    return [
+        {"engine": engine, "share": name, "rate": row["rate"], "ms": percentile(row["ttft"], of)}
+        for engine in engines
+        for of, name in ((99, "p99"), (50, "median"))
+        for row in found
+        if row["engine"] == engine
+    ]
 
 
 def title(result: dict) -> str:

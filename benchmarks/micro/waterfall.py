@@ -17,11 +17,8 @@ from functools import partial
 import torch
 
 from benchmarks.engines import select
-from benchmarks.micro import caption, device_name, with_engine
-from benchmarks.pictures.picture import Picture
-from benchmarks.pictures.spans import draw_parts
-from benchmarks.recording import Span, record
-from benchmarks.text import markdown, number
+from benchmarks.micro import with_engine
+from benchmarks.trace import Span, record
 from stage_a_naive.sampling import SamplingParams
 
 ENGINES = ("A", "B", "B compiled[sdpa=True]", "C", "C compiled[sdpa=True]")
@@ -128,24 +125,43 @@ def waterfall(row: dict) -> dict[str, float]:
     return {**row["parts"], "idle": max(0.0, step - sum(row["parts"].values()))}
 
 
-def table(results: list[dict]) -> dict[str, list[str]]:
-    """The numbers of the picture."""
-    result = results[0]
-    body = [
-        [row["engine"], number(row["kernels"]), *(number(waterfall(row)[part]) for part in PARTS)]
-        for row in result["rows"]
-    ]
-    note = f"{result['model']}, one request after {result['context']} tokens; µs per step, median of {REPEATS}"
-    return {"waterfall-numbers": [*markdown(["engine", "kernels per step", *PARTS], body), "", caption(result, note)]}
+TABLES = """
+[waterfall-numbers]
+let.micros = "waterfall(row)"
+corner = "engine"
+line = "{engine}"
+columns."kernels per step" = "{kernels:n}"
+columns.attention = "{micros['attention']:n}"
+columns.MLP = "{micros['MLP']:n}"
+columns."LM head" = "{micros['LM head']:n}"
+columns."other kernels" = "{micros['other kernels']:n}"
+columns.idle = "{micros['idle']:n}"
+note = "{model}, one request after {context} tokens; µs per step, median of {REPEATS}"
+"""
 
 
-def draw(results: list[dict]) -> dict[str, Picture]:
-    """A bar per engine on one axis: the parts of a decode step one after another, idle time at the end."""
-    result = results[0]
+PICTURES = """
+["stage_b_decode_step/waterfall.svg"]
+rows = "parts_of_rows"
+kind = "bars"
+title = "{headline(result)}"
+text = "the parts of a decode step of stages A, B and C, one after another"
+x = "ms per decode step; {model} on {device}"
+at = "{engine}"
+value = "us / 1e3"
+label = "{part}"
+written = "{value:n} ms, {us / 1e3 / value:.0%} idle"
+colours = ["BLUE", "ORANGE", "GREEN", "PINK", "FAINT"]
+"""
+
+
+def parts_of_rows(result: dict) -> list[dict]:
+    parts = [(row["engine"], *part) for row in result["rows"] for part in waterfall(row).items()]
+    return [dict(zip(("engine", "part", "us"), own, strict=True)) for own in parts]
+
+
+def headline(result: dict) -> str:
     found = {row["engine"]: waterfall(row) for row in result["rows"]}
     first, *_, fastest = sorted(found, key=lambda name: -sum(found[name].values()))
-    idle = found[first]["idle"] / sum(found[first].values())
-    step = sum(found[fastest].values()) / 1e3
-    title = f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"
-    axis = f"ms per decode step; {result['model']} on {device_name(result)}"
-    return {"stage_b_decode_step/waterfall.png": draw_parts(found, axis, title)}
+    idle, step = found[first]["idle"] / sum(found[first].values()), sum(found[fastest].values()) / 1e3
+    return f"The hardware idles {idle:.0%} of a decode step of {first}; a step of {fastest} takes {step:.2g} ms"

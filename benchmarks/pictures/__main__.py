@@ -1,30 +1,21 @@
-"""Draw the figures of the lessons that need no results file.
+"""Draw the figures of the lessons that are measured in seconds and need no results file.
 
 python -m benchmarks.pictures            # all of them, beside the lessons that show them
+
+Drawings that measure nothing are SVG files beside their lessons: they are edited there.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks.micro import coalescing
-from benchmarks.pictures import pages, quantization, shards, stage_d
+from benchmarks.pictures import norm, quantization
 from benchmarks.results import ROOT
 from stage_a_naive.entrypoints.interrupts import run_command
 
 FIGURES = {
-    "stage_c_fused_mlp/reads.png": coalescing.draw_reads,
-    "stage_d_paged/figures/fragmentation.png": pages.draw_fragmentation,
-    "stage_d_paged/figures/cached_blocks.png": pages.draw_cached_blocks,
-    "stage_d_paged/figures/layer.png": stage_d.draw_layer,
-    "stage_d_paged/figures/norm.png": stage_d.draw_norm,
-    "stage_d_paged/figures/rope.png": stage_d.draw_rope,
-    "stage_d_paged/figures/gqa.png": stage_d.draw_gqa,
-    "stage_d_paged/figures/swiglu.png": stage_d.draw_swiglu,
-    "stage_d_paged/attention/online_softmax.png": stage_d.draw_online_softmax,
-    "stage_d_paged/attention/splits.png": stage_d.draw_splits,
-    "stage_f_graph_tp/tensor_parallel/ranks.png": shards.draw_ranks,
-    "beyond/quantization/figures/outlier.png": lambda: quantization.draw_errors(quantization.row_with_outlier()),
+    "stage_d_paged/figures/norm.svg": norm.draw_norm,
+    "beyond/quantization/figures/outlier.svg": lambda: quantization.draw_errors(quantization.row_with_outlier()),
 }
 
 

@@ -1,33 +1,69 @@
-"""A drawn figure as a value, and the panels, bars and boxes that most figures are made of.
+"""A drawn figure as a value, the plots that studies declare, and the panels, bars and boxes of other figures.
 
-Notebooks show a `Picture` and files hold it; nothing depends on which drawing backend is on.
+A file is an SVG whose text is text and whose colours follow the reader's (light or dark); a notebook shows a PNG.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from xml.sax.saxutils import escape
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+
+from benchmarks.render import Chosen, Record, write
 
 # Of Okabe and Ito ("Color Universal Design", 2008): people with any kind of colour vision can tell them apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
 STAGES = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}  # the same in all pictures
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that have no colour of their own
+FAINT = "#99999955"  # what is idle or waits
+ON_DARK, ON_LIGHT = "#fefefe", "#111111"  # text on something coloured: the same in light and dark
+# Black and white are the reader's: in a file they are names, which have other values where the reader's page is dark.
+INK = """<style>
+svg { --ink: #1f2328; --ground: #ffffff; fill: var(--ink) } text { fill: var(--ink) }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --ground: #0d1117 } }
+</style>
+<rect width="100%" height="100%" style="fill: var(--ground)"/>"""
+TEXT = {"svg.fonttype": "none", "svg.hashsalt": "six engines"}  # letters, no outlines; the same bytes each time
+FAMILIES = re.compile(r"'DejaVu Sans', [^;\"]*")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The bytes of a PNG file, and a sentence that says what is on it, for those who cannot see it."""
+    """A figure, and a sentence that says what is on it, for those who cannot see it; or the bytes of a PNG file."""
 
-    png: bytes
+    drawn: Figure | bytes
     text: str
+
+    @property
+    def png(self) -> bytes:
+        return self.drawn if isinstance(self.drawn, bytes) else self._saved("png")
+
+    @property
+    def svg(self) -> bytes:
+        with matplotlib.rc_context(TEXT):
+            text = self._saved("svg", transparent=True).decode()
+        text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        for colour, name in (("#000000", "var(--ink)"), ("#ffffff", "var(--ground)")):
+            text = text.replace(f": {colour}", f": {name}")
+        text = FAMILIES.sub("'DejaVu Sans', Verdana, sans-serif", text)
+        return re.sub(r"(<svg[^>]*>)", rf"\1\n<title>{escape(self.text)}</title>\n{INK}", text, count=1).encode()
+
+    def _saved(self, kind: str, **how: object) -> bytes:
+        buffer = io.BytesIO()
+        metadata = {"Date": None} if kind == "svg" else {"Software": None}  # nothing that changes from day to day
+        self.drawn.savefig(buffer, format=kind, metadata=metadata, **how)
+        return buffer.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.png
@@ -36,7 +72,7 @@ class Picture:
         return f"[picture: {self.text}]"
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_bytes(self.png)
+        Path(path).write_bytes(self.svg if Path(path).suffix == ".svg" else self.png)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -44,12 +80,8 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(figure: Figure, text: str, dpi: int = 80) -> Picture:
-    """Draw the figure into a picture."""
-    buffer = io.BytesIO()
-    # No version or date in the file, so that the same figures give the same bytes.
-    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-    return Picture(buffer.getvalue(), text)
+def finish(figure: Figure, text: str) -> Picture:
+    return Picture(figure, text)
 
 
 def plain(axes: Axes, grid: str = "y") -> None:
@@ -84,7 +116,7 @@ def new_panel(
     width: float, height: float, x: str = "", y: str = "", title: str = "", grid: str = "y"
 ) -> tuple[Figure, Axes]:
     """A figure with a single plain panel and its labels."""
-    figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y, "title": title}, grid=grid)
+    figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y}, title=title, grid=grid)
     return figure, axes
 
 
@@ -111,20 +143,19 @@ def draw_box(
     axes.add_patch(Rectangle((x, y), width, height, **look))
     red, green, blue = to_rgb(look.get("facecolor", "white"))
     darkness = look.get("alpha", 1) * (1 - 0.3 * red - 0.59 * green - 0.11 * blue)
-    colour = "white" if darkness > 0.6 else "black"  # legible on what is behind it
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour)
+    ink = "black" if look.get("facecolor", "white") == "white" else ON_DARK if darkness > 0.6 else ON_LIGHT
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink)
 
 
 Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, marker and line as `Axes.plot` has them
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Lines through points, over an axis on which each doubling is a step and each x has its number."""
+    """Lines through points, from the origin of both axes on."""
     for label, points, colour, look in lines:
         axes.plot(list(points), list(points.values()), look, color=colour, label=label)
-    ticks = sorted({x for _, points, *_ in lines for x in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, list(map(str, ticks)))
+    axes.set_xlim(0)
+    axes.set_ylim(0)
 
 
 Part = tuple[str | None, Sequence[float], object]  # label, a value for each bar, colour or colours
@@ -147,3 +178,106 @@ def draw_bars(
         axes.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.set_xlim(0, room * max(ends))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(Chosen):
+    """A picture as data: a section of a study's `PICTURES`, named after its file. Several of one name are panels.
+
+    Args:
+        kind: lines, bars (from the left) or columns. The parts of a bar are its records, one after another.
+        title: what is to be seen, a format over the file; `text`: the same for those who cannot see it.
+        at, value: expressions; where a record is on the first axis (of a bar: its name), and how long or high it is.
+        label: of a line or part; records that are alike in it are one line. `order` says which, in an expression.
+        written: at the end of a bar, over the last of its records.
+        colours, looks: of the lines or parts; a bar without parts may have its own `colour`, an expression.
+        limit: an expression over the file, drawn as a line with the name `limit_label`.
+        top: expression of the longest value that is shown.
+        files: which results files, in an expression.
+    """
+
+    kind: str = "lines"
+    title: str = ""
+    text: str = ""
+    x: str = ""
+    y: str = ""
+    at: str
+    value: str
+    label: str = ""
+    order: str = "[]"
+    written: str = ""
+    colour: str = ""
+    colours: Sequence[str] = PALETTE
+    looks: Sequence[str] = ("o-", "s-", "^-", "D-", "v-")
+    limit: str = ""
+    limit_label: str = ""
+    top: str = ""
+    files: str = "results[:1]"
+    height: float = 3.8
+
+    def draw(self, axes: Axes, result: dict) -> None:
+        rows, names = self.records(result), self.names | {"result": result}
+        labels = list(eval(self.order, names)) or list(dict.fromkeys(write(self.label, row) for row in rows))
+        lines = {label: [row for row in rows if write(self.label, row) == label] for label in labels}
+        axes.set(xlabel=self.said(self.x, result), ylabel=self.said(self.y, result))
+        plain(axes, "x" if self.kind == "bars" else "y")
+        colours = dict(zip(labels, (COLOURS.get(colour, colour) for colour in self.colours), strict=False))
+        if self.kind == "lines":
+            points = [{eval(self.at, row): eval(self.value, row) for row in own} for own in lines.values()]
+            draw_lines(axes, list(zip(lines, points, colours.values(), self.looks, strict=False)))
+        else:
+            self.draw_bars(axes, lines, colours)
+        if self.limit:
+            limit = eval(self.limit, names)
+            label = write(self.limit_label, names | {"limit": limit})
+            (axes.axvline if self.kind == "bars" else axes.axhline)(limit, color="black", linestyle="--", label=label)
+        if self.top:
+            axes.set_ylim(0, eval(self.top, names))
+
+    def draw_bars(self, axes: Axes, lines: Mapping[str, list[Record]], colours: Mapping[str, str]) -> None:
+        bars: dict[str, list[Record]] = {}
+        for row in (row for own in lines.values() for row in own):
+            bars.setdefault(write(self.at, row), []).append(row)
+        sums = {bar: sum(eval(self.value, row) for row in own) for bar, own in bars.items()}
+        texts = [write(self.written, own[-1] | {"value": sums[bar]}) for bar, own in bars.items()]
+        if self.kind == "columns":
+            drawn = axes.bar(list(bars), list(sums.values()), color=[self.colour_of(own[0]) for own in bars.values()])
+            axes.bar_label(drawn, texts, padding=2)
+            axes.set_ylim(0, 1.12 * max(sums.values()))
+            return
+        parts = []
+        for label, own in lines.items():
+            by_bar = {write(self.at, row): row for row in own}
+            colour = colours[label] if len(lines) > 1 else [self.colour_of(by_bar[bar]) for bar in bars]
+            parts.append((label or None, [eval(self.value, by_bar[bar]) for bar in bars], colour))
+        draw_bars(axes, list(bars), parts, texts, room=1.25, height=0.62)
+
+    def colour_of(self, row: Record) -> str:
+        return eval(self.colour, COLOURS | row) if self.colour else BLUE
+
+
+COLOURS = {name: value for name, value in globals().items() if isinstance(value, str) and value.startswith("#")}
+
+
+def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
+    """The pictures that a study declares, by their files."""
+    found = {}
+    for path, panels in Plot.read(study, getattr(study, "PICTURES", "")).items():
+        own = eval(panels[0].files, {"results": panels[0].of_part(results)})
+        if own:
+            found[path] = draw_panels(panels, own[0])
+    return found
+
+
+def draw_panels(panels: Sequence[Plot], result: dict) -> Picture:
+    """One picture: panels side by side below a title, with a legend where lines or parts have names."""
+    figure = new_figure(4.3 * len(panels) if len(panels) > 1 else 8, panels[0].height)
+    for plot, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        plot.draw(axes, result)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = len(labels) if sum(map(len, labels)) < 70 else 3 if len(labels) > 4 else 2
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    title = panels[0].said(panels[0].title, result)
+    figure.suptitle(title, fontsize=12)
+    return Picture(figure, panels[0].text or title)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.micro.quantized_quality import load, logits_of, read_texts
+from benchmarks.micro.quantized import load, logits_of, read_texts
 from benchmarks.pictures.picture import BLUE, GREY, ORANGE, Picture, finish, new_panel, new_panels
 from beyond.quantization.formats import dequantize_matrix, error_bound, quantize_matrix
 from stage_d_paged.runtime import Runtime
@@ -20,7 +20,7 @@ def row_with_outlier() -> Tensor:
 
 def draw_errors(row: Tensor) -> Picture:
     """The error of each number of `row [1, length]` in int8, with one scale and with a scale per 128 columns."""
-    figure, panels = new_panels(10, 2.6, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
+    figure, panels = new_panels(8.4, 2.6, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
     for axes, group in zip(panels, (None, 128), strict=True):
         quantized = quantize_matrix(row, torch.int8, group)
         error = (dequantize_matrix(quantized, torch.float32, group) - row).abs()[0]
@@ -32,7 +32,7 @@ def draw_errors(row: Tensor) -> Picture:
     panels[0].set_ylabel("error")
     panels[0].set_ylim(0, 1.35 * max(line.get_ydata().max() for axes in panels for line in axes.lines))
     panels[0].legend(frameon=False, fontsize=9, loc="upper right")
-    return finish(figure, "the error of every number of a row in int8, below its bound", dpi=90)
+    return finish(figure, "the error of every number of a row in int8, below its bound")
 
 
 def make_coarse(runtime: Runtime, largest: int, group_size: int | None) -> None:
@@ -71,4 +71,4 @@ def draw_bits(shares: dict[str, dict[int, float]]) -> Picture:
     axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
     axes.set_ylim(0, 1.4)
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper right")
-    return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight", dpi=90)
+    return finish(figure, "the share of the tutor's answers that stay exact, by bits per weight")

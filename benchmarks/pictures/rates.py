@@ -1,16 +1,15 @@
 """The pictures of a table of engines: output tokens per second of every stage, and all stages under the roofline.
 
-A bar's length is its value, the hardware's limit is a line, and the values are in a column that no line crosses.
+A bar's length is its value, and the hardware's limit is a line.
 """
 
 from __future__ import annotations
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from benchmarks.floor import ModelCost
 from benchmarks.groups import Group
-from benchmarks.pictures.picture import GREY, STAGES, Picture, finish, new_figure, new_panel, plain
+from benchmarks.pictures.picture import GREY, STAGES, Picture, draw_bars, finish, new_figure, new_panel, plain
 from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows
 from benchmarks.text import number, times
 from benchmarks.workloads import make_workload
@@ -30,17 +29,16 @@ def plot_rates(group: Group) -> Picture | None:
     measured = [(panel, found) for panel in PANELS if (found := rates(group, panel[0]))]
     if not measured:
         return None
-    engines = [engine for engine in front_rows(group) if any(engine in found for _, found in measured)]
-    figure = new_figure(4.8 * len(measured) + 0.8, 0.34 * len(engines) + 1.8)
-    panels, findings = figure.subplots(1, len(measured), squeeze=False, sharey=True)[0], []
+    rows = [len(found) for _, found in measured]
+    figure, findings = new_figure(8.4, 0.34 * sum(rows) + 0.95 * len(rows) + 0.6), []
+    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axes, ((column, title, words), found) in zip(panels, measured, strict=True):
-        draw_engines(axes, group, engines, column, found)
-        axes.set_title(title, fontsize=11, loc="left", pad=18)
+        draw_engines(axes, group, column, found)
+        axes.set_title(f"{title}: output tokens/s, and × the stage before", fontsize=11, loc="left", pad=18)
         first, *_, last = [engine for engine in found if colour_of(engine) != PEER_COLOUR] * 2
         findings.append(f"{last} makes {times(found[last] / found[first])} the tokens of {first} {words}")
-    panels[0].invert_yaxis()
-    figure.suptitle(f"{group.model} on {group.device}: \n{', '.join(findings)}", fontsize=12)
-    return finish(figure, "output tokens per second of every engine", dpi=110)
+    figure.suptitle(f"{group.model} on {group.device}:\n{', '.join(findings)}", fontsize=12)
+    return finish(figure, "output tokens per second of every engine")
 
 
 def rates(group: Group, column: Column) -> dict[str, float]:
@@ -49,24 +47,25 @@ def rates(group: Group, column: Column) -> dict[str, float]:
     return {engine: 1e3 / value if column is STEP else value for engine, value in values.items() if value}
 
 
-def draw_engines(axes: Axes, group: Group, engines: list[str], column: Column, found: dict[str, float]) -> None:
-    """A bar per engine; its value and its factor in columns at the right."""
-    names = [f"{engine} †" if engine in group.elsewhere else engine for engine in engines]
-    values = [found.get(engine, 0) for engine in engines]
-    axes.barh(names, values, color=list(map(colour_of, engines)), edgecolor="black", linewidth=0.5, height=0.7)
-    for place, engine in enumerate(engines):
-        factor = column.gain(group, engine) if engine in BEFORE and engine in found else ""
-        for x, text in ((1.16, number(found.get(engine))), (1.30, factor)):
-            axes.annotate(text, (x, place), xycoords=("axes fraction", "data"), va="center", ha="right", fontsize=9)
-    floor = column.floor(group)
+def draw_engines(axes: Axes, group: Group, column: Column, found: dict[str, float]) -> None:
+    """A bar per engine, with its value and factor, and the hardware's limit."""
+    names = [f"{engine} †" if engine in group.elsewhere else engine for engine in found]
+    gains = [column.gain(group, engine) if engine in BEFORE else "–" for engine in found]
+    texts = [number(v) + f", {gain}" * (gain != "–") for v, gain in zip(found.values(), gains, strict=True)]
+    look = {"edgecolor": GREY, "linewidth": 0.5, "height": 0.7}
+    draw_bars(axes, names, [(None, list(found.values()), list(map(colour_of, found)))], texts, **look)
+    floor, longest = column.floor(group), max(found.values())
+    end = 1.25 * longest
     if floor is not None:
         floor = 1e3 / floor if column is STEP else floor
-        axes.axvline(floor, color="black", linestyle="--", linewidth=1.3)
-        where = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
-        axes.annotate(f"hardware limit: {number(floor)}", (floor, 1), ha="right", va="bottom", fontsize=9, **where)
-    axes.set_xlim(0, 1.02 * max([*values, floor or 0]))
-    axes.set_xlabel("output tokens/s (more is better), and × the stage before")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        text, look = f"hardware limit: {number(floor)}", {"ha": "right", "va": "bottom", "fontsize": 9}
+        if floor < 2.6 * longest:
+            axes.axvline(floor, color="black", linestyle="--", linewidth=1.3)
+            end = max(end, 1.02 * floor)
+        else:  # a limit so far away would leave the half of the picture empty
+            text += " →"
+        axes.annotate(text, (min(floor, end) / end, 1.01), xycoords="axes fraction", **look)
+    axes.set_xlim(0, end)
     axes.xaxis.set_major_formatter(lambda value, _: number(value))
     plain(axes, "x")
 
@@ -93,7 +92,7 @@ def draw_roofline(group: Group) -> Picture | None:
     intensity, decode = phases["decode"]
     worst, *_, best = decode
     figure, axes = new_panel(
-        9,
+        8.4,
         4.8,
         "operations per byte that must move",
         "TFLOP/s achieved",
@@ -123,4 +122,4 @@ def draw_roofline(group: Group) -> Picture | None:
     write(f"arithmetic: {arithmetic:.3g} TFLOP/s", ridge, arithmetic, (0, 8), fontsize=9)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-    return finish(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic", dpi=100)
+    return finish(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from benchmarks.pictures.picture import BLUE, PALETTE, Picture, draw_bars, draw_box, finish, new_figure, plain
+from benchmarks.pictures.picture import PALETTE, Picture, draw_box, finish, new_figure
 from stage_a_naive.checkpoints.checkpoint import TensorSource
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
@@ -91,25 +91,6 @@ def draw_split(parts: list[Part]) -> Picture:
     figure = new_figure(10, 3.1)
     _draw_matrices(figure.subplots(), parts)
     return finish(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
-
-
-def draw_ranks() -> Picture:
-    """Which part of each matrix two ranks hold, and the bytes of weights that a rank reads per decode step."""
-    model, sizes, figure = "random:qwen3-0.6b", (1, 2, 4), new_figure(10, 5)
-    above, below = figure.subplots(2, height_ratios=(3, 1.3))
-    _draw_matrices(above, split(model, 2))
-    config = ModelConfig.from_hf(resolve(model).config)
-    sums = 2 * config.num_layers + 1  # two per layer in the skinny GEMMs, in float32, and the embedding's in 16 bits
-    kilobytes = (4 * (sums - 1) + 2) * config.hidden_size / 1e3
-    more = f", and {sums} sums: {kilobytes:.0f} KB to each other rank"
-    labels = [f"{size} rank{'s' * (size > 1)}" for size in sizes]
-    read = [2 * sum(part.numbers for part in split(model, size) if part.rank == 0) / 1e6 for size in sizes]
-    texts = [f"{megabytes:,.0f} MB" + more * (size > 1) for size, megabytes in zip(sizes, read, strict=True)]
-    draw_bars(below, labels, [(None, read, BLUE)], texts, room=1.1, height=0.6)
-    below.set_xlabel(f"MB of weights that each rank reads per step; one request of {model.removeprefix('random:')}")
-    plain(below, "x")
-    figure.suptitle("Each rank reads its share of every matrix; what the ranks add up is small", fontsize=12)
-    return finish(figure, "which rank holds which part of a layer, and the bytes that a rank reads per step")
 
 
 def _draw_matrices(axes: Axes, parts: list[Part]) -> None:

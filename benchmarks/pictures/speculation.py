@@ -63,4 +63,4 @@ def draw_tokens(steps: list[Step]) -> Picture:
         axes.text(column_of, line_of, text, family="monospace", fontsize=9.2, va="center")
     right, tokens = sum(step.num_right for step in steps), sum(len(step.pieces) for step in steps)
     axes.set_title(f"{right} of {tokens} tokens were guessed (green): {len(steps)} steps", fontsize=11, loc="left")
-    return finish(figure, "an answer, with the tokens that were guessed right in colour", dpi=90)
+    return finish(figure, "an answer, with the tokens that were guessed right in colour")

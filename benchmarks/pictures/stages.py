@@ -59,7 +59,7 @@ def run_stage(letter: str, question: str, questions: Sequence[str]) -> StageRun:
 def draw_stages(runs: dict[str, StageRun]) -> Picture:
     """Left: one request, time of a decode step. Right: many requests, tokens per second."""
     labels = ("one request: ms per token (less is better)", "all together: tokens/s (more is better)")
-    figure, panels = new_panels(10, 0.4 * len(runs) + 1.3, *({"xlabel": label} for label in labels), grid="x")
+    figure, panels = new_panels(8.4, 0.4 * len(runs) + 1.3, *({"xlabel": label} for label in labels), grid="x")
     names, colours = [f"stage {letter}" for letter in runs], [STAGES[letter] for letter in runs]
     for axes, figure_of in zip(panels, ("ms_per_token", "tokens_per_s"), strict=True):
         values = [getattr(run, figure_of) for run in runs.values()]

@@ -19,10 +19,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_figure, new_panel, plain
+from benchmarks.pictures.picture import BLUE, FAINT, GREY, ORANGE, Picture, finish, new_figure, new_panel, plain
 from stage_a_naive.entrypoints.interrupts import run_command
 
-PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", "#dddddd", "#b2182b", "#f4a6b8"
+PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", FAINT, "#b2182b", "#f4a6b8"
 
 
 def read_trace(path: str | PathLike[str]) -> list[dict]:
@@ -40,7 +40,7 @@ def read_trace(path: str | PathLike[str]) -> list[dict]:
 
 def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
     """A panel of lanes per run, on one axis of steps: what every request did in every step."""
-    figure = new_figure(10, 2.6 * len(runs) + 0.4 * bool(title))
+    figure = new_figure(8.4, 2.6 * len(runs) + 0.4 * bool(title))
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, records) in zip(panels, runs.items(), strict=True):
         draw_lanes(axes, records)
@@ -53,7 +53,7 @@ def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
 
 def draw(records: Sequence[dict], title: str = "") -> Picture:
     """Draw the records of a trace: lanes, tokens per step, blocks in use."""
-    figure = new_figure(10, 7)
+    figure = new_figure(8.4, 7)
     lanes, tokens, pool = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.5, 1])
     draw_lanes(lanes, records)
     lanes.set_title(title, loc="left")
@@ -63,7 +63,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     tokens.bar(steps, decodes, 1, color=DECODE, linewidth=0)
     tokens.bar(steps, prefills, 1, bottom=decodes, color=PREFILL, linewidth=0)
     tokens.set_ylabel("tokens per step")
-    pool.step(range(len(records)), [record["used_blocks"] for record in records], where="post", color="#555555")
+    pool.step(range(len(records)), [record["used_blocks"] for record in records], where="post", color=GREY)
     pool.axhline(records[0]["num_blocks"], color=PREEMPT, linestyle=":", linewidth=1)
     pool.set(ylim=0, ylabel="blocks in use", xlabel="step")
     return finish(figure, "which request ran in which step, tokens per step, blocks in use")
@@ -88,7 +88,9 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
             (PADDING, record.get("padding", ())),
         ):
             for request in requests:
-                bars.setdefault((lane_of[request], colour), []).append((x, 1))
+                spans = bars.setdefault((lane_of[request], colour), [])
+                start = spans.pop()[0] if spans and sum(spans[-1]) == x else x  # one bar for steps without a gap
+                spans.append((start, x + 1 - start))
         for preemption in record["preempted"]:
             axes.plot(x + 0.5, lane_of[preemption["id"]], "x", color=PREEMPT, zorder=3)
     for (lane, colour), spans in bars.items():
@@ -127,7 +129,7 @@ def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
 def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
     """The time between two tokens of one request, while a long prompt comes in."""
     ms = f"ms between two tokens\nof request {request}"
-    figure, axes = new_panel(9, 3.4, f"ms since the first token of request {request}", ms)
+    figure, axes = new_panel(8.4, 3.4, f"ms since the first token of request {request}", ms)
     for (name, records), colour, look in zip(runs.items(), (ORANGE, BLUE), ("s-", "o-"), strict=False):
         ends = [
             1e3 * record["end"]

@@ -1,0 +1,213 @@
+'''The renderer: a study says as data what its tables and pictures are; this makes all of them.
+
+A study's module has a text in TOML, a section for each marker of a lesson:
+
+    TABLES = """
+    [kernel-table]
+    corner = "rows"
+    line = "{rows}"
+    column = "{variant}: µs, × the floor"
+    cell = "{us:.1f}, {seconds / floor:n} ×"
+    let.floor = "num_bytes / ceilings['copy_bytes_per_s']"
+    """
+
+A table is made of *records*: the rows of a results file, each with the file's own fields and the median of its samples
+as `seconds`, `ms` and `us`. A format holds Python expressions (without `:` and `!`) over a record, `let`'s names and
+the module. Beside Python's own format specifications there are `n` (three digits) and `x` (times). What a record
+(`row`) does not have is a dash.
+'''
+
+from __future__ import annotations
+
+import statistics
+import string
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Self
+
+from benchmarks.text import counted, markdown, number, times
+
+Record = dict[str, object]
+WORDS = {"n": number, "x": times}
+HELPERS = {"number": number, "times": times, "counted": counted, "median": statistics.median}
+HELPERS["short"] = lambda model: model.removeprefix("random:")
+
+
+def write(form: str, record: Mapping, missing: str = "–") -> str:
+    """A format with its expressions' values; `missing` where one of them names what the record does not have."""
+    found = []
+    try:
+        for text, expression, spec, _ in string.Formatter().parse(form):
+            value = eval(expression, dict(record)) if expression else ""
+            found += [text, WORDS[spec](value) if spec in WORDS else format(value, spec or "")]
+    except (NameError, TypeError, KeyError):
+        return missing
+    return "".join(found)
+
+
+def facts(result: dict) -> Record:
+    """What a format may name of a file as a whole: its fields, its device, and its copy bandwidth in TB/s."""
+    copy = result.get("ceilings", {}).get("copy_bytes_per_s", 0) / 1e12
+    device = result["environment"]["device"]
+    own = {"device": device["name"], "is_cpu": device["type"] == "cpu"}
+    return {**result, "result": result, "copy": copy, "copies": f"copies {copy:.2f} TB/s"} | own
+
+
+def records(result: dict) -> list[Record]:
+    """The rows of a file, each with the file's own fields and the median of its samples."""
+    found = [{**facts(result), **row} for row in result["rows"]]
+    for row in (row for row in found if row.get("samples")):
+        middle = statistics.median(row["samples"])
+        row |= {"seconds": middle, "ms": 1e3 * middle, "us": 1e6 * middle}
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Which records of which results files something is made of.
+
+    Args:
+        rows: the module's function from a file to the records, where they are not its rows.
+        where: an expression; records for which it is false are left out.
+        let: {name: expression}; names for the formats. `at(model=model, way='plain')` is the record with these fields,
+            and `every` is all of them.
+        part: of the study, where its files hold parts.
+    """
+
+    study: ModuleType
+    rows: str = ""
+    where: str = "True"
+    let: Mapping[str, str] = field(default_factory=dict)
+    part: str = ""
+
+    @property
+    def names(self) -> Record:
+        """What a format may always name."""
+        return HELPERS | vars(self.study)
+
+    def of_part(self, results: Sequence[dict]) -> list[dict]:
+        return [result for result in results if result.get("part", "") == self.part]
+
+    def records(self, result: dict) -> list[Record]:
+        own = vars(self.study)[self.rows](result) if self.rows else records(result)
+        every = [self.names | facts(result) | row for row in own]
+
+        def at(**keys: object) -> Record | None:
+            return next((row for row in every if all(row.get(key) == value for key, value in keys.items())), None)
+
+        for row in every:
+            row |= {"at": at, "row": row, "every": every}
+        found = [row for row in every if eval(self.where, row)]
+        for name, expression in self.let.items():
+            for row in found:
+                row[name] = eval(expression, row)
+        return found
+
+    def said(self, text: str, result: dict) -> str:
+        """A format over a whole file."""
+        return write(text, self.names | facts(result))
+
+    @classmethod
+    def read(cls, study: ModuleType, text: str) -> dict[str, list[Self]]:
+        """What a text in TOML says, by the names of its sections; a section may come several times."""
+        sections = {name: one if isinstance(one, list) else [one] for name, one in tomllib.loads(text).items()}
+        return {name: [cls(study=study, **own) for own in several] for name, several in sections.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Chosen):
+    """A table as data.
+
+    Args:
+        corner: head of the first column, which names the lines.
+        line: what a line begins with. Records with the same beginning share a line if there is a `column`.
+        columns, after: {head: format}, before and behind the columns that the records make.
+        column: head of the column that a record makes; `cell` is what is in it; `order` says which, in an expression.
+        section: records that are alike in this are a table of their own, below `heading`.
+        note: what the line below the table says of the measurement, beside machine, versions and commit.
+        below: that line, where it is another one.
+        behind: a sentence between the table and that line.
+        each: a table for each results file, and not of the newest alone; `files` says which, in an expression.
+
+    A column that has nothing but dashes is left out. Without `line` there is no table, and the bars of a picture or the
+    heading have the figures.
+    """
+
+    corner: str = ""
+    line: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    column: str = ""
+    cell: str = ""
+    after: Mapping[str, str] = field(default_factory=dict)
+    order: str = "[]"
+    section: str = ""
+    heading: str = ""
+    missing: str = "–"
+    note: str = ""
+    below: str = ""
+    behind: str = ""
+    each: bool = False
+    files: str = ""
+
+    def of(self, rows: Sequence[Record]) -> list[str]:
+        """The lines of the tables of these records."""
+        found: list[str] = []
+        for name in dict.fromkeys(write(self.section, row) for row in rows):
+            own = [row for row in rows if write(self.section, row) == name]
+            found += [write(self.heading, own[0]), ""] if self.heading else []
+            found += [*self.one(own), ""] if self.line else []
+        return found
+
+    def one(self, rows: Sequence[Record]) -> list[str]:
+        """One table."""
+        body: dict[object, tuple[list[str], dict[str, str], list[str]]] = {}
+        for i, row in enumerate(rows):
+            first = [write(form, row, self.missing) for form in (self.line, *self.columns.values())]
+            after = [write(form, row, self.missing) for form in self.after.values()]
+            _, cells, _ = body.setdefault(tuple(first) if self.column else i, (first, {}, after))
+            if self.column:
+                cells[write(self.column, row)] = write(self.cell, row, self.missing)
+        made = dict.fromkeys(head for _, cells, _ in body.values() for head in cells)
+        heads = list(eval(self.order, rows[0])) or list(made)
+        own, after = ([write(head, rows[0]) for head in columns] for columns in (self.columns, self.after))
+        lines = [[write(self.corner, rows[0]), *own, *heads, *after]]
+        for first, cells, after in body.values():
+            lines.append([*first, *(cells.get(head, self.missing) for head in heads), *after])
+        shown = (column for column in zip(*lines, strict=True) if set(column[1:]) != {"–"})
+        head, *lines = zip(*shown, strict=True)
+        return markdown(head, lines)
+
+
+def tables(study: ModuleType, results: list[dict]) -> dict[str, list[str]]:
+    """The lines of each of a study's markers, from its results files, the newest first."""
+    return {marker: lines_of(own, results) for marker, own in Table.read(study, study.TABLES).items()}
+
+
+def lines_of(parts: Sequence[Table], results: list[dict]) -> list[str]:
+    """The lines of one marker: its tables, which share the line below them."""
+    found, last = [], parts[-1]
+    results = last.of_part(results)
+    usual = "results" if last.each else "results[:1]"
+    chosen = [eval(part.files or usual, {"results": results}) for part in parts]
+    for result in max(chosen, key=len):
+        rows: list[Record] = []
+        for part, files in zip(parts, chosen, strict=True):
+            rows = part.records(result) if result in files else []
+            found += part.of(rows) if rows else []
+        if rows:
+            found += [last.said(last.behind, result), ""] if last.behind else []
+            found += [last.said(last.below, result) or caption(result, last.said(last.note, result)), ""]
+    return found
+
+
+def caption(result: dict, *more: str) -> str:
+    """One line below a table: what it was measured with."""
+    where = result["environment"]
+    device, versions = where["device"], where["versions"]
+    found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]
+    found += [f"commit {where['commit'][:10]}{' with changes' if where['dirty'] else ''}", where["date"][:10]]
+    text = "; ".join([", ".join([device["name"], *found]), *filter(None, more)])
+    command = f"{result['kind']} part={result['part']}" if "part" in result else result["kind"]
+    return f"{text}. `python -m benchmarks.micro {command}`."
