@@ -15,15 +15,14 @@ from functools import partial
 from types import FrameType
 
 from benchmarks.engines import select
-from benchmarks.micro import caption, with_engine
-from benchmarks.text import markdown
+from benchmarks.micro import with_engine
 from stage_a_naive.sampling import SamplingParams
 
 SECONDS, PROMPT = 0.001, 128
 # Part -> texts of which one is in the path of the line's file, the first part that fits. Below them: everything else.
 WAITS = "waiting for the GPU"
 PARTS = {
-    "Triton's launcher": ("/site-packages/triton/",),
+    "Triton": ("/site-packages/triton/",),
     "calls of modules": ("/nn/modules/module.py",),
     "operators of the layers": (
         "stage_d_paged/model.py",
@@ -31,11 +30,34 @@ PARTS = {
         "/site-packages/torch/",
         "/attention/",
     ),
-    "transformers' model and cache": ("/site-packages/transformers/",),
+    "transformers": ("/site-packages/transformers/",),
     "input of the step": ("stage_d_paged/batch.py",),
     "sampling": ("/sampler/", "stage_a_naive/sampling.py"),
 }
 REST = "engine"
+
+
+TABLES = """
+[cpu-samples]
+corner = "engine, requests"
+line = "{engine}, {requests}"
+columns."ms per step" = "{step_ms:.2f}"
+columns."operators of the layers" = "{in_ms(row, 'operators of the layers'):.2f}"
+columns."transformers' model" = "{in_ms(row, 'transformers'):.2f}"
+columns."Triton's launcher" = "{in_ms(row, 'Triton'):.2f}"
+columns."calls of modules" = "{in_ms(row, 'calls of modules'):.2f}"
+columns."input of the step" = "{in_ms(row, 'input of the step'):.2f}"
+columns."sampling" = "{in_ms(row, 'sampling'):.2f}"
+columns."engine" = "{in_ms(row, 'engine'):.2f}"
+columns."waiting for the GPU" = "{in_ms(row, 'waiting for the GPU'):.2f}"
+note = "{model}, {PROMPT} in, {tokens} out; a look every millisecond"
+"""
+
+
+def in_ms(row: dict, part: str) -> float | None:
+    """Milliseconds of a step in which a look found the CPU there; None where that engine has no such part."""
+    found = row["parts"].get(part)
+    return found and row["step_ms"] * found / sum(row["parts"].values())
 
 
 def part_of(path: str, line: int | None) -> str:
@@ -89,29 +111,5 @@ def sample_batches(llm: object, batches: tuple, runs: int, tokens: int) -> list[
         parts: Counter[str] = Counter()
         for place, count in seen.items():
             parts[part_of(*place)] += count
-        rows.append({"requests": requests, "step_ms": step_ms, "samples": dict(parts)})
+        rows.append({"requests": requests, "step_ms": step_ms, "parts": dict(parts)})
     return rows
-
-
-def table(results: list[dict]) -> dict[str, list[str]]:
-    result = results[0]
-    parts = [part for part in (*PARTS, REST, WAITS) if any(part in row["samples"] for row in result["rows"])]
-    body = []
-    for row in result["rows"]:
-        per = row["step_ms"] / sum(row["samples"].values())
-        body.append(
-            [
-                row["engine"],
-                row["requests"],
-                f"{row['step_ms']:.2f}",
-                *(f"{per * row['samples'].get(p, 0):.2f}" for p in parts),
-            ]
-        )
-    lines = markdown(["engine", "requests", "ms per step", *parts], body)
-    return {
-        "cpu-samples": [
-            *lines,
-            "",
-            caption(result, f"{result['model']}, {PROMPT} in, {result['tokens']} out"),
-        ]
-    }

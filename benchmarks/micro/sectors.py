@@ -13,10 +13,8 @@ import sys
 
 import torch
 
-from benchmarks.micro import caption
 from benchmarks.micro.coalescing import STRIDES
 from benchmarks.results import ROOT, ResultsError
-from benchmarks.text import markdown
 
 NEEDS_GPU = True
 HIDDEN, INTERMEDIATE, WANTED = 896, 4864, 2**24
@@ -29,6 +27,20 @@ COUNTERS = {
     "passes": "l1tex__data_pipe_lsu_wavefronts.sum",  # cycles in which L1 hands out data
     "cycles": "sm__cycles_active.max",  # of the multiprocessor that is busy for longest
 }
+
+
+TABLES = """
+[sectors]
+corner = "kernel"
+line = "{kernel}"
+where = "kernel in VARIANTS"
+columns."MB out of the memory" = "{memory_bytes / 1e6:.1f}"
+columns."loads" = "{requests:,}"
+columns."sectors per load" = "{sectors / requests:.1f}"
+columns."of these out of L1" = "{hits / sectors:.0%}"
+columns."cycles" = "{cycles:,}"
+note = "one row of Qwen2.5-0.5B's MLP, whose weights are {weight_bytes / 1e6:.1f} MB"
+"""
 
 
 def measure() -> dict:
@@ -62,20 +74,6 @@ def _counts(launch: dict) -> dict[str, int]:
 def _sum(launches: dict[int, dict], kernel: str) -> dict[str, int]:
     found = [_counts(launch) for launch in launches.values() if kernel in launch["kernel"]]
     return {name: sum(launch[name] for launch in found) for name in COUNTERS}
-
-
-def table(results: list[dict]) -> dict[str, list[str]]:
-    result = results[0]
-    heads = ["kernel", "MB out of the memory", "loads", "sectors per load", "of these in L1", "cycles"]
-    body = []
-    for row in result["rows"][: len(VARIANTS)]:
-        per, share = row["sectors"] / row["requests"], row["hits"] / row["sectors"]
-        megabytes = f"{row['memory_bytes'] / 1e6:.1f}"
-        body.append(
-            [row["kernel"], megabytes, f"{row['requests']:,}", f"{per:.1f}", f"{share:.0%}", f"{row['cycles']:,}"]
-        )
-    note = f"one row of Qwen2.5-0.5B's MLP, whose weights are {result['weight_bytes'] / 1e6:.1f} MB"
-    return {"sectors": [*markdown(heads, body), "", caption(result, note)]}
 
 
 def main() -> None:
