@@ -17,12 +17,10 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import repeat
 
-from stage_e_batching.counters import Counters
 from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep, State
+from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
 
 
@@ -40,7 +38,6 @@ class Engine:
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
     # Sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
     news: deque[BatchSequence] = field(default_factory=deque)
-
     _launched: Launched = field(default_factory=deque, init=False)
     _uncertain: BatchSequence | None = field(default=None, init=False)  # it is being given a token
 
@@ -91,12 +88,15 @@ class Engine:
             sampled = self.drafts.accept(step, sampled)
         ended: list[BatchSequence] = []
         sampling = step.sampling
-        logprobs = sampled.logprobs or repeat(None, len(sampling))
-        errors, finished, num_late = sampled.errors, State.FINISHED, 0
+        logprobs = sampled.logprobs or [None] * len(sampling)
+        errors, num_late = sampled.errors, 0  # late tokens are one too many
         for i, (sequence, token_id, logprob) in enumerate(zip(sampling, sampled.token_ids, logprobs, strict=True)):
             if sequence.num_in_flight:
                 sequence.num_in_flight -= 1
-            if sequence.state is finished or (ended and ended[-1] is sequence):  # this is a token too many
+                if sequence.state is State.FINISHED:  # since this step was launched
+                    num_late += 1
+                    continue
+            if ended and ended[-1] is sequence:  # in an earlier row of this step
                 num_late += 1
             elif errors and i in errors:
                 sequence.error = errors[i]

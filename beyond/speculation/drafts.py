@@ -24,9 +24,8 @@ from typing import Protocol
 from beyond.speculation.options import MAX_SPECULATING
 from beyond.speculation.rows import DraftRows
 from beyond.speculation.sequence import SpeculativeSequence
-from stage_e_batching.counters import Counters
 from stage_e_batching.parts import Sampled
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import Counters, ScheduledStep
 
 SHARE = 4  # one in this many decoding sequences must have a draft, or waiting costs the others more than it gains
 
