@@ -37,6 +37,7 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks
+from stage_e_batching.counters import Counters
 from stage_e_batching.engine import Engine
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.scheduler import Scheduler
@@ -138,7 +139,7 @@ class LLM(stage_f.LLM):
         """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
         options, scheduler = self.options, self._scheduler()
         pace = MicroBatches(scheduler) if options.pipeline_parallel_size > 1 else None
-        drafts, counters = None, None
+        drafts, counters = None, Counters()
         if self._drafter is not None:
             counters, rows = SpeculationCounters(), DraftRows(scheduler, options.max_rows)
             if options.guesses_ahead:

@@ -51,7 +51,7 @@ VARIANTS = {
     "tiny pool": {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
-    "no overlap": {"overlap": False},
+    "no overlap": {"without": "overlap"},
     "one at a time": {"max_num_seqs": 1},
     "longest draft": {"num_speculative_tokens": 64},
 }
@@ -480,7 +480,7 @@ def test_options_out_of_range_are_refused(option):
     ("options", "drafts", "runs_ahead"),
     [
         ({}, DeviceDrafts, True),
-        ({"overlap": False}, HostDrafts, False),
+        ({"without": "overlap"}, HostDrafts, False),
         ({"enable_chunked_prefill": False}, HostDrafts, False),
         ({"tensor_parallel_size": 2}, HostDrafts, True),
         ({"speculation": "model", "draft_model": MODEL}, HostDrafts, True),

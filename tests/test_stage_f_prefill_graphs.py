@@ -128,9 +128,8 @@ def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
             num_kvcache_blocks=256,
             max_num_seqs=40,
             max_num_batched_tokens=budget,
-            without="" if overlap else "overlap",
+            without=["overlap"] * (not overlap) + ["prefill_graphs"] * (not graphs),
             enable_prefix_caching=prefix_caching,
-            prefill_graphs=graphs,
         )
         for graphs in (True, False)
     )

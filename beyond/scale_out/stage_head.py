@@ -125,10 +125,14 @@ class StageHead:
         elif count:
             links.send(hidden.index_select(0, inputs.sample_tokens[:count]), number)
         if count == 0 or self._head is None:
-            return Returning(None)
+            return Returning(None, number)
         shape = shape._replace(table_width=0)  # the tables come last: the arrays before them keep their offsets
         self._unsampled.append(Unsampled(number, shape, sample_slots.copy(), needs, self._buffers.packed(shape)))
-        return Returning(self)
+        return Returning(self, number)
+
+    def is_oldest(self, number: int) -> bool:
+        """Whether the oldest step that has no tokens yet is that of command `number`."""
+        return bool(self._unsampled) and self._unsampled[0].number == number
 
     def sample_oldest(self) -> Any:
         """Launch the sampling of the oldest step that has no tokens yet; rank 0 calls it.
@@ -176,10 +180,13 @@ class Returning:
     """A step whose hidden states are on their way back to stage 0."""
 
     head: StageHead | None  # None: nothing samples in this step
+    number: int  # of its command
 
     def sample(self) -> Any:
-        """Launch the sampling of the tokens; call it once, for the oldest step."""
-        return InFlight(None) if self.head is None else self.head.sample_oldest()
+        """Launch the sampling of the tokens of the oldest step. One that an interrupt has sampled already has none."""
+        if self.head is None or not self.head.is_oldest(self.number):
+            return InFlight(None)
+        return self.head.sample_oldest()
 
     def wait(self) -> Sampled:
         """Sample the step, and wait for its tokens."""

@@ -454,5 +454,5 @@ class TestBreakIt:
 
 class TestWholeStage:
     def test_the_tutor_answers(self):
-        variants = {}, {"overlap": False}, {"max_num_seqs": 2, "num_kvcache_blocks": 12, "kvcache_block_size": 8}
+        variants = {}, {"without": "overlap"}, {"max_num_seqs": 2, "num_kvcache_blocks": 12, "kvcache_block_size": 8}
         check_whole_stage(stage.LLM, *variants, num_kvcache_blocks=64)

@@ -6,7 +6,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import count
 
 import pytest
@@ -128,7 +128,7 @@ PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in eng
 def options_class(package: str) -> type:
     """The dataclass of an engine's options, from stage D on."""
     module = importlib.import_module(f"{package.partition('.')[0]}.options")  # the packages of `beyond` have one engine
-    [found] = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    [found] = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
     return found
 
 
@@ -185,10 +185,9 @@ def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
 
 def held(llm: NaiveLLM) -> tuple[int, int]:
     """What an engine with a pool still holds: requests that wait or run, and blocks."""
-    engine = llm.engine
-    if not hasattr(engine, "stats"):
-        return len(engine.unfinished), engine.block_manager.num_used
-    stats = engine.stats()
+    if not hasattr(llm, "calls"):
+        return len(llm.engine.unfinished), llm.engine.block_manager.num_used
+    stats = llm.calls.stats()
     return stats["num_waiting"] + stats["num_running"], stats["num_used_blocks"]
 
 
