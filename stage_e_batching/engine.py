@@ -36,8 +36,7 @@ class Engine:
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
-    # Sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
-    news: deque[BatchSequence] = field(default_factory=deque)
+    news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
     _launched: Launched = field(default_factory=deque, init=False)
     _uncertain: BatchSequence | None = field(default=None, init=False)  # it is being given a token
 
@@ -57,10 +56,11 @@ class Engine:
     def _next_depth(self) -> int:
         """Return how many steps may be in flight; none where a draft needs their tokens."""
         drafts = self.drafts
-        if drafts is not None and drafts.are_promising():
+        if drafts is not None:
+            are_promising = drafts.are_promising()
             if drafts.need_tokens:
                 self._collect(0)
-            if drafts.propose() and drafts.need_tokens:
+            if are_promising and drafts.propose() and drafts.need_tokens:
                 return 0
         return self.depth if self.pace is None else self.pace.next_depth(self._launched)
 
@@ -96,7 +96,7 @@ class Engine:
                 if sequence.state is State.FINISHED:  # since this step was launched
                     num_late += 1
                     continue
-            if ended and ended[-1] is sequence:  # in an earlier row of this step
+            if ended and ended[-1] is sequence:  # in an earlier row
                 num_late += 1
             elif errors and i in errors:
                 sequence.error = errors[i]

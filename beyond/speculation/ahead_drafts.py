@@ -30,7 +30,7 @@ class DeviceDrafts:
         draft_tokens: guesses per sequence.
     """
 
-    need_tokens = False
+    need_tokens = False  # the device has them
 
     def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters, draft_tokens: int) -> None:
         self.drafter = drafter
