@@ -102,12 +102,6 @@ REFUSED = (
         "the first GPU also holds the small model and a pool of as many blocks for it; give num_kvcache_blocks too",
     ),
     Refusal(
-        "speculation",
-        "pipeline_parallel_size",
-        lambda o: o.speculation != "off" and o.pipeline_parallel_size > 1,
-        "drafts are not made while several batches are in flight; use tensor_parallel_size",
-    ),
-    Refusal(
         "without",
         "pipeline_parallel_size",
         lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,

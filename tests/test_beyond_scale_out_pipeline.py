@@ -285,10 +285,10 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     assert not any("embed" in name or "head" in name or ".layers.0." in name for name in read[1])
     whole.known -= {"model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="whose layer 0 is the model's layer 1: .*layers.0.mlp.up_proj.weight is miss"):
-        build_stage(*arguments, group, Position(1, 2, 1))
+        build_stage(*arguments, group=group, position=Position(1, 2, 1))
     whole.known |= {"model.layers.1.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="1 weights that the model does not have: model.layers.9"):
-        build_stage(*arguments, group, Position(1, 2, 1))
+        build_stage(*arguments, group=group, position=Position(1, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -312,9 +312,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message):
 
 def test_more_ranks_than_gpus_are_refused_by_the_options_that_ask_for_them():
     gpus, config = torch.cuda.device_count(), ModelConfig.from_hf(resolve(MODEL).config)
-    options = Options(pipeline_parallel_size=gpus + 1, tensor_parallel_size=2)
+    options = Options(pipeline_parallel_size=gpus + 2, tensor_parallel_size=2)
     job = Job.of(MODEL, torch.device("cuda"), torch.bfloat16, 0, options)
-    asked = f"pipeline_parallel_size={gpus + 1}, tensor_parallel_size=2, but there are {gpus} GPUs"
+    asked = f"pipeline_parallel_size={gpus + 2}, tensor_parallel_size=2, but there are {gpus} GPUs"
     with pytest.raises(ValueError, match=asked):
         build_ranks(job, config, build_worker)
 

@@ -6,7 +6,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import count
 
 import pytest
@@ -128,7 +128,7 @@ PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in eng
 def options_class(package: str) -> type:
     """The dataclass of an engine's options, from stage D on."""
     module = importlib.import_module(f"{package.partition('.')[0]}.options")  # the packages of `beyond` have one engine
-    [found] = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    [found] = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
     return found
 
 
