@@ -77,13 +77,14 @@ NAMES = frozenset(
         "vars",
     }
 )
-ATTRIBUTES = (NAMES - {"compile", "eval"}) | {  # a model has .eval()
+# What objects of an engine have too: a model has .eval() and .modules(), an engine .exit().
+HARMLESS_OF_OBJECTS = {"compile", "eval", "exit", "input", "modules"}
+ATTRIBUTES = (NAMES - HARMLESS_OF_OBJECTS) | {
     "_getframe",
     "f_back",
     "f_globals",
     "f_locals",
     "gi_frame",
-    "modules",
     "monkeypatch",
     "read_bytes",
     "read_text",
@@ -163,6 +164,8 @@ def _is_private(name: str) -> bool:
 def _of_module(node: ast.AST, modules: set[str], named: set[int]) -> str | None:
     """A module is for the names in it: what else an answer does with one is refused."""
     match node:
+        case ast.Attribute(attr="exit" | "input" | "modules" as name) if _root(node) in modules:
+            return f"use of {_root(node)}.{name}"
         case ast.Attribute(attr=name) if _is_private(name) and _root(node) in modules:
             return f"the private name {name} of the module {_root(node)}"
         case ast.Name(id=name, ctx=ast.Load()) if name in modules and id(node) not in named:

@@ -310,7 +310,7 @@ def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
 
 def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     work = submission(tmp_path, "a")
-    file = work / "stage_a_naive" / "stop_strings.py"
+    file = work / "stage_a_naive" / "contract" / "stop_strings.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("def overlap(text: str, stop: str)", "def overlap(text: str, stop: str = '')"))
     mark = mark_of("A.5", work)
@@ -355,6 +355,13 @@ def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
 def test_the_audit_leaves_right_answers_alone(body):
     source = "def f(x, name):\n" + textwrap.indent(body, "    ")
     assert find_forbidden(source, exercise_of("A.2")) is None
+
+
+@every_lab
+def test_the_audit_leaves_right_variants_alone(letter, tmp_path):
+    for answer in answers("right", letter):
+        write_answer(answer, tmp_path)
+        assert read_answer(exercise_of(answer["exercise"]), tmp_path) is not None
 
 
 @pytest.mark.parametrize(
@@ -460,7 +467,7 @@ print(penalties.apply_penalties.__code__.co_filename)
 """
     command = [sys.executable, "-c", f"import sys\n{program}", str(done)]  # its own process: it changes modules
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(done / "stage_a_naive" / "penalties.py")
+    assert said.strip() == str(done / "stage_a_naive" / "contract" / "penalties.py")
 
 
 def test_hints_come_one_after_another(tmp_path):
@@ -639,10 +646,10 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     renamed = re.sub(r"\bn\b", "size", odd.replace("part", "beginning"))
     students = tmp_path / "submissions"
     for name, body in (("ada", odd), ("bob", renamed), ("cay", "return 0")):
-        file = students / name / "stage_a_naive" / "stop_strings.py"
+        file = students / name / "stage_a_naive" / "contract" / "stop_strings.py"
         file.parent.mkdir(parents=True)
         submission(tmp_path / f"copy-{name}", "a", overlap=body)
-        file.write_text((tmp_path / f"copy-{name}" / "stage_a_naive" / "stop_strings.py").read_text())
+        file.write_text((tmp_path / f"copy-{name}" / "stage_a_naive" / "contract" / "stop_strings.py").read_text())
     with tarfile.open(students / "cay.tar.gz", "w:gz") as archive:
         archive.add(students / "cay" / "stage_a_naive", "stage_a_naive")
     shutil.rmtree(students / "cay")
