@@ -5,9 +5,9 @@ Each half of a layer adds to the residual stream. Both models keep what their no
 
 from torch import Tensor, nn
 
-from stage_a_naive import LLM as Reference
-from stage_a_naive import SamplingParams
-from stage_d_paged import LLM
+from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.llm import LLM as Reference
+from stage_d_paged.llm import LLM
 
 PROMPT = "What is a KV cache? " * 8  # more tokens than a block has
 ROUNDING = 1e-4  # of the largest state; float32 rounds to a millionth of it, a mistake changes far more
@@ -16,9 +16,9 @@ ROUNDING = 1e-4  # of the largest state; float32 rounds to a millionth of it, a 
 def residual_streams(llm: Reference | LLM, model: nn.Module) -> list[Tensor]:
     """Generate two tokens; returns what each norm is given, `[tokens, hidden]`, of the prefill and of the decode."""
     kept: list[Tensor] = []  # copies, because stage D writes over the residual stream
-    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for norm in [*norms, model.norm]:
-        norm.register_forward_pre_hook(lambda _, given: kept.append(given[0].flatten(0, -2).clone()))
+    for name, module in model.named_modules():
+        if name == "norm" or name.endswith(("input_layernorm", "post_attention_layernorm")):
+            module.register_forward_pre_hook(lambda _, given: kept.append(given[0].flatten(0, -2).clone()))
     llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
     return kept
 
@@ -28,8 +28,7 @@ def first_difference(reference: Reference, engine: LLM) -> str:
     expected = residual_streams(reference, reference.model.model)
     found = residual_streams(engine, engine.runtime.model)
     for i, (right, ours) in enumerate(zip(expected, found, strict=True)):
-        phase, part = divmod(i, len(expected) // 2)
-        off, largest = (right - ours).abs().max(), right.abs().max()
+        (phase, part), off, largest = divmod(i, len(expected) // 2), (right - ours).abs().max(), right.abs().max()
         if not off <= ROUNDING * largest:  # also where it is no number
             name = f"{'attention' if part % 2 else 'MLP'} of layer {(part - 1) // 2}" if part else "embedding"
             return f"{('prefill', 'decode')[phase]}, {name}: off by {off:.1e}, the largest state is {largest:.1e}"
@@ -37,4 +36,5 @@ def first_difference(reference: Reference, engine: LLM) -> str:
 
 
 if __name__ == "__main__":
-    print(first_difference(*(kind("tutor", device="cpu", dtype="float32") for kind in (Reference, LLM))))
+    engine = LLM("tutor", device="cpu", dtype="float32")
+    print(first_difference(Reference("tutor", device="cpu", dtype="float32"), engine))
